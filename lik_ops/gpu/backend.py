@@ -1,6 +1,6 @@
-"""The Triton backend: turns tensors into kernel arguments, picks configurations and launches.
+"""Triton backend: converts tensors to kernel arguments, selects configurations, and launches kernels.
 
-Runs on CUDA and ROCm GPUs, and on CPU tensors under Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
+It runs on CUDA and ROCm GPUs, and on CPU tensors in Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
 """
 
 from ..families.chamfer.gpu import backward_chamfer, forward_chamfer
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def forget() -> None:
-    """Drop what was worked out from the table of configurations."""
+    """Drop all plans and captured calls that were derived from the configuration tables."""
     Calls.forget()
     cuda_forward.clear_plans()
     sm90_quantized.clear_plans()

@@ -1,6 +1,6 @@
-"""Which kernel a forward call takes: launches, `lik_ops.info`, `lik_ops.tune` and the tests ask here.
+"""Choice of the kernel for a forward call, for launches, `lik_ops.info`, `lik_ops.tune`, and the tests.
 
-Nothing of tensors is read but their metadata. An `arch` that is given stands for that of their device.
+The functions read only the metadata of tensors. An `arch` argument replaces the architecture of the tensors' device.
 """
 
 from __future__ import annotations
@@ -30,61 +30,70 @@ from .tuning import architectures, forward_configs, sm90_configs
 from .tuning.architectures import Architecture, KernelKey, LaunchConfig
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
-_MIN_FP32_SPLIT_ROWS = 1024  # query rows and document tokens; with 512 rows, splitting first takes longer
-_MIN_LONG_DOCUMENT_TOKENS = 2048  # tokens of documents, in the mean, that are split where they are few
-# (row tile, document) pairs per SM up to which splitting is faster: of busy programs; of others, which only wait for
-# documents, if these have at least or less than `_MIN_LARGE_DOCUMENT_BYTES` in the mean; and if a Gluon kernel could
-# serve. Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
+# Minimum of both query rows and document tokens. With 512 rows, splitting first is slower.
+_MIN_FP32_SPLIT_ROWS = 1024
+# Minimum mean length of documents that are split if there are few of them.
+_MIN_LONG_DOCUMENT_TOKENS = 2048
+# Number of (row tile, document) pairs per SM up to which splitting documents is faster. BUSY is for programs with much
+# arithmetic. LARGE and SMALL are for memory-bound programs, whose mean document has at least or less than
+# `_MIN_LARGE_DOCUMENT_BYTES`. GLUON is for calls that a Gluon kernel could serve.
+# Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
 _MAX_BUSY_PAIRS_PER_SM, _MAX_LARGE_PAIRS_PER_SM, _MAX_SMALL_PAIRS_PER_SM, _MAX_GLUON_PAIRS_PER_SM = 1.0, 0.6, 0.4, 0.25
 _MIN_LARGE_DOCUMENT_BYTES = 2**20
-_MIN_SPLIT_TOKENS = 128  # tokens
-_MAX_SPLIT_TOKENS = 2048  # beyond it there are more sections than run at a time
-_MAX_DOCUMENT_SPLITS = 256  # of a document: one program puts them together
-_MAX_CTAS_PER_SM = 3  # programs of a multiprocessor, at most
-_MAX_SPLIT_WORKSPACE_BYTES = 28 * 2**20  # of what they leave, below 32 MiB with a flag for each
-_MAX_FP32_SPLIT_BYTES = 15 * 2**20  # of terms, of queries and of documents; with their scales below 32 MiB
+_MIN_SPLIT_TOKENS = 128
+# If splits would be longer, there are more splits than run at a time.
+_MAX_SPLIT_TOKENS = 2048
+# Per document, because one program merges all splits of a document.
+_MAX_DOCUMENT_SPLITS = 256
+_MAX_CTAS_PER_SM = 3
+# Partial results of the splits. With one flag for each split the workspace stays below 32 MiB.
+_MAX_SPLIT_WORKSPACE_BYTES = 28 * 2**20
+# Terms of queries, and again terms of documents. With the scales the workspace stays below 32 MiB.
+_MAX_FP32_SPLIT_BYTES = 15 * 2**20
 
 
 class GenericChoice(NamedTuple):
-    """`maxsim_forward`, which serves every call."""
+    """The generic kernel `maxsim_forward`, which serves every call."""
 
     launch: LaunchConfig
     arch: Architecture
-    uses_descriptor: bool  # documents by way of a descriptor, where they begin at a multiple of 16 bytes
-    has_fp32_split: bool = False  # fp32 tokens, into a workspace
+    uses_descriptor: bool  # TMA reads documents that start at a multiple of 16 bytes
+    has_fp32_split: bool = False  # a separate launch splits fp32 tokens into a workspace
 
     @property
     def kernel(self) -> str:
+        """Return the name of the kernel."""
         return "maxsim_forward"
 
     def tile(self) -> str:
-        """What a program scores at a time, for people."""
+        """Describe the tile of a program as text."""
         return self.launch.tile() + (", tokens split first" if self.has_fp32_split else "")
 
 
 class SplitChoice(NamedTuple):
-    """`maxsim_forward_ragged` on sections of documents, and `maxsim_row_sums` of what they leave."""
+    """`maxsim_forward_ragged` on splits of documents, followed by `maxsim_row_sums` on the partial results."""
 
     launch: LaunchConfig
     arch: Architecture
-    uses_descriptor: bool  # as of `GenericChoice`
-    levels: int  # of the trees of sums
-    most: int  # sections
-    each: int | None  # tokens of a section, where all documents are known to have as many
+    uses_descriptor: bool  # see `GenericChoice`
+    levels: int  # levels of the sum trees
+    most: int  # maximum number of splits
+    each: int | None  # tokens of a split if all documents have the same known length
     programs: int
-    sums: tuple[int, int, int, int]  # rows of a query, queries and documents at a time, levels
+    sums: tuple[int, int, int, int]  # rows per query, queries and documents of a program, tree levels
 
     @property
     def kernel(self) -> str:
+        """Return the name of the kernel."""
         return "maxsim_forward_ragged"
 
     def tile(self) -> str:
-        """What a program scores at a time, for people."""
-        return f"{self.launch.tile()}, documents in up to {self.most} sections"
+        """Describe the tile of a program as text."""
+        return f"{self.launch.tile()}, documents in up to {self.most} splits"
 
     @property
     def make_sum_options(self) -> dict[str, Any]:
-        """Options of the launch of `maxsim_row_sums`."""
+        """Return the launch options of `maxsim_row_sums`."""
         options: dict[str, Any] = LaunchConfig(self.launch.config, 4, 3, 255).options(self.arch)
         return {**options, "launch_pdl": True} if self.launch.config.PDL else options
 
@@ -100,7 +109,16 @@ def choose_dense(
     argmax_dtype: torch.dtype | None,
     arch: Architecture | None = None,
 ) -> Choice:
-    """The kernel of a call of dense tensors that have all their axes."""
+    """Choose the kernel for a call of dense tensors that have all their axes.
+
+    Args:
+        Q: query tokens `[Nq, Lq, d]`.
+        D: document tokens `[Nd, Ld, d]` or `[Nq, K, Ld, d]`.
+        d_mask: document mask, or None.
+        normalize: whether tokens are normalized.
+        argmax_dtype: dtype of the argmax, or None without an argmax.
+        arch: architecture to choose for, or None for the architecture of the device of Q.
+    """
     arch = arch or architecture(Q.device)
     found: Choice | None = None
     streamed: Sm90Choice | RowMaximaChoice | None = None
@@ -120,21 +138,27 @@ def choose_dense(
 
 
 def has_idle_sms(choice: Sm90Choice | RowMaximaChoice, Lq: int, Ld: int, arch: Architecture) -> bool:
-    """Whether a Gluon kernel has so few programs that splitting documents of `Ld` tokens in the mean is faster.
+    """Return whether a Gluon kernel has so few programs that splitting documents is faster.
 
-    Splitting uses the generic kernel, which is slower for long queries. These need documents twice as long.
+    Splitting uses the generic kernel, which is slower for long queries. Long queries need documents twice as long.
+
+    Args:
+        choice: the choice of the Gluon kernel.
+        Lq: mean number of query tokens.
+        Ld: mean number of document tokens.
+        arch: architecture that runs the kernel.
     """
     least = _MIN_LONG_DOCUMENT_TOKENS if Lq <= sm90_configs.MAX_WHOLE_QUERY_TOKENS else 2 * _MIN_LONG_DOCUMENT_TOKENS
     return Ld >= least and choice.programs < arch.processors * _MAX_GLUON_PAIRS_PER_SM
 
 
 def _has_int32_features(Q: Tensor, D: Tensor) -> bool:
-    """Whether 32 bits find the features of a token, as the Gluon kernels do."""
+    """Return whether 32-bit offsets reach all features of a token, as the Gluon kernels require."""
     return choose_row_offset_width(get_feature_reach(Q, D)) < 2
 
 
 def choose_generic(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> GenericChoice:
-    """How the plain kernel computes a call."""
+    """Choose the launch of the generic kernel for a call."""
     candidates = D.dim() == 4
     Nq, K, Lq, Ld = make_size_args(Q, D)
     documents = K * (Nq if candidates else 1)
@@ -155,7 +179,7 @@ def choose_generic(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Ar
 
 
 def choose_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> Sm90Choice | None:
-    """The choice for documents without mask, None where another kernel serves better or alone."""
+    """Choose an sm_90 kernel for documents without a mask, or return None if another kernel has to serve."""
     call = arch, Q.dtype, *make_size_args(Q, D), Q.shape[-1]
     if Q.dtype == torch.float32:
         splits = not argmax and choose_generic(Q, D, normalize, argmax, arch).launch.config.SPLIT_FP32
@@ -165,15 +189,22 @@ def choose_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Archi
     if found is None or not supports_descriptor(D) or load_kernels() is None:
         return None
     if normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1])):
-        return None  # rows that `maxsim_forward` loads feature by feature, and adds up in another order
+        return None  # `maxsim_forward` loads such rows feature by feature and adds the squares in another order
     return found if not found.has_large_d or supports_query_descriptor(Q) else None
 
 
 def choose_int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture) -> Sm90Choice | None:
-    """The choice for int8 documents ``[Nd, Ld, d]`` without mask, normalising or winners, beside query rows of so many
-    int8 terms; None where `maxsim_forward_ragged` serves.
+    """Choose an sm_90 kernel for dense int8 documents, or return None if `maxsim_forward_ragged` has to serve.
 
-    `scale` is ``[Nd, Ld]``, or has sizes of 1 where it is one for all. A descriptor reads those of tokens: all of them.
+    The documents have no mask. The call neither normalizes nor returns an argmax. TMA reads scales of single tokens, so
+    they have to exist for all tokens.
+
+    Args:
+        Q: query tokens `[Nq, Lq, d]`.
+        data: int8 documents `[Nd, Ld, d]`.
+        scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
+        terms: number of int8 terms of a query row.
+        arch: architecture that runs the kernel.
     """
     if not _supports_encoded_descriptor(Q, data):
         return None
@@ -186,13 +217,22 @@ def choose_int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Archit
 
 
 def _supports_encoded_descriptor(Q: Tensor, data: Tensor) -> bool:
-    """Whether the kernels of dense documents can read these numbers of 8 bits."""
+    """Return whether the kernels for dense documents can read these 8-bit documents."""
     dense = Q.dim() == 3 and data.dim() == 3 and Q.numel() and data.numel()
     return bool(dense) and supports_descriptor(data) and _has_int32_features(Q, data)
 
 
 def choose_fp8(Q: Tensor, data: Tensor, kept: str, arch: Architecture) -> Sm90Choice | None:
-    """The same for FP8 documents that are kept as "e4m3" or "e5m2", whatever lies apart in their scales."""
+    """Choose an sm_90 kernel for dense FP8 documents, or return None if `maxsim_forward_ragged` has to serve.
+
+    Scales may have any strides.
+
+    Args:
+        Q: query tokens `[Nq, Lq, d]`.
+        data: FP8 documents `[Nd, Ld, d]`, as bytes.
+        kept: the encoding, "e4m3" or "e5m2".
+        arch: architecture that runs the kernel.
+    """
     if not _supports_encoded_descriptor(Q, data):
         return None
     found = sm90_configs.configure_fp8(arch, Q.dtype, *make_size_args(Q, data), Q.shape[-1], kept=kept)
@@ -202,11 +242,18 @@ def choose_fp8(Q: Tensor, data: Tensor, kept: str, arch: Architecture) -> Sm90Ch
 def choose_row_maxima(
     D: Tensor, rows: int, K: int, Lq: int, argmax: bool, dense: bool, arch: Architecture
 ) -> RowMaximaChoice | None:
-    """The choice for contiguous tokens of K documents with masks or of any length, None as before.
+    """Choose the row maxima kernel for contiguous document tokens, or return None if another kernel has to serve.
+
+    Documents may have masks or any length.
 
     Args:
-        rows: query tokens, `Lq` in the mean of each.
-        dense: each query has `Lq`.
+        D: document tokens.
+        rows: number of query tokens of all queries.
+        K: number of documents.
+        Lq: mean number of tokens of a query.
+        argmax: whether the call returns an argmax.
+        dense: whether each query has exactly `Lq` tokens.
+        arch: architecture that runs the kernel.
     """
     d = D.shape[-1]
     if d * D.element_size() % 16 or not 0 < D.numel() // d < 2**31:
@@ -216,19 +263,21 @@ def choose_row_maxima(
 
 
 def make_cut(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> PackedArgs:
-    """Dense tokens, that are even, as packed ones."""
+    """Return dense, evenly spaced tokens as packed arguments."""
     Nq, K, Lq, Ld = make_size_args(Q, D)
     return PackedArgs(Q, D, *(None,) * 5, q_mask, d_mask, None, Nq, K, False, Nq * Lq, K * Ld, Lq)
 
 
 def has_long_documents(c: PackedArgs) -> bool:
-    """Whether documents are so long in the mean that `choose_document_splits` may serve."""
+    """Return whether the mean document is long enough for `choose_document_splits`."""
     return c.Td >= _MIN_LONG_DOCUMENT_TOKENS * c.columns
 
 
 def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: Architecture) -> SplitChoice | None:
-    """The choice for documents that are few and long, None for others: as all give the same bits, their number and
-    mean length decide."""
+    """Choose splits for a few long documents, or return None for other documents.
+
+    All kernels give the same bits, so the choice may depend on the number of documents and on their mean length.
+    """
     if not has_long_documents(c) or c.candidates or c.pairs is not None or 0 in (c.queries, c.columns, c.Tq):
         return None
     Lq, d = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
@@ -237,7 +286,7 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch)
     config = launch.config
     row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns
-    # Other programs read at 60 GB/s when they are alone on an SM: 80 of them are as fast as the memory.
+    # A memory-bound program that is alone on an SM reads 60 GB/s, so 80 programs saturate the memory.
     busy = normalize or c.d_mask is not None or config.BM > 64
     is_large = c.Td * d * c.D.element_size() >= K * _MIN_LARGE_DOCUMENT_BYTES
     share = _MAX_BUSY_PAIRS_PER_SM if busy else _MAX_LARGE_PAIRS_PER_SM if is_large else _MAX_SMALL_PAIRS_PER_SM
@@ -264,8 +313,10 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
 
 
 def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arch: Architecture) -> int:
-    """How many sections the multiprocessors score at once, or a multiple of it where these would be long; not so many
-    that they would be short."""
+    """Return the number of splits: as many as run at a time, or a multiple if the splits would be too long.
+
+    The number is limited so that splits do not become too short.
+    """
     C = launch.config
     shared = (launch.num_stages * C.BN + C.BM) * C.BD * c.Q.element_size()
     resident = max(min(_MAX_CTAS_PER_SM, arch.shared_memory_bytes // shared), 1) * arch.processors // row_tiles
@@ -274,14 +325,14 @@ def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arc
 
 
 def get_split_workspace_rows(config: KernelConfig) -> int:
-    """Rows of which a workspace holds both terms, at most."""
+    """Return the maximum number of rows whose fp16 terms fit the fp32-split workspace."""
     return _MAX_FP32_SPLIT_BYTES // (4 * config.BD) // 16 * 16
 
 
 def choose_fp32_split(Q: Tensor, D: Tensor, arch: Architecture) -> GenericChoice | None:
-    """The choice for fp32 tokens that are better split first, None for others.
+    """Choose a separate launch that splits fp32 tokens first, or return None.
 
-    Where documents meet few queries, reading them is what takes time.
+    If few queries are scored against the documents, reading the documents dominates the time.
     """
     if arch.unit not in forward_configs.FP32_SPLIT_UNITS or Q.dtype != torch.float32 or choose_offset_width(Q, D):
         return None
@@ -297,14 +348,17 @@ def choose_fp32_split(Q: Tensor, D: Tensor, arch: Architecture) -> GenericChoice
 
 
 def supports_packed_descriptor(c: PackedArgs, arch: Architecture) -> bool:
-    """Whether packed documents are read by way of a descriptor, where they begin at a multiple of 16 bytes."""
+    """Return whether TMA can read packed documents that start at a multiple of 16 bytes."""
     d = c.D.shape[-1]
     return arch.has_descriptors and d * c.D.element_size() % 16 == 0 and c.D.stride()[-2:] == (d, 1)
 
 
 def choose_packed_row_maxima(c: PackedArgs, argmax: bool, arch: Architecture) -> RowMaximaChoice | None:
-    """The choice for a cross product of packed tokens without `normalize`, mask of documents or lengths of queries
-    that `supports_packed_descriptor`. Of its sizes queries, documents and Tq decide, if D has 1 to 2^31 - 1 rows."""
+    """Choose the row maxima kernel for a cross product of packed tokens, or return None.
+
+    The call has no `normalize`, no document mask, and no query lengths, and `supports_packed_descriptor` holds. If D
+    has 1 to 2^31 - 1 rows, the choice depends only on the numbers of queries, documents, and query tokens.
+    """
     if 0 in (c.queries, c.columns, c.Tq):
         return None
     mean = architectures.cdiv(c.Tq, c.queries)
@@ -314,10 +368,20 @@ def choose_packed_row_maxima(c: PackedArgs, argmax: bool, arch: Architecture) ->
 def choose_packed(
     c: PackedArgs, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture, stored: Any = ""
 ) -> tuple[LaunchConfig, int]:
-    """The tile for queries of the mean length `Lq`, and the levels of a sum: see `maxsim_forward_ragged`.
+    """Return the launch of `maxsim_forward_ragged` for a mean query length, and the tree levels of its sums.
 
-    Longer queries take several steps, so that the host need not know the longest. Of the sizes in `c` this reads the
-    number of queries only: `PackedPlan` keeps the result by that, `Lq`, `wide` and `few`.
+    Longer queries use several steps, so the host need not know the longest query. The only size read from `c` is the
+    number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, and `few`.
+
+    Args:
+        c: the packed call.
+        Lq: mean number of tokens of a query.
+        wide: `KernelConfig.WIDE_OFFSETS`.
+        few: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
+        normalize: whether tokens are normalized.
+        argmax: whether the call returns an argmax.
+        arch: architecture that runs the kernel.
+        stored: `KernelConfig.ENCODING`.
     """
     return forward_configs.configure_packed_forward(
         KernelKey(arch, c.Q.dtype, c.Q.shape[-1], c.candidates or c.pairs is not None, normalize, wide),

@@ -1,4 +1,4 @@
-"""What differs between versions of Triton: compile options, direct launches, and which versions are known."""
+"""Differences between Triton versions: compile options, direct launches, and the tested versions."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from typing import Any
 import torch
 import triton
 
-NEWEST_TESTED = (3, 9)  # tested; Gluon, in which the fastest kernels are written, may change with each release
+# The fastest kernels are written in Gluon, which may change with each release.
+NEWEST_TESTED = (3, 9)
 
 
 @functools.cache
 def get_triton_release() -> tuple[int, int]:
-    """Major and minor number of the installed Triton."""
+    """Return the major and minor version of the installed Triton."""
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def format_newest() -> str:
+    """Return the newest tested Triton version as text."""
     return ".".join(map(str, NEWEST_TESTED))
 
 
 @functools.cache
 def is_tested_version() -> bool:
-    """Whether the installed Triton was tested; warns once if it is newer."""
+    """Return whether the installed Triton was tested, and warn once if it is newer."""
     if get_triton_release() <= NEWEST_TESTED:
         return True
     warnings.warn(
-        f"lik_ops: triton {triton.__version__} is newer than {format_newest()}, the newest that was tested:"
-        " plain Triton kernels compute, more slowly, and Triton launches them",
+        f"lik_ops: triton {triton.__version__} is newer than {format_newest()}, the newest tested version:"
+        " generic Triton kernels run instead, more slowly, and Triton launches them",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -41,26 +43,28 @@ def is_tested_version() -> bool:
 
 @functools.cache
 def _get_common_options() -> dict[str, Any]:
-    # Said, not left to Triton's default, which is about to change: bits hang on it.
+    """Return the compile options of all kernels."""
+    # Explicit, because the bits of results depend on this option and Triton's default is about to change.
     options: dict[str, Any] = {"enable_fp_fusion": True}
     if get_triton_release() >= (3, 9) and torch.version.hip is None:
-        # Triton asks for level 2 because of a fault of older versions of ptxas; that of CUDA 13.4 spills then.
+        # Triton asks for level 2 because of a bug in older versions of ptxas. The ptxas of CUDA 13.4 spills at level 2.
         options["ptx_options"] = " ".join(filter(None, (triton.knobs.nvidia.ptxas_options, "--regAllocOptLevel=4")))
     return options
 
 
 def add_compile_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a launch with those that every kernel is compiled with."""
+    """Return the launch options with the compile options of all kernels added."""
     return {**_get_common_options(), **options}
 
 
 def _raw_3_6(launcher: Any) -> Any:
-    """The C function, from below what encodes descriptors anew at each launch."""
+    """Return the C launch function below the wrapper that encodes descriptors at each launch."""
     launch = launcher.launch
     return launch if inspect.isbuiltin(launch) else inspect.getclosurevars(launch).nonlocals["launcher"]
 
 
 def _direct_3_6(compiled: Any) -> Callable:
+    """Return a function that launches a compiled kernel of Triton 3.6 directly."""
     launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     raw, cooperative, pdl = _raw_3_6(launcher), launcher.launch_cooperative_grid, launcher.launch_pdl
 
@@ -71,6 +75,7 @@ def _direct_3_6(compiled: Any) -> Callable:
 
 
 def _direct_3_7(compiled: Any) -> Callable:
+    """Return a function that launches a compiled kernel of Triton 3.7 or newer directly."""
     launcher, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     flags = launcher.launch_cooperative_grid, launcher.launch_pdl
     types = launcher.arg_annotations, launcher.kernel_signature
@@ -84,18 +89,20 @@ def _direct_3_7(compiled: Any) -> Callable:
 
 
 def _encoder_3_6() -> Callable:
+    """Return the function that encodes a tensor descriptor in Triton 3.6 and 3.7."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     return make_tensordesc_arg
 
 
 def _encoder_3_8() -> Callable:
+    """Return the function that encodes a tensor descriptor in Triton 3.8 or newer."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     return lambda descriptor, metadata: make_tensordesc_arg(descriptor, metadata, None)
 
 
-# Of each version: what makes a direct launch of a compiled kernel, and what encodes a tensor descriptor for it.
+# For each version: a factory of direct launch functions, and a factory of descriptor encoders.
 DIRECT_LAUNCHERS: dict[tuple[int, int], tuple[Callable[[Any], Callable], Callable[[], Callable]]] = {
     (3, 6): (_direct_3_6, _encoder_3_6),
     (3, 7): (_direct_3_7, _encoder_3_6),
@@ -105,11 +112,11 @@ DIRECT_LAUNCHERS: dict[tuple[int, int], tuple[Callable[[Any], Callable], Callabl
 
 
 def launches_directly() -> bool:
-    """Whether it is known how to launch past Triton's own launcher."""
+    """Return whether kernels can be launched without Triton's launcher in this version."""
     return torch.version.hip is None and get_triton_release() in DIRECT_LAUNCHERS
 
 
 def needs_launch_work(launcher: Any) -> bool:
-    """Whether Triton does something at each launch of a kernel: allocates memory for it, or watches what it does."""
+    """Return whether Triton allocates scratch memory or instruments the kernel at each launch."""
     scratch = launcher.global_scratch_size or launcher.profile_scratch_size
     return bool(scratch or getattr(launcher, "gsan_enabled", False))

@@ -1,4 +1,4 @@
-"""Chamfer distance: how far two clouds of points are from each other's nearest points."""
+"""Chamfer distance: the distance of two point clouds through nearest neighbors."""
 
 from __future__ import annotations
 
@@ -31,30 +31,34 @@ def chamfer_distance(
     p_weight: Tensor | None = None,
     r_weight: Tensor | None = None,
 ) -> Tensor:
-    """The Chamfer distance of clouds: ``mean_i min_j c(P[i], R[j]) + mean_j min_i c(P[i], R[j])``.
+    """Compute the Chamfer distance ``mean_i min_j c(P[i], R[j]) + mean_j min_i c(P[i], R[j])`` of point clouds.
 
-    Both directions come from one pass over the distances, which are never kept. Differentiable in P, R and the weights;
-    the gradient goes through each point's nearest. Sums are made in one order: the same bits every time.
+    Both directions come from one pass over the distances, which are never stored. The distance is differentiable in P,
+    R and the weights. The gradient flows through the nearest neighbor of each point. Sums have one fixed order, so the
+    bits are reproducible.
 
     Args:
-        P: points ``[B, N, d]``, or ``[N, d]`` of one cloud; fp16, bf16, fp32 or fp64.
+        P: points ``[B, N, d]``, or ``[N, d]`` for one cloud; fp16, bf16, fp32 or fp64.
         R: points ``[B, M, d]`` or ``[M, d]`` of the dtype and device of P.
-        metric: ``"sqeuclidean"``, the squared Euclidean distance, or ``"l1"``, the sum of absolute differences.
-        p_lengths, r_lengths: how many points of each cloud count, int32 or int64 ``[B]``, a tensor of no axes for one
-            cloud. What lies beyond them never matters. Means are over the points that count.
-        p_weight, r_weight: what the distance of each point is multiplied by, before the mean; ``[B, N]`` and
-            ``[B, M]``, fp32 (fp64 for fp64).
+        metric: ``"sqeuclidean"`` is the squared Euclidean distance. ``"l1"`` is the sum of absolute differences.
+        p_lengths: the number of valid points of each cloud in P, int32 or int64 ``[B]``, or a scalar (0-d) tensor for
+            one cloud. The values of later points never matter. Means are over valid points.
+        r_lengths: the number of valid points of each cloud in R, in the same form.
+        p_weight: factors ``[B, N]`` of the distances of the points in P, applied before the mean; fp32 (fp64 for fp64
+            inputs).
+        r_weight: factors ``[B, M]`` of the distances of the points in R, in the same form.
 
     Returns:
-        ``[B]``, of no axes for one cloud; fp32 (fp64 for fp64). Distances are sums over differences in fp32, however
-        near the points are; with 16 coordinates or more, the nearest point of squared distances is that of the inner
-        products in fp32. A cloud without points adds 0, and is infinitely far from each point of the other. NaN where
-        a length is negative or more than there are points, if either cloud has room for one.
+        Distances ``[B]``, or a scalar (0-d) tensor for one cloud, in fp32 (fp64 for fp64 inputs). Distances are sums
+        over differences in fp32, however near the points are. With 16 coordinates or more, the nearest point for
+        squared distances is selected by inner products in fp32. A cloud without points adds 0, and is infinitely far
+        from each point of the other cloud. The result is NaN if a length is negative or exceeds the number of points,
+        unless N and M are both 0.
 
     Raises:
         TypeError: a dtype or type is wrong.
-        ValueError: a rank, size or device is wrong, or `metric` is neither of the two.
-        NotImplementedError: `torch.func` would differentiate it.
+        ValueError: a rank, size or device is wrong, or `metric` is unknown.
+        NotImplementedError: ``torch.func`` would differentiate the call.
 
     Example:
         >>> P, R = torch.rand(8, 2048, 3), torch.rand(8, 1024, 3)
@@ -84,6 +88,7 @@ def chamfer_distance(
 
 
 def _check_weight(name: str, w: Tensor, X: Tensor) -> None:
+    """Raise unless `w` is a weight for each point of `X`."""
     check_tensor(_OP, name, w)
     check_strided(_OP, name, w)
     if w.dtype != score_dtype(X.dtype):
@@ -95,7 +100,10 @@ def _check_weight(name: str, w: Tensor, X: Tensor) -> None:
 
 
 def _mean_distance(distances: Tensor, lengths: Tensor | None, weight: Tensor | None) -> Tensor:
-    """Of each cloud. What is at no distance, as beyond its end, adds none, and nobody near is far, whatever weights."""
+    """Return the mean distance of each cloud.
+
+    Distances of 0, as past the end of a cloud, add 0 whatever their weight. Infinite distances stay infinite.
+    """
     if weight is not None:
         distances = distances * torch.where((distances == 0) | distances.isinf(), 1, weight)
     count = clamp_to_at_least_one(distances.shape[1]) if lengths is None else lengths.clamp_min(1)

@@ -1,4 +1,8 @@
-"""Nearest points by Triton kernels: distances once, for both clouds; then the few that each point's key tells again."""
+"""Nearest points by Triton kernels.
+
+One pass over the distances serves both clouds. A second kernel searches the few points that each point's key
+identifies.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,24 @@ from ...gpu.tuning.architectures import INTERPRETER, Architecture, LaunchConfig,
 from ...gpu.tuning.backward_configs import THREE_CTA_REGISTERS
 from .portable import MIN_PRODUCT_FEATURES, Nearest, sum_point_gradients
 
-_EMPTY_KEY = (0x7F800000 << 32) | 0xFFFFFFFF  # above every key: an infinite distance, to point -1
+# Larger than every other key: an infinite distance to point -1.
+_EMPTY_KEY = (0x7F800000 << 32) | 0xFFFFFFFF
 _INT32_MAX = 2**31 - 1
 _MAX_UNROLLED_COORDINATES = 4  # coordinates that are held in registers
-_MAX_PART_STEPS = 32  # of a part, so that few points are looked at again where several are as near
-_MAX_TERM_BYTES = 14 * 2**20  # of one cloud's terms
-_TERM_ROW_MULTIPLE = 256  # terms of a cloud are a multiple of these
-NEAREST_PROGRAMS, PRODUCT_PROGRAMS = 3, 2  # of a multiprocessor at a time
-_LANES, _RUN, _GROUP = 4, 2, 16  # of the matrix unit's rows: see `chamfer_products`
+# Steps of a part. A low limit keeps the second search short if several points are equally near.
+_MAX_PART_STEPS = 32
+_MAX_TERM_BYTES = 14 * 2**20  # terms of one cloud
+_TERM_ROW_MULTIPLE = 256  # the rows of the terms of a cloud are a multiple of this
+NEAREST_PROGRAMS, PRODUCT_PROGRAMS = 3, 2  # programs that an SM runs at a time
+_LANES, _RUN, _GROUP = 4, 2, 16  # layout of tensor core rows: see `chamfer_products`
 
 
 class KeyLayout(NamedTuple):
-    """Whom the keys of a cloud tell: one of `kinds` classes, runs of `run`, of parts of `size` points of the other."""
+    """The points of the other cloud that a key identifies.
+
+    A key names one class of a part of `size` points. The classes of a part alternate in runs of `run` points, and there
+    are `kinds` classes.
+    """
 
     size: int
     kinds: int
@@ -38,16 +48,16 @@ class KeyLayout(NamedTuple):
 
 
 def configure_nearest(arch: Architecture, d: int, metric: str, wide: int) -> LaunchConfig:
-    """The tile of `chamfer_nearest`."""
+    """Return the launch of `chamfer_nearest`."""
     BM, BN = (16, 16) if arch == INTERPRETER else (32, 128)
     config = ChamferConfig(BM, BN, d if d <= _MAX_UNROLLED_COORDINATES else 8, metric, wide)
     return LaunchConfig(config, 4, 1, THREE_CTA_REGISTERS if arch.name == "sm_90" else arch.registers)  # type: ignore[arg-type]
 
 
 def configure_products(arch: Architecture, dtype: torch.dtype, d: int, wide: int) -> LaunchConfig:
-    """The tile of `chamfer_products`."""
+    """Return the launch of `chamfer_products`."""
     split = dtype == torch.float32
-    BM, BN, BD = 64, 32 if split and not arch.is_amd else 64, 64  # with 64 ptxas spills on sm_80
+    BM, BN, BD = 64, 32 if split and not arch.is_amd else 64, 64  # with BN = 64 ptxas spills on sm_80
     if arch.unit == "wgmma":
         BM, BN, BD = 128, 64, 128 if d <= 128 else 64
     if arch == INTERPRETER:
@@ -58,12 +68,12 @@ def configure_products(arch: Architecture, dtype: torch.dtype, d: int, wide: int
 
 
 def configure_terms(arch: Architecture, products: LaunchConfig) -> LaunchConfig:
-    """The tile of `chamfer_terms`, which leaves rows for `make_accumulator_layout`."""
+    """Return the launch of `chamfer_terms`, which writes the rows for `chamfer_products`."""
     return LaunchConfig(products.config._replace(BM=16), 4, 1, arch.registers)
 
 
 def configure_selection(arch: Architecture, d: int, metric: str, wide: int, side: KeyLayout) -> LaunchConfig:
-    """The tile of `chamfer_winners`."""
+    """Return the launch of `chamfer_select`."""
     BM, BN, BD = (1, 64, d) if d <= _MAX_UNROLLED_COORDINATES else (1, 16, min(next_power_of_2(d), 128))
     if arch == INTERPRETER:
         BM, BN = 64, 16
@@ -73,20 +83,28 @@ def configure_selection(arch: Architecture, d: int, metric: str, wide: int, side
 
 @functools.lru_cache(maxsize=256)
 def choose_part_count(tiles: int, steps: int, slots: int, least: int, start: int) -> int:
-    """Into how many parts a cloud of so many steps is cut, `least` or more, for the programs of all row tiles.
+    """Return the number of parts of a cloud for the programs of all row tiles.
 
-    That which takes the least steps of a GPU that runs `slots` programs at a time, which begin within `start` steps.
+    The result minimizes the steps of a GPU that runs `slots` programs at a time.
+
+    Args:
+        tiles: number of row tiles.
+        steps: number of steps of the whole cloud.
+        slots: number of programs that run at a time.
+        least: minimum number of parts.
+        start: startup cost of a program, in steps.
     """
     choices = {min(max(waves * slots // max(tiles, 1), least, 1), max(steps, 1)) for waves in range(1, 9)}
     return min(choices, key=lambda parts: (cdiv(tiles * parts, slots) * (cdiv(steps, parts) + start), parts))
 
 
 def _make_point_args(X: Tensor, lengths: Tensor | None) -> PointArgs:
+    """Return a cloud as a kernel argument."""
     return PointArgs._make((X, *X.stride(), X.shape[1], lengths))
 
 
 class _ChamferCall(NamedTuple):
-    """Two clouds as kernels take them, and the keys of their points."""
+    """Two clouds as kernel arguments, and the keys of their points."""
 
     p: PointArgs
     r: PointArgs
@@ -96,18 +114,21 @@ class _ChamferCall(NamedTuple):
 
     @property
     def arch(self) -> Architecture:
+        """Return the architecture of the tensors' device."""
         return architecture(self.p.ptr.device)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """Return the batch size, the numbers of points of both clouds, and the number of coordinates."""
         B, N, d = self.p.ptr.shape
         return B, N, self.r.count, d
 
     def run(self, kernel, programs: int, args: tuple, launch: LaunchConfig) -> None:
+        """Launch a kernel with `args` and the configuration of `launch`."""
         launcher.launch(kernel, check_grid(programs), (*args, launch.config), launch.options(self.arch))
 
     def lower_by_distances(self) -> tuple[KeyLayout, KeyLayout]:
-        """Lower the keys to all distances; what they tell of R, and of P."""
+        """Lower the keys to the minimum over all distances, and return the key layouts of P and R."""
         B, N, M, d = self.sizes
         launch = configure_nearest(self.arch, d, self.metric, self.wide)
         BM, step = launch.config.BM, 2 * launch.config.BN
@@ -121,7 +142,10 @@ class _ChamferCall(NamedTuple):
         return KeyLayout(part, launch.config.BN, 1), KeyLayout(BM, 1, 1)
 
     def lower_by_products(self) -> tuple[KeyLayout, KeyLayout]:
-        """The same by inner products: as many terms at a time as the workspace holds."""
+        """Lower the keys by inner products, and return the key layouts of P and R.
+
+        The points are processed in parts whose terms fit the workspace.
+        """
         B, N, M, d = self.sizes
         launch = configure_products(self.arch, self.p.ptr.dtype, d, self.wide)
         width = cdiv(d, launch.config.BD) * launch.config.BD
@@ -140,7 +164,7 @@ class _ChamferCall(NamedTuple):
     def _terms(
         self, X: PointArgs, launch: LaunchConfig, batch: int, clouds: int, first: int, count: int, width: int
     ) -> PointTermArgs:
-        """Of `count` points from `first` on of some clouds."""
+        """Return the terms of `count` points from `first` on, for some clouds."""
         each = cdiv(count, _TERM_ROW_MULTIPLE) * _TERM_ROW_MULTIPLE
         rows, split = clouds * each, launch.config.SPLIT_FP32
         dtype = torch.float16 if split else X.ptr.dtype
@@ -152,6 +176,7 @@ class _ChamferCall(NamedTuple):
         return found
 
     def _launch_products(self, launch: LaunchConfig, p: PointTermArgs, r: PointTermArgs, clouds: int) -> None:
+        """Launch `chamfer_products` for some points of both clouds."""
         C = launch.config
         tiles, steps = clouds * (p.each // C.BM), r.each // C.BN
         steps = cdiv(steps, choose_part_count(tiles, steps, PRODUCT_PROGRAMS * self.arch.processors, 1, 2))
@@ -165,7 +190,7 @@ class _ChamferCall(NamedTuple):
         self.run(chamfer_products, tiles * cdiv(r.each, steps * C.BN), args, launch)
 
     def found(self, sides: tuple[KeyLayout, KeyLayout]) -> Nearest:
-        """Distances and nearest points, of what keys tell."""
+        """Return the distances and nearest points that the keys identify."""
         d, results = self.sizes[3], []
         for x, y, keys, side in zip((self.p, self.r), (self.r, self.p), self.keys, sides, strict=True):
             launch = configure_selection(self.arch, d, self.metric, self.wide, side)
@@ -179,7 +204,7 @@ class _ChamferCall(NamedTuple):
 
 
 def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor | None, metric: str) -> Nearest:
-    """As `lik::chamfer_fwd` has them."""
+    """Return the results of `lik::chamfer_fwd`."""
     for name, X in (("P", P), ("R", R)):
         if X.shape[1] > _INT32_MAX - 1024:
             raise ValueError(f"chamfer_fwd: {name}: expected at most {_INT32_MAX - 1024} points, got {X.shape[1]}")
@@ -199,12 +224,13 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
 
 
 def configure_slopes(arch: Architecture, d: int, metric: str) -> LaunchConfig:
-    """The tile of `chamfer_slopes`."""
+    """Return the launch of `chamfer_slopes`."""
     BD = min(next_power_of_2(d), 64)
     return LaunchConfig(ChamferConfig(1024 // BD, 1, BD, metric, 1), 4, 1, arch.registers)  # type: ignore[arg-type]
 
 
 def _compute_slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
+    """Return the gradient of the points of X, given the gradient of their distances, in fp32."""
     B, N, d = X.shape
     slopes = torch.empty((B, N, d), dtype=torch.float32, device=X.device)
     arch = architecture(X.device)
@@ -235,7 +261,7 @@ def backward_chamfer(
     metric: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """As `lik::chamfer_bwd` has them."""
+    """Return the results of `lik::chamfer_bwd`."""
     with use_device(P.device):
         return sum_point_gradients(
             (of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _compute_slopes, backward_lowmem

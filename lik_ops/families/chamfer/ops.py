@@ -1,6 +1,6 @@
 """Nearest points of two clouds, and gradients of their distances: ``lik::chamfer_fwd``, ``lik::chamfer_bwd``.
 
-Gradients are summed as those of MaxSim: a point's differences to those that chose it are rows that won it.
+The gradients are summed like the gradients of MaxSim. A point sums its differences to all points that it is nearest to.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("chamfer_fwd", "chamfer_bwd"))
 
 
 class ChamferArgs(NamedTuple):
-    """Points ``P [B, N, d]`` and ``R [B, M, d]``; how many of each cloud count, ``[B]``, or None for all."""
+    """Points ``P [B, N, d]`` and ``R [B, M, d]``, and the number of valid points of each cloud, ``[B]`` or None."""
 
     P: Tensor
     R: Tensor
@@ -44,7 +44,7 @@ class ChamferArgs(NamedTuple):
     r_lengths: Tensor | None
 
     def check(self, op: str, one: bool = False) -> None:
-        """Raise ValueError or TypeError, naming the argument, unless all fit together; of `one`, P and R may be 2-D."""
+        """Raise ValueError or TypeError, naming the argument, unless all fit together. If `one`, P and R may be 2-D."""
         for name, X, points in (("P", self.P, "N"), ("R", self.R, "M")):
             check_tensor(op, name, X)
             check_strided(op, name, X)
@@ -59,6 +59,7 @@ class ChamferArgs(NamedTuple):
                 check_indices(op, name, n, self.P.shape[:-2], clouds, self.P.device, of="P")
 
     def _check_same(self, op: str) -> None:
+        """Raise ValueError or TypeError unless P and R agree in dtype, device, rank, batch size and d."""
         P, R = self.P, self.R
         if R.dtype != P.dtype:
             raise TypeError(f"{op}: R: expected the dtype of P, {P.dtype}, got {R.dtype}")
@@ -78,11 +79,21 @@ class ChamferArgs(NamedTuple):
 
 @custom_op(add_op_namespace_prefix("chamfer_fwd"), _SCHEMA)
 def chamfer_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Distances ``[B, N]`` of points of P to their nearest of R and which that is, int32; and ``[B, M]`` the other way.
+    """Return the distance from each point to its nearest point of the other cloud, and the index of that point.
 
-    The lowest is nearest where distances are equal. fp32 (fp64 for fp64). Beyond the end of a cloud 0 and -1; inf and
-    -1 where the other cloud is empty; NaN and -1 for both clouds where a length of either cannot be. Of a NaN or
-    infinite coordinate the distance is NaN or infinite.
+    The arguments, in the order of the schema:
+
+    - ``P``, ``R``: points ``[B, N, d]`` and ``[B, M, d]`` of the same dtype and device.
+    - ``p_lengths``, ``r_lengths``: the number of valid points of each cloud, int32 or int64 ``[B]``, or None for all.
+    - ``metric``: ``"sqeuclidean"`` or ``"l1"``.
+
+    Ties go to the lowest index. A NaN or infinite coordinate makes the distance NaN or infinite.
+
+    Returns: ``(distances, nearest, distances_R, nearest_R)``. The first two are ``[B, N]`` and search R for each point
+        of P. The last two are ``[B, M]`` and search P for each point of R. Distances are fp32 (fp64 for fp64), and
+        indices are int32. Points beyond the length of a cloud have distance 0 and index -1. If the other cloud is
+        empty, the distance is infinite and the index -1. If a length of either cloud is invalid, both clouds have
+        distance NaN and index -1.
     """
     x, metric = ChamferArgs(*args[:4]), args[4]
     backend = lookup_backend(_FWD, x, (metric,), x.P, _check_forward_args, x, metric)
@@ -91,6 +102,7 @@ def chamfer_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _check_forward_args(x: ChamferArgs, metric: str) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
     x.check(_FWD)
     check_choice(_FWD, "metric", metric, METRICS)
 
@@ -106,7 +118,7 @@ def _(*args):
 
 
 class _ChamferBackwardArgs(NamedTuple):
-    """The tensors of a backward: gradients of distances, None where there is none, the points, and who was nearest."""
+    """Tensors of a backward: gradients of the distances or None, points, and indices of the nearest points."""
 
     of_P: Tensor | None
     of_R: Tensor | None
@@ -135,10 +147,17 @@ class _ChamferBackwardArgs(NamedTuple):
 
 @custom_op(add_op_namespace_prefix("chamfer_bwd"), _BWD_SCHEMA)
 def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Gradients of P and R, of their dtype, each summed by its owner: no atomics, bitwise reproducible.
+    """Return the gradients of P and R without atomics, bitwise reproducible.
 
-    `of_P`, `of_R` are those of the distances of `chamfer_fwd`, of which one may be None; `nearest`, `nearest_R` its
-    winners. `needs` says which of the two are wanted; the other has size [0].
+    The arguments, in the order of the schema:
+
+    - ``of_P``, ``of_R``: the gradients of the two distances of `chamfer_fwd`. One of them may be None.
+    - ``P``, ``R``, ``metric``: the arguments of `chamfer_fwd`.
+    - ``nearest``, ``nearest_R``: the indices that `chamfer_fwd` returned.
+    - ``needs``: whether the gradients of P and R are needed.
+
+    Returns:
+        The gradients of P and R with the dtype of the points, or with size [0] if not needed.
     """
     x, (metric, needs) = _ChamferBackwardArgs(*args[:6]), args[6:]
     backend = lookup_backend(_BWD, x, (metric, *needs), x.P, x.check, metric)

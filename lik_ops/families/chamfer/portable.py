@@ -1,4 +1,4 @@
-"""Nearest points by plain torch, in blocks of distances."""
+"""Nearest points in plain PyTorch, computed in blocks of distances."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ from ...portable.blocks import multiply_matrices, sum_pairwise
 
 _MAX_BLOCK_BYTES = 2**20
 _BLOCK_ROWS = 128
-MIN_PRODUCT_FEATURES = 16  # coordinates from which inner products say who is nearest, on every device
+MIN_PRODUCT_FEATURES = 16  # from so many coordinates on, products find the nearest point, on every device
 _NO_POINT = 2**31 - 1
 Nearest = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor | None, metric: str) -> Nearest:
-    """As `lik::chamfer_fwd` has them."""
+    """Compute `lik::chamfer_fwd`: the distance to the nearest point of the other cloud, and its index.
+
+    Args:
+        P: points ``[B, N, d]``.
+        R: points ``[B, M, d]``.
+        p_lengths: number of points of each cloud of P, ``[B]``, or None.
+        r_lengths: number of points of each cloud of R, ``[B]``, or None.
+        metric: ``"sqeuclidean"`` or ``"l1"``.
+
+    Returns:
+        Distances and int32 indices ``[B, N]`` of P, then ``[B, M]`` of R.
+    """
     ok, keeps = _mask_lengths((P, R), (p_lengths, r_lengths))
     P, R = (X.to(score_dtype(X.dtype)).contiguous() for X in (P, R))
     P, R = (X if keep is None else torch.where(keep[:, :, None], X, 0) for X, keep in zip((P, R), keeps, strict=True))
@@ -47,7 +58,21 @@ def backward_chamfer(
     metric: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """As `lik::chamfer_bwd` has them."""
+    """Compute `lik::chamfer_bwd`: the gradients of P and R.
+
+    Args:
+        of_P: upstream gradients ``[B, N]``, or None.
+        of_R: upstream gradients ``[B, M]``, or None.
+        P: points ``[B, N, d]``.
+        R: points ``[B, M, d]``.
+        nearest: indices ``[B, N]`` into R, -1 for none.
+        nearest_R: indices ``[B, M]`` into P, -1 for none.
+        metric: ``"sqeuclidean"`` or ``"l1"``.
+        needs: whether the gradients of P and R are wanted.
+
+    Returns:
+        The two gradients, each ``[0]`` if it is not wanted.
+    """
     return sum_point_gradients(
         (of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _compute_slopes, backward_lowmem
     )
@@ -62,7 +87,22 @@ def sum_point_gradients(
     slopes_of: Callable[..., Tensor],
     lowmem: Callable[..., tuple[Tensor, ...]],
 ) -> tuple[Tensor, Tensor]:
-    """Of each point what its own distance gives it, less the slopes of those that chose it: these won it."""
+    """Sum the gradient of each point: the slope of its own distance, minus the slopes of points it is nearest to.
+
+    The second part is the document gradient of MaxSim with `nearest` as argmax.
+
+    Args:
+        of: upstream gradients of both clouds, or None.
+        clouds: P and R.
+        nearest: indices of the nearest points, for both clouds.
+        metric: ``"sqeuclidean"`` or ``"l1"``.
+        needs: whether the gradients of P and R are wanted.
+        slopes_of: computes the gradients of the distances of one cloud.
+        lowmem: a backward with the signature of `backward_lowmem`.
+
+    Returns:
+        The two gradients, each ``[0]`` if it is not wanted.
+    """
     sides = (clouds[0], clouds[1], nearest[0]), (clouds[1], clouds[0], nearest[1])
     slopes = [None if g is None else slopes_of(g, *side, metric) for g, side in zip(of, sides, strict=True)]
     grads = []
@@ -82,20 +122,23 @@ def sum_point_gradients(
 
 
 def _compute_slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:
-    """What the distances of X give its points, ``[B, N, d]``: 0 where there is no nearest, whatever lies there."""
+    """Compute the gradients of the distances of X by its points, ``[B, N, d]``; 0 if there is no nearest point."""
     if Y.shape[1] == 0:
         return X.new_zeros(X.shape, dtype=grad.dtype)
-    nobody = (nearest < 0)[:, :, None]
+    is_unmatched = (nearest < 0)[:, :, None]
     at = nearest.clamp_min(0).long()[:, :, None].expand(-1, -1, Y.shape[2])
     x = X.to(grad.dtype).contiguous() - Y.gather(1, at).to(grad.dtype)
     slope = x.sign_() if metric == "l1" else x.mul_(2)
-    return slope.mul_(grad[:, :, None]).masked_fill_(nobody, 0)
+    return slope.mul_(grad[:, :, None]).masked_fill_(is_unmatched, 0)
 
 
 def _mask_lengths(
     clouds: tuple[Tensor, Tensor], lengths: tuple[Tensor | None, Tensor | None]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Of which batches the lengths can be, and which points count; None for all. Nobody counts where one cannot be."""
+    """Return which batches have valid lengths and which points are kept; None for all.
+
+    A batch with an invalid length keeps no point.
+    """
     oks = [(n >= 0) & (n <= X.shape[1]) for X, n in zip(clouds, lengths, strict=True) if n is not None]
     if not oks:
         return None, [None, None]
@@ -108,7 +151,10 @@ def _mask_lengths(
 
 
 def _iterate_blocks(P: Tensor, R: Tensor, products: bool) -> Iterator[tuple[slice, slice, slice]]:
-    """Batches, points of P and points of R. Bits of products must not hang on the batch: one at a time."""
+    """Yield slices of batches, points of P and points of R.
+
+    The bits of a product must not depend on the batch, so products get one batch at a time.
+    """
     (B, N, _), M = P.shape, R.shape[1]
     if B * N * M == 0:
         return
@@ -122,11 +168,12 @@ def _iterate_blocks(P: Tensor, R: Tensor, products: bool) -> Iterator[tuple[slic
 
 
 def _apply_metric(x: Tensor, metric: str) -> Tensor:
+    """Apply the metric to differences, in place."""
     return x.abs_() if metric == "l1" else x.mul_(x)
 
 
 def _compute_distances(P: Tensor, R: Tensor, metric: str) -> Tensor:
-    """``[B, N, M]``, coordinate after coordinate."""
+    """Compute distances ``[B, N, M]``, one coordinate after the other."""
     S, *rest = (_apply_metric(x[..., None] - y[:, None], metric) for x, y in zip(P.unbind(2), R.unbind(2), strict=True))
     for x in rest:
         S += x
@@ -134,26 +181,28 @@ def _compute_distances(P: Tensor, R: Tensor, metric: str) -> Tensor:
 
 
 def _compute_terms(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Points and half their squared norms; of one that is not finite zeros, so that it is infinitely far, or NaN."""
+    """Return points and half their squared norms; the points become zeros if the norm is infinite or NaN.
+
+    Such a point is then infinitely far, or its distance is NaN.
+    """
     half = sum_pairwise(X.square()) / 2
     return torch.where(half.isfinite()[:, :, None], X, 0), half
 
 
 def _approximate_distances(P: Tensor, p: Tensor, R: Tensor, r: Tensor) -> Tensor:
-    """Squared distances by half, ``p + r - <P, R>`` of `_compute_terms`: finite, and near enough to find who is
-    nearest."""
+    """Compute half the squared distances as ``p + r - <P, R>``, accurate enough to find the nearest point."""
     return p[:, :, None] + (r[:, None] - multiply_matrices(P[0], R[0].mT)[None])
 
 
 class _NearestPoints:
-    """The least distance of each point of a cloud so far, and whose it is."""
+    """The smallest distance of each point of a cloud so far, and the index of the nearest point."""
 
     def __init__(self, X: Tensor) -> None:
         self.best = X.new_full(X.shape[:2], torch.inf)
         self.where = torch.full(X.shape[:2], _NO_POINT, dtype=torch.int32, device=X.device)
 
     def take(self, S: Tensor, own: slice, rows: slice, columns: slice, keep: Tensor | None) -> None:
-        """Distances of `rows` to the `columns` to keep; the lowest where they are equal, NaN before all."""
+        """Merge the distances of `rows` to the kept `columns`; NaN comes before all, and the lowest index wins ties."""
         kept = None if keep is None else keep[own, None, columns]
         S = S if kept is None else torch.where(kept, S, torch.inf)
         m = S.amin(2)
@@ -166,7 +215,7 @@ class _NearestPoints:
         best.copy_(torch.where(better, m, best))
 
     def measure(self, X: Tensor, Y: Tensor, metric: str) -> None:
-        """The distances from differences, exact where products were not. What was NaN stays so."""
+        """Recompute the distances from differences, because products are not exact. NaN stays NaN."""
         if Y.shape[1] == 0:
             return
         found = self.where != _NO_POINT
@@ -175,7 +224,10 @@ class _NearestPoints:
         self.best = torch.where(found & ~self.best.isnan(), distances, self.best)
 
     def found(self, keep: Tensor | None, ok: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Distances, and whose they are: 0 and -1 beyond the end of a cloud, NaN and -1 where a length cannot be."""
+        """Return distances and indices.
+
+        They are 0 and -1 past the end of a cloud, and NaN and -1 if a length is invalid.
+        """
         distances, nearest = self.best, torch.where(self.where == _NO_POINT, -1, self.where)
         if keep is None or ok is None:
             return distances, nearest

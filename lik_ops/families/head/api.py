@@ -1,4 +1,4 @@
-"""MaxSim of hidden states: the projection of a document head, its normalisation and the maximum in one call."""
+"""MaxSim of hidden states: the projection of a document head, its normalization and the maximum in one call."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ def maxsim_from_hidden(
     q_weight: Tensor | None = None,
     normalize: bool = True,
 ) -> Tensor:
-    """Scores of documents that are hidden states of a model: `maxsim` of ``D = normalize(H W^T + b)``.
+    """Compute the `maxsim` scores of documents ``D = normalize(H W^T + b)`` that are given as hidden states.
 
     ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``, where D are the tokens that the linear head of a
-    late-interaction model makes, over ``max(||.||, 1e-12)``. Sums are fp32, tokens are rounded to the type of H, as
-    what `maxsim` is given. D is never whole in memory: on a GPU a call of few query tokens makes and scores tokens in
-    one kernel, others make some documents at a time. Differentiable in Q, H, W, b and `q_weight`.
+    late-interaction model computes, divided by ``max(||.||, 1e-12)``. Sums are fp32, and tokens are rounded to the
+    dtype of H, like the inputs of `maxsim`. D is never stored as a whole. On a GPU, a call with few query tokens
+    computes and scores tokens in one kernel. Other calls compute some documents at a time. The scores are
+    differentiable in Q, H, W, b and `q_weight`.
 
     Args:
         Q: query tokens, ready to be scored, ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64.
-        H: hidden states of document tokens ``[Nd, Ld, d_model]`` or ``[Ld, d_model]``, of the dtype and device of Q.
-        W: weights of the head ``[d, d_model]``, as `torch.nn.Linear` has them, of the dtype and device of Q.
-        b: its bias ``[d]``, or None.
-        q_mask, d_mask: tokens to keep, the shape of Q and H without its last axis; bool (True = keep) or integers read
-            as ``!= 0``. What a masked token holds never matters, nor does any gradient see it.
-        q_weight: a weight for each query token, the shape of Q without d; fp32 (fp64 for fp64).
-        normalize: whether document tokens are divided by their norms. Queries never are.
+        H: hidden states of document tokens ``[Nd, Ld, d_model]`` or ``[Ld, d_model]`` of the dtype and device of Q.
+        W: the weights of the head ``[d, d_model]``, as in `torch.nn.Linear`, of the dtype and device of Q.
+        b: the bias of the head ``[d]``, or None.
+        q_mask: query tokens to keep, with the shape of Q without d. The dtype is bool (True = keep), or an integer
+            dtype read as ``!= 0``. The values and gradients of masked tokens never matter.
+        d_mask: document tokens to keep, with the shape of H without its last axis, in the same dtypes.
+        q_weight: the weight of each query token, with the shape of Q without d; fp32 (fp64 for fp64 inputs).
+        normalize: divide document tokens by their norms. Queries are never normalized.
 
     Returns:
-        ``[Nq, Nd]``, fp32 (fp64 for fp64), without the axes that a 2-D Q or H lacks. Documents and queries without a
-        token that is kept score as those of `maxsim`.
+        Scores ``[Nq, Nd]`` in fp32 (fp64 for fp64 inputs). A 2-D Q or H drops its axis. Documents and queries without
+        kept tokens score as in `maxsim`.
 
     Raises:
         TypeError: a dtype or type is wrong.
         ValueError: a rank, size or device is wrong.
-        NotImplementedError: `torch.func` would differentiate it.
+        NotImplementedError: ``torch.func`` would differentiate the call.
 
     Example:
         >>> Q, H = torch.randn(4, 32, 128), torch.randn(8, 180, 768)
@@ -59,7 +61,7 @@ def maxsim_from_hidden(
     Source: the encoders of Khattab and Zaharia, "ColBERT", 2020, section 3.2, with equation 3.
     """
     check_flag(_OP, "normalize", normalize)
-    check_tensor(_OP, "b", b, or_none=True)  # before a region casts what is beside it
+    check_tensor(_OP, "b", b, or_none=True)  # before autocast, which casts the other tensors
     check_tensor(_OP, "q_weight", q_weight, or_none=True)
     Q, H, q_weight = autocast.cast_to_autocast(Q, H, q_weight)
     W, bias, _ = autocast.cast_to_autocast(W, W if b is None else b, None)

@@ -1,5 +1,7 @@
-"""Which tiles the kernels of `head` take: see `configs`. Those of both follow from d, so that tokens have one set of
-bits."""
+"""Tile configurations of the head kernels, based on `gpu.tuning.architectures`.
+
+The tiles of both kernels depend on d, so that tokens have the same bits in both.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,29 @@ from ...gpu.tuning.architectures import (
     supports_vector_loads,
 )
 
-MAX_FEATURES = 256  # of a token, which a program holds in fp32
-MAX_QUERY_ROWS = 96  # of queries, that meet a tile of tokens part by part: beside 128, tokens are quicker made first
-_ROW_TILE_ROWS = 32  # of a part: more would not leave registers for its similarities
-_MIN_DOCUMENTS_PER_PROGRAM = 2  # documents of each program at least: else most would wait for those that have one more
-# Triton 3.9 cannot place the accumulators of sm_100; others were not tried.
+MAX_FEATURES = 256  # a program holds all features of a token in fp32
+# Query rows that a tile of tokens is scored against, part by part. With 128 rows, storing the tokens first is faster.
+MAX_QUERY_ROWS = 96
+# Query rows of a part. More rows would leave no registers for the similarities.
+_ROW_TILE_ROWS = 32
+# With fewer documents for each program, most programs would wait for the programs with one document more.
+_MIN_DOCUMENTS_PER_PROGRAM = 2
+# Triton 3.9 cannot allocate the accumulators of sm_100. Other versions were not tried.
 _FUSED_ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
-_SLOPE_TILE_ELEMENTS = 2048  # numbers of a tile of gradients, 16 of a thread: with 32 what is no vector spills
-MAX_TILE_ROWS = 256  # of any tile
-MIN_DOCUMENT_TOKENS = 64  # of a document: each that a tile meets takes a reduction of its own
+# Elements of a tile of gradients, 16 for each thread. With 32, loads that are not vectorized spill.
+_SLOPE_TILE_ELEMENTS = 2048
+MAX_TILE_ROWS = 256  # maximum of all tiles
+MIN_DOCUMENT_TOKENS = 64  # each document of a tile costs a separate reduction
 
 
 @dataclass(frozen=True)
 class HeadLaunchConfig(LaunchConfig):
-    """A configuration with its warps and pipeline stages."""
+    """A head configuration with its number of warps and pipeline stages."""
 
     config: HeadConfig  # type: ignore[assignment]
 
     def tile(self) -> str:
-        """What a program makes at a time, for people."""
+        """Describe the tile of a program as text."""
         c = self.config
         return f"{c.BN} tokens x {c.BD} features, {c.BK} of a step, {self.num_warps} warps, {self.num_stages} stages"
 
@@ -45,7 +51,10 @@ class HeadLaunchConfig(LaunchConfig):
 def configure_tokens(
     arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool
 ):
-    """The tile of tokens. Each reads all weights, from the L2 cache: large ones, as registers hold them."""
+    """Return the launch of the token kernel.
+
+    Each tile reads all weights from the L2 cache. Tiles are therefore as large as registers allow.
+    """
     half, vectors = dtype != torch.float32, supports_vector_loads(width, wide)
     BD = max(next_power_of_2(d), 16)
     BN, BK, warps, stages = 128, 64, 8, 3
@@ -56,14 +65,14 @@ def configure_tokens(
         if BD > 128:
             BK = 16
     elif arch.unit == "wgmma":
-        BN, stages = (256 if BD <= 128 else 128), (5 if BD <= 64 else 4)  # as many as shared memory holds
+        BN, stages = (256 if BD <= 128 else 128), (5 if BD <= 64 else 4)  # stages that fit shared memory
     elif arch.unit == "mfma":
         BN, BK, stages = 64, 32, 1
     else:
         BN, BK = (128 if BD <= 128 else 64), 32
     if not vectors and arch.unit != "interpreter":
         BN, BK, stages = 64, 32 if half and BD <= 128 else 16, 2
-        if half and arch.unit == "wgmma":  # a warp group for 64 rows, two where their sums leave few registers
+        if half and arch.unit == "wgmma":  # one warp group for 64 rows, or two if sums need the registers
             BN, warps = (64, 4) if BD <= 128 else (128, 8)
     products = choose_precision(dtype, arch, tf32)
     config = HeadConfig(
@@ -87,7 +96,7 @@ def configure_tokens(
 def configure_scores(
     arch: Architecture, dtype: torch.dtype, Nq: int, Lq: int, d: int, width: int, normalize: bool, wide: int
 ) -> HeadLaunchConfig:
-    """The tile in which few query rows are scored: that of tokens, with room for the rows."""
+    """Return the launch that scores few query rows: the tile of tokens with space for the rows."""
     found = configure_tokens(arch, dtype, d, width, normalize, wide, False)
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
@@ -97,7 +106,7 @@ def configure_scores(
 
 
 def configure_slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:
-    """Rows and features of a tile, how many programs share the tiles, and Triton's launch options."""
+    """Return the rows and features of a tile, the number of programs, and Triton's launch options."""
     BD = max(next_power_of_2(d), 16)
     BN = max(_SLOPE_TILE_ELEMENTS // BD, 1)
     options = {"num_warps": 4} | ({"maxnreg": arch.registers} if arch.registers else {})
@@ -105,14 +114,15 @@ def configure_slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, i
 
 
 def count_programs(arch: Architecture) -> int:
-    """How many a device runs at a time, which share the documents."""
+    """Return the number of programs that a device runs at a time, which share the documents."""
     return arch.processors * (1 if arch.unit in ("wgmma", "interpreter") else 2)
 
 
 def is_fused(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> bool:
-    """Whether tokens are scored where they are made: where all query rows stand beside a tile of them, of half types.
+    """Return whether the head kernel scores tokens without storing them.
 
-    Its scores have the bits of the other way, so the sizes of a batch may decide.
+    This needs half-precision tokens and a tile for all query rows. The scores have the same bits as in separate
+    launches, so the choice may depend on the sizes of a batch.
     """
     slot = next_power_of_2(max(Lq, 1))
     few = slot <= _ROW_TILE_ROWS and Nq * slot <= MAX_QUERY_ROWS and d <= MAX_FEATURES

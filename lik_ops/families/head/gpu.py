@@ -1,5 +1,8 @@
-"""MaxSim of hidden states by Triton kernels: few query rows are scored where tokens are made, without these ever being
-in memory; for others tokens of some documents at a time are made, and scored as any."""
+"""MaxSim of hidden states by Triton kernels.
+
+For few query rows, one kernel computes tokens and scores them without storing them. For more rows, tokens of some
+documents at a time are stored, and scored by the forward of stored tokens.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +48,23 @@ Tiles: TypeAlias = TensorDescriptor | None
 
 
 def _choose_offset_width(H: Tensor, W: Tensor) -> int:
-    """`HeadConfig.WIDE_OFFSETS`."""
+    """Return `HeadConfig.WIDE_OFFSETS`."""
     return max(choose_offset_width(W, H), 1)
 
 
 def _make_linear_args(head: HeadArgs) -> LinearArgs:
+    """Return the linear layer as a kernel argument."""
     return LinearArgs._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
 
 
 def _make_descriptors(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
-    """Hidden states and weights for the tensor memory access unit, each None where it cannot read them. `most`: in how
-    many documents' rows a program's end."""
+    """Return TMA descriptors of hidden states and weights, each None if TMA cannot read the tensor.
+
+    `most` is the maximum number of documents of a program.
+    """
 
     def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tiles:
+        """Return the descriptor of a tensor, or None."""
         if not (arch.has_descriptors and supports_descriptor(x)) or x.data_ptr() % 16:
             return None
         return TensorDescriptor(x, shape, strides, block)
@@ -68,7 +75,7 @@ def _make_descriptors(H: Tensor, most: int, W: Tensor, arch: Architecture, confi
 
 
 def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
-    """Those of `project_tokens`, by a kernel that holds them whole."""
+    """Return the results of `project_tokens`, computed by a kernel that holds whole tokens."""
     (n, L, width), d = H.shape, head.W.shape[0]
     rows = n * L
     if d > head_configs.MAX_FEATURES or rows > _INT32_MAX - head_configs.MAX_TILE_ROWS:
@@ -100,7 +107,7 @@ def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 def _compute_slopes(
     G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Those of `project_gradients`, rounded, in place of G."""
+    """Return the results of `project_gradients`, rounded and stored in place of G."""
     n, L, d = G.shape
     rows = n * L
     if rows > _INT32_MAX - head_configs.MAX_TILE_ROWS:
@@ -118,7 +125,7 @@ _HEAD_PARTS = HeadFunctions(_compute_tokens, forward, backward_lowmem, _compute_
 
 
 def _compute_scores(x: HiddenArgs, normalize: bool) -> Tensor:
-    """Scores whose tokens are never in memory, of a call that `is_fused`."""
+    """Return the scores of a call for which `is_fused` holds, without storing tokens."""
     (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, HeadArgs(x.W, x.b, normalize)
     arch, wide = architecture(x.Q.device), max(_choose_offset_width(x.H, x.W), choose_offset_width(x.Q, x.Q))
     launch = head_configs.configure_scores(arch, x.Q.dtype, Nq, Lq, d, width, normalize, wide)
@@ -134,7 +141,7 @@ def _compute_scores(x: HiddenArgs, normalize: bool) -> Tensor:
 
 
 def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Scores and winners of `lik::maxsim_from_hidden_fwd`."""
+    """Return the scores and argmax of `lik::maxsim_from_hidden_fwd`."""
     (Nq, Lq, d), (Nd, Ld, _) = x.Q.shape, x.H.shape
     is_fused = head_configs.is_fused(architecture(x.Q.device), x.Q.dtype, Nq, Nd, Lq, Ld, d)
     if Nq and Lq and is_fused and argmax_dtype is None:
@@ -146,5 +153,8 @@ def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | Non
 def backward_head(
     grad_scores: Tensor, x: HiddenArgs, argmax: Tensor | None, normalize: bool, needs: list[bool]
 ) -> tuple[Tensor, ...]:
-    """Gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is found again."""
+    """Return the gradients of `lik::maxsim_from_hidden_bwd`.
+
+    An `argmax` of None is recomputed.
+    """
     return HeadBackward(_HEAD_PARTS, grad_scores, x, argmax, normalize, needs).run()

@@ -1,7 +1,7 @@
 """MaxSim of hidden states: ``lik::maxsim_from_hidden_fwd``, ``lik::maxsim_from_hidden_bwd``.
 
-Document tokens are ``normalize(H W^T + b)``, made where they are scored. The forward keeps the winners alone; the
-backward makes tokens again.
+Document tokens are ``normalize(H W^T + b)``, computed by the kernel that scores them. The forward saves only the
+argmax, and the backward recomputes the tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_from_hidden_fwd", "maxsim_fro
 
 
 def check_hidden_args(op: str, x: HiddenArgs) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless all fit together; Q and H may be 2-D."""
+    """Raise ValueError or TypeError, naming the argument, unless all fit together. Q and H may be 2-D."""
     Q, H, W, b = x[:4]
     check_tokens(op, Q, Q, ("[Lq, d]", "[Nq, Lq, d]"), ("[Lq, d]", "[Nq, Lq, d]"))
     ranks = {"H": ((2, 3), "[Ld, d_model] or [Nd, Ld, d_model]"), "W": ((2,), "[d, d_model]"), "b": ((1,), "[d]")}
@@ -83,7 +83,7 @@ def check_hidden_args(op: str, x: HiddenArgs) -> None:
 
 
 def _check_batched_args(op: str, x: HiddenArgs) -> None:
-    """`check_hidden_args` of what the operators take: all axes, bool masks."""
+    """Raise ValueError or TypeError unless Q and H are 3-D, masks are bool, and `check_hidden_args` accepts all."""
     check_hidden_args(op, x)
     if x.Q.dim() != 3 or x.H.dim() != 3:
         expected = "[Nq, Lq, d] and [Nd, Ld, d_model]"
@@ -92,19 +92,32 @@ def _check_batched_args(op: str, x: HiddenArgs) -> None:
 
 
 def _get_argmax_shape(x: HiddenArgs) -> Shape:
+    """Return the shape of the argmax, ``(Nd, Nq, Lq)``."""
     return x.H.shape[0], x.Q.shape[0], x.Q.shape[1]
 
 
 def _check_forward(x: HiddenArgs, argmax_dtype: Any) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless the forward accepts these arguments."""
     _check_batched_args(_FWD, x)
     check_argmax_dtype(_FWD, argmax_dtype, x.H.shape[1])
 
 
 @custom_op(add_op_namespace_prefix("maxsim_from_hidden_fwd"), _FWD_SCHEMA)
 def maxsim_from_hidden_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]`` of hidden states, and winners as `maxsim_fwd` has them.
+    """Return the scores of documents given as hidden states and, if requested, the argmax of each query token.
 
-    `lik_ops.maxsim_from_hidden` says what is computed.
+    `lik_ops.maxsim_from_hidden` describes the computation. The arguments, in the order of the schema:
+
+    - ``Q``: query tokens ``[Nq, Lq, d]``.
+    - ``H``: hidden states of document tokens ``[Nd, Ld, d_model]``.
+    - ``W``, ``b``: the projection ``[d, d_model]`` and its bias ``[d]``, or None. All tensors have the dtype of ``Q``.
+    - ``q_mask``, ``d_mask``: bool (True = keep) ``[Nq, Lq]`` and ``[Nd, Ld]``, or None.
+    - ``q_weight``: fp32 (fp64 for fp64) ``[Nq, Lq]``, or None.
+    - ``normalize``: whether to L2-normalize the projected document tokens.
+    - ``argmax_dtype``: int16, int32 or int64, or None for no argmax.
+
+    Returns:
+        ``(scores, argmax)``: fp32 (fp64 for fp64) ``[Nq, Nd]``, and ``[Nd, Nq, Lq]`` as in ``lik::maxsim_fwd``.
     """
     x, (normalize, argmax_dtype) = HiddenArgs(*args[:7]), args[7:]
     backend = lookup_backend(_FWD, x, (argmax_dtype,), x.Q, _check_forward, x, argmax_dtype)
@@ -120,13 +133,14 @@ def _(*args):
 
 
 def _unpack_backward_args(args: tuple) -> tuple[HiddenArgs, Sequence[bool]]:
-    """The tensors of a backward, and `needs`."""
+    """Return the tensors of a backward, and `needs`."""
     *tensors, _, needs = args
     _, Q, H, W, b, _, *per_token = tensors
     return HiddenArgs(Q, H, W, b, *per_token), needs
 
 
 def _check_backward(args: tuple) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless the backward accepts these arguments."""
     (x, needs), grad_scores, argmax = _unpack_backward_args(args), args[0], args[5]
     _check_batched_args(_BWD, x)
     check_upstream(_BWD, "grad_scores", grad_scores, x.scores_shape(), x.Q)
@@ -139,10 +153,18 @@ def _check_backward(args: tuple) -> None:
 
 @custom_op(add_op_namespace_prefix("maxsim_from_hidden_bwd"), _BWD_SCHEMA)
 def maxsim_from_hidden_bwd(*args: Any) -> tuple[Tensor, ...]:
-    """Gradients of Q, H, W, b and q_weight, each summed by its owner: no atomics.
+    """Return the gradients of Q, H, W, b and q_weight without atomics.
 
-    `needs` says which of the five are wanted; the others have size [0]. Given an `argmax` of size [0] it finds the
-    winners again. Beside the gradients it holds the document tokens ``[Nd, Ld, d]``.
+    The backward allocates the document tokens ``[Nd, Ld, d]``. The arguments, in the order of the schema:
+
+    - ``grad_scores``: the gradient of the scores, with their shape and dtype.
+    - ``Q``, ``H``, ``W``, ``b``, ``q_mask``, ``d_mask``, ``q_weight``, ``normalize``: the arguments of
+      `maxsim_from_hidden_fwd`.
+    - ``argmax``: the argmax that `maxsim_from_hidden_fwd` returned. An argmax of size [0] is recomputed.
+    - ``needs``: whether the gradients of Q, H, W, b and q_weight are needed.
+
+    Returns:
+        The five gradients, each with the dtype of its input, or with size [0] if not needed.
     """
     (x, needs), grad_scores, argmax, normalize = _unpack_backward_args(args), args[0], args[5], args[9]
     backend = lookup_backend(_BWD, args[:9], tuple(needs), x.Q, _check_backward, args)

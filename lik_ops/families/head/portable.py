@@ -1,6 +1,7 @@
-"""MaxSim of hidden states on plain torch: document tokens are made slice by slice, and scored as any others.
+"""MaxSim of hidden states in plain PyTorch: document tokens are computed slice by slice and then scored.
 
-A backend says how it makes tokens, scores them and sums gradients (`HeadFunctions`); the rest is the same for all.
+A backend provides the functions that project tokens, score them and sum gradients (`HeadFunctions`). Everything else is
+shared.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from ...portable.blocks import (
 )
 from ...portable.forward.dense import allocate_outputs, forward
 
-MAX_TOKEN_BYTES = 8 * MiB  # of the tokens of a slice; one document may have more
-# Of what a slice of the backward takes, half of it for hidden states if these are copied; one document may need more.
+MAX_TOKEN_BYTES = 8 * MiB  # tokens of a slice; one document may have more
+# Memory of a slice of the backward. Half of it is for hidden states if they are copied. One document may need more.
 MAX_GRADIENT_BYTES = 32 * MiB
 _MAX_BLOCK_BYTES = 4 * MiB
-_MAX_ROWS, _MIN_ROWS = 256, 32  # of a product
+_MAX_ROWS, _MIN_ROWS = 256, 32  # rows of a product
 
 
 class HeadArgs(NamedTuple):
-    """What makes tokens of hidden states: ``H W^T + b``, over their norms if `normalize`."""
+    """The linear layer that projects hidden states to tokens: ``H W^T + b``, divided by its norm if `normalize`."""
 
     W: Tensor  # [d, d_model]
     b: Tensor | None  # [d]
@@ -41,7 +42,7 @@ class HeadArgs(NamedTuple):
 
 
 class HiddenArgs(NamedTuple):
-    """The tensors of a call, with all their axes; masks are bool."""
+    """The tensors of a call, with all their axes and with bool masks."""
 
     Q: Tensor  # [Nq, Lq, d]
     H: Tensor  # [Nd, Ld, d_model]
@@ -52,14 +53,15 @@ class HiddenArgs(NamedTuple):
     q_weight: Tensor | None  # [Nq, Lq], fp32 (fp64 for fp64)
 
     def scores_shape(self) -> tuple[int, int]:
+        """Return ``(Nq, Nd)``."""
         return self.Q.shape[0], self.H.shape[0]
 
     def documents(self, own: slice) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of some documents, and their mask."""
+        """Return the hidden states and the mask of some documents."""
         return self.H[own], None if self.d_mask is None else self.d_mask[own]
 
     def new_gradients(self, needs: Sequence[bool]) -> list[Tensor]:
-        """Of Q, H, W, b and q_weight, not filled; each ``[0]`` where `needs` says no."""
+        """Allocate gradients of Q, H, W, b and q_weight, uninitialized, each ``[0]`` if it is not in `needs`."""
         dtypes = (*(self.Q.dtype,) * 4, score_dtype(self.Q.dtype))
         return [
             self.Q.new_empty(x.shape if need and x is not None else (0,), dtype=dtype)
@@ -68,21 +70,29 @@ class HiddenArgs(NamedTuple):
 
 
 class HeadFunctions(NamedTuple):
-    """What a call is made of."""
+    """The functions and limits of a backend."""
 
-    tokens: Callable[[Tensor, HeadArgs], tuple[Tensor, Tensor | None]]  # and their norms, unless not normalising
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    slopes: Callable[..., tuple[Tensor, Tensor | None]]  # as `project_gradients`
-    token_bytes: int  # of a slice of the forward
-    rounds: bool  # whether the gradient of tokens is of their type, not of that of scores
-    copies: int  # that it needs of itself, itself included, to become that of ``H W^T + b``
+    tokens: Callable[[Tensor, HeadArgs], tuple[Tensor, Tensor | None]]  # see `project_tokens`
+    forward: Callable[..., tuple[Tensor, Tensor]]  # the forward of MaxSim
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # the backward of MaxSim
+    slopes: Callable[..., tuple[Tensor, Tensor | None]]  # see `project_gradients`
+    token_bytes: int  # tokens of a slice of the forward
+    rounds: bool  # whether the gradient of tokens has the dtype of tokens, not of scores
+    copies: int  # tensors of the size of that gradient that `slopes` needs, including the gradient
 
 
 def project_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
-    """Tokens ``[n, Ld, d]`` of hidden states, rounded to their type, and norms ``[n, Ld, 1]``, no less than 1e-12.
+    """Project hidden states to tokens.
 
-    Products have one shape, whatever else is in the batch: so have tokens their bits.
+    Products have one shape for any batch, so the bits of a token do not depend on the batch.
+
+    Args:
+        H: hidden states ``[n, Ld, d_model]``.
+        head: the linear layer.
+
+    Returns:
+        Tokens ``[n, Ld, d]``, rounded to the dtype of H. Their norms ``[n, Ld, 1]``, at least 1e-12, or None without
+        `normalize`.
     """
     (n, L, width), d = H.shape, head.W.shape[0]
     dtype = score_dtype(H.dtype)
@@ -111,9 +121,17 @@ def project_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 def project_gradients(
     G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient ``[tokens, d]`` of ``H W^T + b`` from that of tokens, which may be lost; its sum, where asked for.
+    """Compute the gradient of ``H W^T + b`` from the gradient of tokens.
 
-    0 of masked tokens, which may hold NaN.
+    Args:
+        G: gradient of tokens ``[n, Ld, d]``, which may be overwritten.
+        D: tokens ``[n, Ld, d]``.
+        norms: ``[n, Ld, 1]``, or None without `normalize`.
+        keep: mask of tokens ``[n, Ld]``, or None.
+        summed: whether the sum over tokens is wanted.
+
+    Returns:
+        The gradient ``[n * Ld, d]``, 0 for masked tokens, which may hold NaN. Its sum ``[d]``, or None.
     """
     dtype = score_dtype(D.dtype)
     g = G.to(dtype)
@@ -135,7 +153,17 @@ PORTABLE_FUNCTIONS = HeadFunctions(
 def score_by_slices(
     parts: HeadFunctions, x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]``, and winners ``[Nd, Nq, Lq]`` of `argmax_dtype`, ``[0]`` where that is None."""
+    """Compute scores and argmax for some documents at a time.
+
+    Args:
+        parts: the functions of the backend.
+        x: the tensors of the call.
+        normalize: whether tokens are divided by their norms.
+        argmax_dtype: an integer dtype, or None for no argmax.
+
+    Returns:
+        Scores ``[Nq, Nd]``, and argmax ``[Nd, Nq, Lq]``, or ``[0]`` if `argmax_dtype` is None.
+    """
     dtype = torch.int32 if argmax_dtype is None else argmax_dtype
     scores, argmax, is_trivial = allocate_outputs(x.Q, x.H, x.q_mask, dtype, argmax_dtype is not None, -1)
     if is_trivial:
@@ -154,10 +182,11 @@ def score_by_slices(
 
 
 class HeadBackward:
-    """A backward: what the winners send, through the tokens to what they are made of.
+    """One backward: gradients flow from the scores through the tokens to hidden states and head.
 
-    ``G[j, t]``, the gradient of a token, is summed by its owner as that of documents is. With ``u = H W^T + b`` and
-    ``n = ||u||``, that of u is ``g = (G - D <D, G>) / n``; that of H ``g W``, of W ``g^T H``, of b ``sum g``.
+    ``G[j, t]`` is the gradient of a token, summed by its owner like the gradient of documents. With ``u = H W^T + b``
+    and ``n = ||u||``, the gradient of u is ``g = (G - D <D, G>) / n``. The gradient of H is ``g W``, of W ``g^T H``,
+    and of b ``sum g``.
     """
 
     def __init__(
@@ -174,7 +203,7 @@ class HeadBackward:
         self.multiplied = x.H.dtype if parts.rounds else self.dtype
 
     def run(self) -> tuple[Tensor, ...]:
-        """Gradients of Q, H, W, b and q_weight, each ``[0]`` where `needs` says no."""
+        """Compute the gradients of Q, H, W, b and q_weight, each ``[0]`` if it is not in `needs`."""
         x, needs = self.x, self.needs
         grads = x.new_gradients(needs)
         if 0 in (*x.Q.shape, *x.H.shape):
@@ -194,7 +223,7 @@ class HeadBackward:
         return tuple(grads)
 
     def _argmax(self, own: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of MaxSim whose documents are the tokens D."""
+        """Compute the gradients of MaxSim with the tokens D as documents."""
         x, argmax = self.x, None if self.argmax is None else self.argmax[own]
         d_mask = x.documents(own)[1]
         g = self.grad_scores[:, own]
@@ -202,13 +231,12 @@ class HeadBackward:
 
     @property
     def _needs_copy(self) -> bool:
-        """Whether a product for the gradient of W needs hidden states as rows, of another type, or none masked."""
+        """Return whether the gradient of W needs a copy of hidden states, because of their layout, dtype or mask."""
         H = self.x.H
         return self.x.d_mask is not None or H.dtype != self.multiplied or not H.is_contiguous()
 
     def _slices(self, has_tokens: bool) -> Iterator[slice]:
-        """Documents for which a slice has room: for the gradient of tokens, what it is made into, and tokens unless
-        there are some."""
+        """Split documents such that the gradients of their tokens, and tokens not computed yet, fit the budget."""
         (Nd, Ld, _), parts = self.x.H.shape, self.parts
         each = parts.copies * self.multiplied.itemsize + (0 if has_tokens else self.x.H.dtype.itemsize)
         room = MAX_GRADIENT_BYTES // 2 if self._needs_copy else MAX_GRADIENT_BYTES
@@ -217,7 +245,7 @@ class HeadBackward:
     def _add_head_gradients(
         self, whole: tuple[Tensor, Tensor | None] | None, slices: list[slice], G: Tensor | None, grads: list[Tensor]
     ) -> None:
-        """Gradients of H, W and b; of tokens it is G, if that is known."""
+        """Compute the gradients of H, W and b, given G, the gradient of tokens, or None to compute it."""
         x, needs = self.x, self.needs
         Q = x.Q if self.parts.rounds else x.Q.to(self.dtype)
         of_W: Tensor | None = None
@@ -243,7 +271,7 @@ class HeadBackward:
                 grads[n] = total.to(x.W.dtype)
 
     def _add_weights(self, total: Tensor | None, g: Tensor, H: Tensor, keep: Tensor | None) -> Tensor:
-        """`total` with the gradient of W; masked hidden states are zeros beside those of g, as they may hold NaN."""
+        """Add the gradient of W to `total`; masked hidden states become zeros, because they may hold NaN."""
         n, Ld, width = H.shape
         copied = Ld * width * self.multiplied.itemsize if self._needs_copy else 0
         for own in split_to_fit(n, copied, MAX_GRADIENT_BYTES // 2):
@@ -255,28 +283,27 @@ class HeadBackward:
         return total
 
     def _write(self, g: Tensor, grad: Tensor) -> None:
-        """The gradient of hidden states, ``g W``."""
+        """Write the gradient of hidden states, ``g W``."""
         if grad.dtype == self.dtype or grad.device.type == "cuda":
             torch.mm(g.to(grad.dtype), self.x.W.contiguous(), out=grad)
         else:
             grad.copy_(self._product(g, self.x.W))
 
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a b`` summed in fp32 (fp64); of half types on a GPU by its matrix unit."""
+        """Compute ``a b``, accumulated in fp32 (fp64); half dtypes on a GPU use tensor cores."""
         if b.dtype == self.dtype or b.device.type != "cuda":
-            return multiply_matrices(
-                a.to(self.dtype), b.to(self.dtype).contiguous()
-            )  # strides of the caller's would decide bits
+            # Contiguous, because the bits would depend on the strides of the caller.
+            return multiply_matrices(a.to(self.dtype), b.to(self.dtype).contiguous())
         return torch.mm(a.to(b.dtype), b, out_dtype=self.dtype)
 
 
 def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Scores and winners of `lik::maxsim_from_hidden_fwd`; arguments are validated and lifted already."""
+    """Compute the scores and argmax of `lik::maxsim_from_hidden_fwd` from validated arguments."""
     return score_by_slices(PORTABLE_FUNCTIONS, x, normalize, argmax_dtype)
 
 
 def backward_head(
     grad_scores: Tensor, x: HiddenArgs, argmax: Tensor | None, normalize: bool, needs: list[bool]
 ) -> tuple[Tensor, ...]:
-    """Gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is found again."""
+    """Compute the gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is computed again."""
     return HeadBackward(PORTABLE_FUNCTIONS, grad_scores, x, argmax, normalize, needs).run()

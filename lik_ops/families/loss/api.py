@@ -28,34 +28,40 @@ def maxsim_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """The contrastive loss: the cross-entropy of ``maxsim(Q, D) / temperature`` at the document that is right.
+    """Compute the contrastive loss: the cross-entropy of ``maxsim(Q, D) / temperature`` at the labels.
 
-    ``loss[i] = log sum_j exp(score[i, j] / temperature) - score[i, labels[i]] / temperature``: InfoNCE (van den Oord et
-    al., 2018, equation 4) of MaxSim, as ColBERTv2 trains with in-batch negatives (Santhanam et al., 2022, section 3.2).
-    It is ``F.cross_entropy(lik_ops.maxsim(Q, D) / temperature, labels)`` without the scores and winners which that
-    keeps: where these take more than 24 MiB a step keeps two numbers for each query, and finds the rest again.
+    ``loss[i] = log sum_j exp(score[i, j] / temperature) - score[i, labels[i]] / temperature``. This is InfoNCE (van den
+    Oord et al., 2018, equation 4) of MaxSim, which ColBERTv2 uses with in-batch negatives (Santhanam et al., 2022,
+    section 3.2). The loss equals ``F.cross_entropy(lik_ops.maxsim(Q, D) / temperature, labels)``, but the scores and
+    the argmax are not stored. If they would need more than 24 MiB, a step keeps two numbers for each query and
+    recomputes the rest.
 
     Args:
         Q: query tokens ``[Nq, Lq, d]``; fp16, bf16, fp32 or fp64.
-        D: document tokens of the dtype and device of Q: ``[Nd, Ld, d]``, positives and negatives of the whole batch; or
-            ``[Nq, K, Ld, d]``, the K candidates of each query.
-        labels: ``[Nq]``, int32 or int64: which document, or candidate, is the right one. None: document i of query i,
-            of candidates the first. A label that is no document makes the loss of its query NaN, and the gradients that
-            it takes part in; under `lik_ops.checks` it is an error.
-        q_mask, d_mask, q_weight, normalize: as in `lik_ops.maxsim`.
-        temperature: a number above 0, or a scalar (0-d) tensor of the dtype of the scores, which is differentiable. If
-            the tensor is not above 0, losses and gradients are NaN.
-        ignore_index: a label whose query has loss 0 and no gradient, and does not count in the mean.
-        reduction: ``"mean"`` over the queries that are not ignored, ``"sum"``, or ``"none"``.
+        D: document tokens of the dtype and device of Q. ``[Nd, Ld, d]`` are the positives and negatives of the whole
+            batch. ``[Nq, K, Ld, d]`` are the K candidates of each query.
+        labels: ``[Nq]``, int32 or int64: the index of the positive document or candidate of each query. None selects
+            document i for query i, or the first candidate. An index out of range makes the loss of its query NaN, and
+            the gradients that depend on it. Under `lik_ops.checks` it is an error.
+        q_mask: query tokens to keep, as in `lik_ops.maxsim`.
+        d_mask: document tokens to keep, as in `lik_ops.maxsim`.
+        temperature: a number above 0, or a differentiable scalar (0-d) tensor of the dtype of the scores. If the tensor
+            is not above 0, losses and gradients are NaN.
+        q_weight: the weight of each query token, as in `lik_ops.maxsim`.
+        normalize: L2-normalize every token first.
+        ignore_index: a label whose query has loss 0 and no gradient, and is not part of the mean.
+        reduction: ``"mean"`` over the queries that are not ignored, ``"sum"`` or ``"none"``.
 
     Returns:
-        fp32 (fp64 for fp64): a tensor of no axes, or ``[Nq]`` with ``"none"``. The mean over no queries is NaN. As of
-        `F.cross_entropy`, the loss of a query is infinite where the right document alone scores ``-inf`` because it
-        keeps no token, and NaN where all documents do or a score is NaN.
+        The loss in fp32 (fp64 for fp64 inputs): a scalar (0-d) tensor, or ``[Nq]`` with ``"none"``. The mean over no
+        queries is NaN. Edge cases follow `F.cross_entropy`. The loss of a query is infinite if only its positive
+        document scores ``-inf`` because it has no kept token. The loss is NaN if all documents of the query score
+        ``-inf`` or a score is NaN.
 
     Raises:
-        TypeError, ValueError: as `lik_ops.maxsim`; also for labels, a temperature or a reduction that is none.
-        NotImplementedError: `torch.func` would differentiate it.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+        NotImplementedError: ``torch.func`` would differentiate the call.
 
     Example:
         >>> Q = torch.randn(8, 32, 128, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Losses and gradients of scores at labels, in one launch each."""
+"""Losses at labels and gradients of scores, each in one launch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from ...gpu.runtime.arguments import check_grid, use_device
 from ...gpu.tuning.architectures import cdiv
 from .portable import LossOptions, SavedLoss
 
-BLOCK_SCORES = 1024  # scores at a time: it decides in which order they are added, so it is one for all
+# Scores that are added at a time. The value determines the order of the sums, so all calls use the same value.
+BLOCK_SCORES = 1024
 LAUNCH_OPTIONS = {"num_warps": 4}
 
 
 def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: Tensor, lse: Tensor) -> None:
-    """As `portable.cross_entropy.label_losses`, of contiguous scores."""
+    """Fill `losses` and `lse` as `portable.label_losses` does, for contiguous scores."""
     rows, columns = scores.shape
     if rows:
         args = (
@@ -35,7 +36,7 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
 
 
 def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    """As `portable.cross_entropy.count_labels`."""
+    """Return the result of `portable.count_labels`, a scalar tensor."""
     count = labels.new_empty((), dtype=torch.int64)
     with use_device(labels.device):
         args = labels, labels.stride(0), count, labels.shape[0], ignore_index, BLOCK_SCORES
@@ -46,7 +47,7 @@ def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
 def label_gradients(
     scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: SavedLoss, begin: int
 ) -> Tensor:
-    """As `portable.cross_entropy.label_gradients`, of contiguous scores and `kept.lse`."""
+    """Return the gradient of `portable.label_gradients`, for contiguous scores and a contiguous `kept.lse`."""
     rows, columns = scores.shape
     gradients = torch.empty_like(scores)
     programs = rows * cdiv(columns, BLOCK_SCORES)

@@ -1,9 +1,10 @@
 """The in-batch contrastive loss: ``lik::maxsim_cross_entropy_fwd``, ``lik::maxsim_cross_entropy_bwd``.
 
-The cross-entropy of ``score[i] / temperature`` at each query's label, made of what a backend has for `lik::maxsim`.
-Neither scores nor winners outlive a part of the call: the forward keeps the log-sum-exp of each query, from which the
-backward makes the probabilities of a part again, and hands them on as the gradient of its scores. An eager call that is
-one part keeps both: finding them again would cost a forward.
+The loss is the cross-entropy of ``score[i] / temperature`` at the label of each query. It uses the functions of a
+backend that compute ``lik::maxsim``. Scores and argmax exist only for some queries and documents at a time. The forward
+saves the log-sum-exp of each query. The backward recomputes the probabilities from it and passes them to the backward
+of MaxSim as the gradient of the scores. A small eager call saves scores and argmax, because recomputing them would cost
+a forward.
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ _BWD_SCHEMA = (
 )
 _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_cross_entropy_fwd", "maxsim_cross_entropy_bwd"))
 _REDUCTIONS = ("mean", "sum", "none")
-_MAX_SCORE_BYTES = 8 * 2**20  # of the scores of some queries; one query's may be more
-_MAX_PART_BYTES = 24 * 2**20  # of winners and scores in a backward; one query's or document's may be more
+# Scores of the queries that a forward processes at a time. The scores of a single query may exceed it.
+_MAX_SCORE_BYTES = 8 * 2**20
+# Argmax and scores of a part of a backward. A single query or document may exceed it.
+_MAX_PART_BYTES = 24 * 2**20
 
 
 class LossArgs(NamedTuple):
-    """The tensors of a call: `DenseArgs`, and the label of each query."""
+    """Tensors of a call: `DenseArgs`, and the label of each query."""
 
     Q: Tensor
     D: Tensor
@@ -72,6 +75,7 @@ class LossArgs(NamedTuple):
 
     @property
     def dense(self) -> DenseArgs:
+        """Tensors without the labels."""
         return DenseArgs(*self[:5])
 
     def check(self, op: str) -> None:
@@ -80,23 +84,27 @@ class LossArgs(NamedTuple):
         check_labels(op, self.labels, self.Q)
 
     def part(self, queries: slice, documents: slice) -> LossArgs:
-        """Of some queries and, in the cross product, of some documents."""
+        """Return the arguments of some queries and, in the cross product, of some documents."""
         if (queries.stop - queries.start, documents.stop - documents.start) == self.dense.scores_shape():
-            return self  # nothing to cut, which takes a view of each
+            return self  # the part is the whole call, so no views are needed
         of_documents = queries if self.D.dim() == 4 else documents
         parts = queries, of_documents, queries, of_documents, queries, queries
         return LossArgs(*(None if t is None else t[own] for t, own in zip(self, parts, strict=True)))  # type: ignore
 
 
 def check_labels(op: str, labels: Any, Q: Tensor) -> None:
-    """Raise ValueError or TypeError unless there is an integer for each query."""
+    """Raise ValueError or TypeError unless `labels` has an integer for each query."""
     check_indices(op, "labels", labels, (Q.shape[0],), "[Nq], one for each query", Q.device)
 
 
 def check_loss_args(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` takes these.
+    """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` accepts these.
 
-    `given`: what may become a `LossArgs`; labels may be None.
+    Args:
+        op: the function that error messages name.
+        given: the fields of a `LossArgs` before validation. The labels may be None.
+        normalize: whether to L2-normalize every token.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
     """
     *tensors, labels = given
     Q, D = tensors[:2]
@@ -115,16 +123,17 @@ def check_loss_args(op: str, given: tuple, normalize: Any, reduction: Any) -> No
 
 
 def make_default_labels(Q: Tensor, D: Tensor) -> Tensor:
-    """Document i of query i, of candidates the first."""
+    """Return document i as the label of query i, or the first document for candidates."""
     Nq = Q.shape[0]
     labels = torch.zeros(Nq, dtype=torch.int64, device=Q.device) if D.dim() == 4 else torch.arange(Nq, device=Q.device)
     return sharding.replicate_like(labels, Q)
 
 
 def divide_weights(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weight: Tensor | None) -> Tensor:
-    """Weights that divide the scores, which are linear in them. What those of masked tokens hold does not matter.
+    """Return query weights that divide the scores, which are linear in the weights, by the temperature.
 
-    NaN if the temperature is not above 0, as of `maxsim_soft`, for the gradient of the temperature too.
+    The weights of masked tokens never matter. A temperature that is not above 0 gives NaN, as in `maxsim_soft`, and NaN
+    as the gradient of the temperature.
     """
     temperature = temperature * torch.where(temperature > 0, torch.ones_like(temperature), torch.nan)
     if q_weight is None:
@@ -133,14 +142,14 @@ def divide_weights(temperature: Tensor, Q: Tensor, q_mask: Tensor | None, q_weig
 
 
 def reduce_losses(losses: Tensor, labels: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """The losses, their sum, or their mean over the queries that are not ignored."""
+    """Return the losses, their sum, or their mean over the queries that are not ignored."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / count_labels(labels, ignore_index)
 
 
 class LossRunner:
-    """Who computes calls of one description, and what is kept of earlier ones."""
+    """Runs losses and gradients for calls with the same dispatch key on one backend, and keeps captured launches."""
 
     def __init__(self, backend: ModuleType) -> None:
         self.backend = backend
@@ -149,6 +158,7 @@ class LossRunner:
     def _run_captured(
         self, key: tuple, x: LossArgs, more: tuple[Tensor | None, ...], function: Callable[..., tuple], *arguments: Any
     ) -> tuple:
+        """Run `function`, or replay its captured launches if the backend supports capture."""
         if self.calls is None:
             return function(*arguments)
         return self.calls.run((get_fp32_precision(), *key), (*x, *more), x.Q.device, function, *arguments)
@@ -156,10 +166,13 @@ class LossRunner:
     def losses(
         self, x: LossArgs, options: LossOptions, keeps: bool = False, counts: bool = False
     ) -> tuple[Tensor, ...]:
-        """Those of `maxsim_cross_entropy_fwd`.
+        """Return the outputs of `maxsim_cross_entropy_fwd`, followed by optional tensors for the backward.
 
-        Then scores and winners if it `keeps` them, of a call that `is_within_workspace`, and the number of labels that
-        it `counts`.
+        Args:
+            x: the tensors of the call.
+            options: the temperature, `ignore_index` and `normalize`.
+            keeps: whether to append the scores and the argmax. The call must be `is_within_workspace`.
+            counts: whether to append the number of labels that are not ignored.
         """
         return self._run_captured(
             (*options, keeps, counts), x, (), _compute_losses, self.backend, x, options, keeps, counts
@@ -168,20 +181,23 @@ class LossRunner:
     def gradients(
         self, grad: Tensor, x: LossArgs, kept: SavedLoss, options: LossOptions, needs: Sequence[bool]
     ) -> tuple:
-        """Those of `maxsim_cross_entropy_bwd`. `grad`: of each loss, or of no axes, of all."""
+        """Return the gradients of `maxsim_cross_entropy_bwd`. `grad` has one gradient per loss, or is 0-d."""
         key = "gradients", *options, *grad.stride(), kept.scores is None, *needs
         arguments = self.backend, grad, x, kept, options, list(needs)
         return self._run_captured(key, x, (grad, *kept), _compute_gradients, *arguments)
 
 
 def _select_runner(check: Callable[..., Any], x: LossArgs, *arguments: Any) -> LossRunner:
-    """Who computes for arguments that `check_dense` let pass."""
+    """Check the arguments and return the runner for their device and dtype."""
     check(*arguments)
     return LossRunner(backends.select_backend(x.Q.device, x.Q.dtype))
 
 
 class LossCall(EagerCall):
-    """What is found out about eager calls: of Q, D, q_mask, d_mask, labels and q_weight; temperature, ignore_index."""
+    """Decisions about eager calls with one dispatch key.
+
+    The arguments are Q, D, q_mask, d_mask, labels, q_weight, temperature and ignore_index.
+    """
 
     tensors = 6
 
@@ -196,7 +212,7 @@ class LossCall(EagerCall):
         return x, LossOptions(temperature, ignore_index, self.normalize)
 
     def forward(self, given: tuple) -> tuple[Tensor | None, ...]:
-        """The loss, and `SavedLoss`."""
+        """Return the loss and the fields of `SavedLoss`."""
         x, options = self._arguments(given)
         counts = self.reduction == "mean"
         losses, lse, *more = self.computed.losses(x, options, self.keeps, counts)
@@ -205,6 +221,7 @@ class LossCall(EagerCall):
         return loss if count is None else loss / count, *SavedLoss(lse, count, *more)
 
     def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of Q, D and q_weight."""
         (x, options), found = self._arguments(given), SavedLoss(*kept)
         if is_backward_direct(grad, x.Q, x.D):
             return self.computed.gradients(grad, x, found, options, needs)
@@ -214,10 +231,20 @@ class LossCall(EagerCall):
 
 @custom_op(add_op_namespace_prefix("maxsim_cross_entropy_fwd"), _FWD_SCHEMA)
 def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """The loss of each query ``[Nq]``, and its log-sum-exp ``[Nq, 2]``, both fp32 (fp64 for fp64).
+    """Return the loss of each query and its log-sum-exp.
 
-    The latter in two numbers, the largest ``score / temperature`` and the logarithm of the sum beside it: one number
-    would round small losses away. A query whose label is `ignore_index` has loss 0, one whose label is no document NaN.
+    The arguments, in the order of the schema:
+
+    - ``Q``, ``D``, ``q_mask``, ``d_mask``, ``q_weight``, ``normalize``: the arguments of ``lik::maxsim_fwd``.
+    - ``labels``: int32 or int64 ``[Nq]``, the document of each query, or the candidate.
+    - ``temperature``: the number that divides the scores.
+    - ``ignore_index``: the label of queries without a loss.
+
+    Returns:
+        ``(losses, lse)``, fp32 (fp64 for fp64) ``[Nq]`` and ``[Nq, 2]``. The log-sum-exp is two numbers, the largest
+        ``score / temperature`` and the logarithm of the sum of exponentials relative to it. A single number would round
+        small losses to 0. The loss of a query with the label `ignore_index` is 0. A label that is not a document gives
+        NaN.
     """
     x = LossArgs(*args[:6])
     computed = lookup_once(_FWD, x, (), _select_runner, x.check, x, _FWD)
@@ -228,6 +255,7 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 def _compute_losses(
     backend: ModuleType, x: LossArgs, options: LossOptions, keeps: bool, counts: bool
 ) -> tuple[Tensor, ...]:
+    """Compute the losses of some queries at a time, and of all at once if `keeps` is set."""
     Nq, columns = x.dense.scores_shape()
     losses, lse = _fake_outputs(x)
     dtype = choose_argmax_dtype(x.D.shape[-2]) if keeps else None
@@ -241,6 +269,7 @@ def _compute_losses(
 
 
 def _fake_outputs(x: LossArgs) -> tuple[Tensor, Tensor]:
+    """Return empty losses and log-sum-exp."""
     Nq, dtype = x.Q.shape[0], score_dtype(x.Q.dtype)
     return x.Q.new_empty((Nq,), dtype=dtype), x.Q.new_empty((Nq, 2), dtype=dtype)
 
@@ -253,7 +282,7 @@ def _(*args):
 
 
 def _unpack_backward_args(args: tuple) -> LossArgs:
-    """The tensors of a backward; raises unless it takes them."""
+    """Return the validated tensors of a backward."""
     grad_losses, *tensors, lse = args[:8]
     x, needs = LossArgs(*tensors), args[11]
     x.check(_BWD)
@@ -266,10 +295,18 @@ def _unpack_backward_args(args: tuple) -> LossArgs:
 
 @custom_op(add_op_namespace_prefix("maxsim_cross_entropy_bwd"), _BWD_SCHEMA)
 def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
-    """Gradients of Q, D and q_weight, each summed by its owner: no atomics, bitwise reproducible.
+    """Return the gradients of Q, D and q_weight without atomics, bitwise reproducible.
 
-    `lse` is what `maxsim_cross_entropy_fwd` keeps. `needs` says which of the three are wanted; the others have size
-    [0]. Scores and winners are found again, in parts that need no more memory than a constant.
+    Scores and argmax are recomputed in parts that fit a constant workspace. The arguments, in the order of the schema:
+
+    - ``grad_losses``: the gradient of the losses, with their shape and dtype.
+    - ``Q``, ``D``, ``q_mask``, ``d_mask``, ``q_weight``, ``labels``, ``temperature``, ``ignore_index``, ``normalize``:
+      the arguments of `maxsim_cross_entropy_fwd`.
+    - ``lse``: the log-sum-exp that `maxsim_cross_entropy_fwd` returned.
+    - ``needs``: whether the gradients of Q, D and q_weight are needed.
+
+    Returns:
+        The three gradients, each with the dtype of its input, or with size [0] if not needed.
     """
     grad_losses, *tensors, lse = args[:8]
     x, needs = LossArgs(*tensors), args[11]
@@ -281,6 +318,7 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
 def _compute_gradients(
     backend: ModuleType, upstream: Tensor, x: LossArgs, kept: SavedLoss, options: LossOptions, needs: list[bool]
 ) -> tuple[Tensor, ...]:
+    """Compute the gradients part by part."""
     upstream = upstream.expand(x.labels.shape)
 
     def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,11 +344,12 @@ def _compute_gradients(
 
 
 def _count_pair_bytes(x: LossArgs) -> int:
+    """Return the bytes of the argmax and the scores of one (query, document) pair."""
     return x.Q.shape[1] * choose_argmax_dtype(x.D.shape[-2]).itemsize + 2 * score_dtype(x.Q.dtype).itemsize
 
 
 def is_within_workspace(x: LossArgs) -> bool:
-    """Whether winners and scores of the call are few enough to be there at a time."""
+    """Return whether the argmax and the scores of the whole call fit the workspace."""
     Nq, columns = x.dense.scores_shape()
     return 0 < Nq * columns * _count_pair_bytes(x) <= _MAX_PART_BYTES
 

@@ -1,6 +1,7 @@
-"""Losses and gradients of scores at labels by plain torch.
+"""Losses and gradients of scores at labels, in plain PyTorch.
 
-The largest score counts as 1 beside the sum of the others: so small losses, and their gradients, keep their digits.
+A log-sum-exp is stored as two numbers, the largest score and ``log1p`` of the other terms relative to it. Small losses
+and their gradients keep their digits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ...portable.blocks import sum_pairwise
 
 
 class LossOptions(NamedTuple):
-    """What a loss is besides its tensors."""
+    """The options of a loss that are not tensors."""
 
     temperature: float
     ignore_index: int
@@ -22,19 +23,26 @@ class LossOptions(NamedTuple):
 
 
 class SavedLoss(NamedTuple):
-    """What a forward keeps for its gradients; scores and winners are found again where there are none."""
+    """The tensors that a forward saves for its backward; scores and argmax are computed again if they are None."""
 
-    lse: Tensor  # of `label_losses`
-    divisor: Tensor | None = None  # of the gradients
+    lse: Tensor  # see `label_losses`
+    divisor: Tensor | None = None  # gradients are divided by it
     scores: Tensor | None = None
     argmax: Tensor | None = None
 
 
 def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: Tensor, lse: Tensor) -> None:
-    """Fill ``losses [N]`` and ``lse [N, 2]`` of ``scores [N, columns]``.
+    """Fill ``losses [N]`` and ``lse [N, 2]`` from ``scores [N, columns]``.
 
-    The latter are the largest ``score / temperature`` and the logarithm of the sum beside it. Both are 0 where the
-    label is `ignore_index`, else NaN where it is no column.
+    `lse` holds the largest ``score / temperature`` and ``log(sum(exp(score / temperature - largest)))``. Losses and
+    `lse` are 0 for a label of `ignore_index`, and NaN for any other label that is not a column.
+
+    Args:
+        scores: ``[N, columns]``.
+        labels: int32 or int64 ``[N]``.
+        options: temperature and ignore_index.
+        losses: output ``[N]``.
+        lse: output ``[N, 2]``.
     """
     columns, labels = scores.shape[1], labels.long()
     index = labels.clamp(0, max(columns - 1, 0))
@@ -46,8 +54,8 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
         first = scores.argmax(1, keepdim=True)
         best.copy_(scores.gather(1, first).squeeze(1))
         at_label = scores.sub_(best[:, None]).gather(1, index[:, None]).squeeze(1)
-        scores.scatter_(1, first, scores.gather(1, first).sub_(torch.inf))  # counts as nothing, unless it is NaN
-        # torch.sum would add in an order that depends on how many queries there are.
+        scores.scatter_(1, first, scores.gather(1, first).sub_(torch.inf))  # exclude the largest score unless it is NaN
+        # The order of torch.sum depends on the number of queries.
         torch.log1p(sum_pairwise(scores.exp_()), out=log_sum)
         torch.sub(log_sum, at_label, out=losses)
     losses.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0)
@@ -55,16 +63,26 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
 
 
 def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    """How many are not `ignore_index`, of no axes."""
-    return (labels.long() != ignore_index).sum()  # torch compares int32 with a number modulo 2^32
+    """Count the labels that are not `ignore_index`, as a scalar tensor."""
+    # int64, because torch compares int32 with a number modulo 2^32.
+    return (labels.long() != ignore_index).sum()
 
 
 def label_gradients(
     scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: SavedLoss, begin: int
 ) -> Tensor:
-    """The gradient of ``scores [N, columns]``, whose first column has the label `begin`.
+    """Compute the gradient of ``sum_i upstream[i] * loss[i]`` by scores, divided by `kept.divisor` unless it is None.
 
-    It is that of ``sum_i upstream[i] * loss[i]``, divided by `kept.divisor` unless that is None.
+    Args:
+        scores: ``[N, columns]``.
+        labels: int32 or int64 ``[N]``.
+        options: temperature and ignore_index.
+        upstream: ``[N]``.
+        kept: the tensors saved by the forward.
+        begin: the label of the first column.
+
+    Returns:
+        ``[N, columns]``.
     """
     columns = scores.shape[1]
     if columns == 0:

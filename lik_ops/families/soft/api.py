@@ -23,25 +23,31 @@ def maxsim_soft(
     q_weight: Tensor | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Scores with a smooth maximum: ``score[i, j] = sum_s w[i, s] * tau * logsumexp_t(<Q[i, s], D[j, t]> / tau)``.
+    """Compute scores with a smooth maximum ``sum_s w[i, s] * tau * logsumexp_t(<Q[i, s], D[j, t]> / tau)``.
 
-    The smooth maximum is that of colpali-engine's ``use_smooth_max``, which has ``tau = 0.1``; it is at most
-    ``tau * log(Ld)`` above the maximum. Every kept document token takes part in the gradient, with its probability
-    ``softmax_t(<q, d_t> / tau)``, where that of `maxsim` has the winner alone. The similarities ``[Nq, Nd, Lq, Ld]``
-    are never materialised; the forward keeps one number for each query token and document.
+    The smooth maximum is the one of colpali-engine's ``use_smooth_max``, which has ``tau = 0.1``. It is at most
+    ``tau * log(Ld)`` above the maximum. Every kept document token contributes to the gradient with its probability
+    ``softmax_t(<q, d_t> / tau)``. In `maxsim` only the token at the argmax does. The similarities ``[Nq, Nd, Lq, Ld]``
+    are never stored. The forward keeps one number for each query token and document.
 
     Args:
-        Q, D, q_mask, d_mask, q_weight, normalize: as in `maxsim`, of tensors: documents of many lengths have a mask.
-        temperature: tau, a number above 0, or a tensor of no axes, of the dtype of the scores, which is
-            differentiable. A tensor that is not above 0 gives NaN. Towards 0 scores tend to those of `maxsim`.
+        Q: query tokens, a dense tensor as in `maxsim`.
+        D: document tokens, a dense tensor as in `maxsim`. Documents of different lengths need a mask.
+        temperature: tau, a number above 0, or a differentiable scalar (0-d) tensor of the dtype of the scores. A tensor
+            that is not above 0 gives NaN. Toward 0, scores approach the scores of `maxsim`.
+        q_mask: query tokens to keep, as in `maxsim`.
+        d_mask: document tokens to keep, as in `maxsim`.
+        q_weight: the weight of each query token, as in `maxsim`.
+        normalize: L2-normalize every token first.
 
     Returns:
-        Scores as of `maxsim`: fp32 (fp64 for fp64), ``[Nq, Nd]`` or ``[Nq, K]``; a 2-D Q or D drops its axis. A
-        document that keeps no token scores ``-inf``; a query that keeps no token scores 0.
+        Scores ``[Nq, Nd]`` or ``[Nq, K]`` in fp32 (fp64 for fp64 inputs). A 2-D Q or D drops its axis. A document
+        without kept tokens scores ``-inf``. A query without kept tokens scores 0.
 
     Raises:
-        TypeError, ValueError: as `maxsim`; also for a temperature that is none.
-        NotImplementedError: `torch.func` would differentiate it.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong, or `temperature` is not above 0.
+        NotImplementedError: ``torch.func`` would differentiate the call.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)

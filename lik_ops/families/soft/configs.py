@@ -1,7 +1,7 @@
-"""Which tiles the kernels of soft MaxSim take: see `configs`.
+"""Tile configurations of the soft MaxSim kernels, based on `gpu.tuning.architectures`.
 
-A sum of probabilities has other bits in another tile, so tiles do not depend on how many queries or documents there
-are, but for rows of sm_90 beside each other: none of its sums crosses them.
+A sum of probabilities has other bits with another tile. Tiles therefore do not depend on the numbers of queries and
+documents. An exception is the number of rows in an sm_90 tile, because no sum crosses rows.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ from ...gpu.tuning.architectures import (
 from ...gpu.tuning.forward_configs import make_forward_config, select_tiles
 
 _MAX_TILE_ROWS = 128
-_MAX_PADDING_RATIO = 1.07  # what a backward with larger tiles may multiply beside what it does with smaller ones
+# A backward with large tiles may multiply at most 7 % more than with small tiles.
+_MAX_PADDING_RATIO = 1.07
 
 
 @functools.lru_cache(maxsize=1024)
 def configure_soft_forward(kind: KernelKey, Nq: int, Lq: int, *, tf32: bool) -> LaunchConfig:
-    """The tile of a forward: one of those of `maxsim_forward` that leave registers for the norms of tokens."""
+    """Return the launch of a forward.
+
+    The tile is one of the tiles of `maxsim_forward` that leave registers for the norms of tokens.
+    """
     arch, dtype, d, candidates, normalize, wide = kind
-    # None that were measured: those are of another kernel.
+    # Measured rules are for another kernel.
     tiles = select_tiles(replace(arch, measured=()), dtype, 1, d, True, wide)
     tiles = tuple(tile for tile in tiles if not tile.tokens_first and tile.rows <= _MAX_TILE_ROWS)
     most = tiles[-1]
@@ -47,22 +51,28 @@ def configure_soft_forward(kind: KernelKey, Nq: int, Lq: int, *, tf32: bool) -> 
     return LaunchConfig(config, warps, stages, tile.registers or arch.registers)
 
 
-# Of the Gluon kernels of a backward: others of a tile, stages, and whether registers keep what is owned.
+# For the Gluon backward kernels: (rows of the other side in a tile, stages, whether registers hold the owned rows).
 SOFT_ROW_TILES, SOFT_TOKEN_TILE = ((64, 4, True), (128, 3, True)), (64, 4, True)
 
 
 def configure_soft_sm90_backward(
     arch: Architecture, dtype: torch.dtype, d: int, Ld: int | None
 ) -> Sm90SoftConfig | None:
-    """The choice of a Gluon kernel, or None where the plain one serves: of query rows that meet documents of `Ld`
-    tokens, or, where that is None, of tokens that meet query rows."""
+    """Choose a Gluon kernel of the backward, or return None if the generic kernel has to serve.
+
+    Args:
+        arch: architecture that runs the kernel.
+        dtype: dtype of the tokens.
+        d: number of features.
+        Ld: tokens of the documents that the kernel of query rows reads, or None for the kernel of document tokens.
+    """
     if arch.name != "sm_90" or dtype != torch.bfloat16 or d > 128:
         return None
     BD = 64 if d <= 64 else 128
     if Ld is None:
         return Sm90SoftConfig(SOFT_TOKEN_TILE[0], BD, *SOFT_TOKEN_TILE[1:])
     small, large = SOFT_ROW_TILES
-    if triton_versions.get_triton_release() >= (3, 9):  # spills beside rows in registers, 3.6 does not
+    if triton_versions.get_triton_release() >= (3, 9):  # spills with rows in registers, unlike 3.6
         large = *large[:2], False
     wastes = cdiv(Ld, large[0]) * large[0] > cdiv(Ld, small[0]) * small[0] * _MAX_PADDING_RATIO
     chosen = small if wastes else large
@@ -71,7 +81,10 @@ def configure_soft_sm90_backward(
 
 @functools.lru_cache(maxsize=1024)
 def configure_soft_backward(kind: KernelKey, *, tf32: bool, flat: bool) -> LaunchConfig:
-    """The tile of both kernels of a backward: BM rows that a program owns, BN others a step."""
+    """Return the launch of both kernels of a backward.
+
+    A program owns BM rows and reads BN rows of the other side in a step.
+    """
     wgmma = kind.arch.unit == "wgmma"
     BM, BN, features, warps, stages = 64, 64, 128, 8, 2
     if not kind.half:
@@ -81,7 +94,7 @@ def configure_soft_backward(kind: KernelKey, *, tf32: bool, flat: bool) -> Launc
     if not kind.has_vector_loads:
         features, warps, stages = 32, 8, 1
     if kind.arch.name == "sm_120" and kind.half and kind.normalize and kind.d > features:
-        stages = 1  # registers spill else
+        stages = 1  # with 2 stages ptxas spills
     if kind.arch == INTERPRETER:
         BM, BN = 32, 16
     BD = min(max(next_power_of_2(kind.d), 16), features)

@@ -1,4 +1,8 @@
-"""Soft MaxSim by Triton kernels: the forward of dense tokens with soft maxima, and gradients by those who own them."""
+"""Soft MaxSim by Triton kernels.
+
+The forward is the generic forward with a soft maximum. In the backward, each gradient is summed by the program that
+owns it.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,11 @@ from . import configs as soft_configs
 from . import gpu_sm90 as soft_sm90
 from .gpu_launches import SoftCall, Temperature
 
-# Of sums in fp32 beyond what a step is given and returns; one query's or document's may be more. The least is what two
-# programs on each unit of an H200 sum: fewer would leave it idle.
+# Limits of the workspace for fp32 sums. A single query or document may exceed them. The minimum keeps two programs busy
+# on each SM of an H200. With less, SMs would idle.
 _MIN_SUM_BYTES, _MAX_SUM_BYTES = 8 * 2**20, 24 * 2**20
-_MAX_PARTS = 4  # of documents, whose sums for the queries are made side by side
-_MIN_PART_TOKENS = 2048  # document tokens of a part at least
+_MAX_PARTS = 4  # parts of the documents, whose sums for the queries are computed in parallel
+_MIN_PART_TOKENS = 2048  # document tokens of a part
 _INT32_MAX = 2**31 - 1
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 _captured_calls = Calls()
@@ -57,7 +61,20 @@ def forward_soft(
     normalize: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]`` or ``[Nq, K]``, and soft maxima as `lik::maxsim_soft_fwd` has them, ``[0]`` unless `keep`."""
+    """Return scores ``[Nq, Nd]`` or ``[Nq, K]``, and soft maxima in the shape of `lik::maxsim_soft_fwd`.
+
+    The soft maxima have shape ``[0]`` unless `keep`.
+
+    Args:
+        Q: query tokens `[Nq, Lq, d]`.
+        D: document tokens `[Nd, Ld, d]` or `[Nq, K, Ld, d]`.
+        q_mask: query mask, or None.
+        d_mask: document mask, or None.
+        q_weight: query weights, or None.
+        temperature: a number or a scalar tensor.
+        normalize: whether tokens are normalized.
+        keep: whether soft maxima are returned.
+    """
     x = DenseArgs(Q, D, q_mask, d_mask, q_weight)
     tau, number = (temperature, None) if isinstance(temperature, Tensor) else (None, temperature)
     key = (*make_metadata_key(*x), number, normalize, keep, is_tf32_allowed(Q.dtype))
@@ -65,6 +82,7 @@ def forward_soft(
 
 
 def _run_forward(x: DenseArgs, temperature: Temperature, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
+    """Return the results of `forward_soft`, without capture."""
     Q, D = x.Q, x.D
     (Nq, K, Lq, _), candidates = make_size_args(Q, D), D.dim() == 4
     scores = torch.empty((Nq, K), dtype=torch.float32, device=Q.device)
@@ -87,12 +105,15 @@ def _run_forward(x: DenseArgs, temperature: Temperature, normalize: bool, keep: 
 
 
 def _count_parts(K: int, Ld: int) -> int:
-    """In how many parts documents are summed: whatever the queries are, so that these do not decide the bits."""
+    """Return the number of parts in which documents are summed.
+
+    It does not depend on the queries, so the number of queries does not affect the bits.
+    """
     return max(1, min(_MAX_PARTS, K, K * Ld // _MIN_PART_TOKENS))
 
 
 def _sum_parts(parts: Tensor) -> Tensor:
-    """The sum of parts, in their order."""
+    """Return the sum of parts, in their order."""
     return functools.reduce(Tensor.add_, parts[1:].unbind(), parts[0])
 
 
@@ -111,12 +132,13 @@ def _write_gradient(
 
 
 class SumWorkspace(NamedTuple):
-    """Memory for sums."""
+    """Memory for fp32 sums."""
 
-    size: int  # bytes that they may take
-    taken: Tensor | None  # a gradient that is not written yet, if they lie there: then they take none
+    size: int  # maximum bytes of the sums
+    taken: Tensor | None  # a gradient that is not written yet and holds the sums, or None for new memory
 
     def sums(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return memory for sums of a shape."""
         count = math.prod(shape)
         if self.taken is None:
             return like.new_empty(shape, dtype=torch.float32)
@@ -124,10 +146,16 @@ class SumWorkspace(NamedTuple):
 
 
 def allocate_sum_workspace(count: int, bytes_each: int, own: int, unwritten: Tensor | None = None) -> SumWorkspace:
-    """Memory for the sums of `count` queries or documents, or for those of so many at a time as it holds.
+    """Return memory for the sums of `count` queries or documents, or of as many at a time as it holds.
 
-    A twentieth of `own`, the bytes of gradients and soft maxima, within limits; or, if it has as many, the gradient
-    `unwritten`, whose turn comes later.
+    Its size is one twentieth of `own`, within limits. If the gradient `unwritten` is at least as large, it serves as
+    the workspace, because it is written later.
+
+    Args:
+        count: number of queries or documents.
+        bytes_each: bytes of the sums of one query or document.
+        own: bytes of the gradients and soft maxima.
+        unwritten: a gradient that is written later, or None.
     """
     most = max(_MIN_SUM_BYTES, min(own // 20, _MAX_SUM_BYTES))
     if unwritten is not None and unwritten.nbytes >= max(min(count * bytes_each, most), bytes_each):
@@ -136,7 +164,7 @@ def allocate_sum_workspace(count: int, bytes_each: int, own: int, unwritten: Ten
 
 
 def _write_query_gradients(c: SoftCall, needs: list[bool], grads: list[Tensor], room: SumWorkspace) -> None:
-    """Gradients of Q, q_weight and the temperature of the queries of `c`, the last added to what is there."""
+    """Write the gradients of Q and q_weight for the queries of `c`, and add the gradient of the temperature."""
     Nq, K, Lq, Ld = make_size_args(c.Q, c.D)
     parts, each = _count_parts(K, Ld), cdiv(K, _count_parts(K, Ld))
     new = functools.partial(c.Q.new_empty, dtype=torch.float32)
@@ -146,7 +174,7 @@ def _write_query_gradients(c: SoftCall, needs: list[bool], grads: list[Tensor], 
     grid = c.count_owner_programs(Lq, Nq) if c.candidates else c.count_owner_programs(Nq * Lq, 1), parts
     if not made or weights is not None:
         c.run(maxsim_soft_queries, grid, None if made else sums, weights, None, each)
-    if spreads is not None:  # apart: registers spill else
+    if spreads is not None:  # a separate launch, because a joint one spills
         c.run(maxsim_soft_queries, grid, None, None, spreads, each)
     if sums is not None:
         _write_gradient(c.Q.unsqueeze(1), c.q_weight, sums, grads[0], c.normalize, parts)
@@ -161,6 +189,7 @@ def _write_query_gradients(c: SoftCall, needs: list[bool], grads: list[Tensor], 
 
 
 def _write_document_gradients(c: SoftCall, grad: Tensor) -> None:
+    """Write the gradient of the documents of `c`."""
     Nq, K, _, Ld = make_size_args(c.Q, c.D)
     if soft_sm90.try_sum_tokens(c, grad):
         return
@@ -184,7 +213,7 @@ def backward_soft(
     normalize: bool,
     needs: list[bool],
 ) -> Gradients:
-    """Gradients of Q, D, q_weight and the temperature, as `lik::maxsim_soft_bwd` has them."""
+    """Return the gradients of Q, D, q_weight, and the temperature, as `lik::maxsim_soft_bwd` defines them."""
     if Q.shape[0] * Q.shape[1] > _INT32_MAX:
         raise ValueError(f"maxsim_soft_bwd: Q: expected at most {_INT32_MAX} tokens, got {list(Q.shape)}")
     grads = [
@@ -203,7 +232,7 @@ def backward_soft(
 
 
 def _run_in_parts(call: SoftCall, needs: list[bool], grads: list[Tensor]) -> None:
-    """Gradients of so many queries, then documents, at a time that there is room for their sums."""
+    """Write the gradients for as many queries, then documents, at a time as the workspace holds sums for."""
     Nq, K, Lq, Ld = make_size_args(call.Q, call.D)
     d, candidates = call.Q.shape[-1], call.candidates
     kept = sum(x.nbytes for x in (*grads, call.lse))

@@ -1,4 +1,4 @@
-"""A backward of soft MaxSim, or one of some queries or documents, as its kernels are launched."""
+"""Launches of a soft MaxSim backward, or of its part for some queries or documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Temperature = Tensor | float
 
 
 class SoftCall(NamedTuple):
-    """A backward, or one of some queries."""
+    """A backward call, or its part for some queries."""
 
     grad_scores: Tensor
     Q: Tensor
@@ -43,10 +43,11 @@ class SoftCall(NamedTuple):
 
     @property
     def candidates(self) -> bool:
+        """Return whether each query has its own documents."""
         return self.D.dim() == 4
 
     def part(self, own: slice) -> SoftCall:
-        """Of some queries; of candidates theirs, with all that belongs to them."""
+        """Return the call for a slice of queries and of their candidates."""
         lse, D, d_mask = self.lse[:, own], self.D, self.d_mask
         if self.candidates:
             lse, D, d_mask = self.lse[own], D[own], None if d_mask is None else d_mask[own]
@@ -54,20 +55,22 @@ class SoftCall(NamedTuple):
         return SoftCall(self.grad_scores[own], self.Q[own], D, lse, q_mask, d_mask, q_weight, *self[7:])
 
     def select_documents(self, own: slice) -> SoftCall:
-        """Of some documents of the cross product."""
+        """Return the call for a slice of documents of the cross product."""
         d_mask = None if self.d_mask is None else self.d_mask[own]
         return self._replace(grad_scores=self.grad_scores[:, own], D=self.D[own], lse=self.lse[own], d_mask=d_mask)
 
     def launch(self) -> LaunchConfig:
+        """Return the launch configuration."""
         Q, wide = self.Q, choose_offset_width(self.Q, self.D)
         flat = self.candidates or has_even_stride(Q)
         kind = KernelKey(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
         return soft_configs.configure_soft_backward(kind, tf32=is_tf32_allowed(Q.dtype), flat=flat)
 
     def tiles(self, of_queries: bool) -> TensorDescriptor | None:
-        """The other side of a product for the tensor memory access unit: whole rows, of which none are masked.
+        """Return a TMA descriptor of the other side of a product, or None if TMA cannot read it.
 
-        Of document tokens as documents, of whose ends it knows: what follows counts as zeros.
+        TMA reads whole rows, and no row may be masked. Document tokens have an axis for documents, so that TMA fills
+        zeros after the end of a document.
         """
         x, config = (self.Q if of_queries else self.D), self.launch().config
         masked = self.q_mask if of_queries else self.d_mask
@@ -80,12 +83,16 @@ class SoftCall(NamedTuple):
         return TensorDescriptor(x, [x.numel() // (L * d), L, d], [L * d, d, 1], [1, config.BN, config.BD])
 
     def upstream(self) -> SoftUpstreamArgs:
+        """Return the upstream gradient and the sizes as a kernel argument."""
         strides = (*self.lse.stride()[:2],) if self.candidates else (0, self.lse.stride(0))
         g = self.grad_scores
         return SoftUpstreamArgs._make((g, *g.stride(), self.lse, *strides, *make_size_args(self.Q, self.D)))
 
     def groups(self, of_queries: bool) -> tuple:
-        """What both kernels take first; `of_queries` are the others."""
+        """Return the leading arguments of both kernels.
+
+        `of_queries` says whether queries are the other side of the product.
+        """
         queries = make_query_args(self.Q, self.q_mask, self.q_weight)
         return (
             queries,
@@ -96,6 +103,7 @@ class SoftCall(NamedTuple):
         )
 
     def run(self, kernel: Callable, grid: tuple[int, ...], *args: object) -> None:
+        """Launch a kernel of the backward."""
         launch = self.launch()
         options = launch.options(architecture(self.Q.device))
         grid = (*check_grid(grid[0]), grid[1], cdiv(self.Q.shape[-1], launch.config.BD))
@@ -104,9 +112,12 @@ class SoftCall(NamedTuple):
 
     @property
     def has_document_sums(self) -> bool:
-        """Whether gradients of documents are sums first, which another kernel takes through the norms of tokens."""
+        """Return whether gradients of documents are sums first.
+
+        Another kernel then applies the Jacobian of the norms.
+        """
         return self.normalize and not self.launch().config.SINGLE_STEP
 
     def count_owner_programs(self, rows_each: int, groups: int) -> int:
-        """Programs that own the rows of groups."""
+        """Return the number of programs that own the rows of groups."""
         return groups * cdiv(rows_each, self.launch().config.BM)

@@ -1,4 +1,4 @@
-"""The gradients of soft MaxSim by Gluon kernels: sm_90, bf16, no document mask."""
+"""Gradients of soft MaxSim by Gluon kernels: sm_90, bf16, no document mask."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from ...gpu.tuning.architectures import cdiv
 from . import configs as soft_configs
 from .gpu_launches import SoftCall
 
-_OWNED_ROWS = 128  # rows of a program of a backward, of two groups of warps
+_OWNED_ROWS = 128  # rows of a backward program, which has two warp groups
 
 
 def _supports_documents(Q: Tensor, D: Tensor, normalize: bool) -> bool:
-    """Whether the kernels read such documents."""
+    """Return whether the kernels can read these documents."""
     readable = supports_descriptor(D) and D.data_ptr() % 16 == 0 and choose_offset_width(Q, D) < 2
     return readable and D.dim() == 3 and not normalize and gluon.load_kernels() is not None
 
 
 def _try_launches(launches: Callable[[], None], Q: Tensor, instead: str) -> bool:
-    """Whether Triton could compile what was launched; else another kernel computes `instead`."""
+    """Run `launches` and return whether Triton can compile them.
+
+    If not, warn that the kernel `instead` runs.
+    """
     try:
         with use_device(Q.device):
             launches()
@@ -41,7 +44,7 @@ def _try_launches(launches: Callable[[], None], Q: Tensor, instead: str) -> bool
 
 
 def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, each: int) -> bool:
-    """Whether the kernel serves this backward: then it has made the sums of query rows, in parts of documents."""
+    """Compute the sums of query rows in parts of documents, and return whether the kernel supports the call."""
     Nq, K, Lq, Ld = make_size_args(c.Q, c.D)
     d = c.Q.shape[-1]
     C = soft_configs.configure_soft_sm90_backward(architecture(c.Q.device), c.Q.dtype, d, Ld)
@@ -49,6 +52,7 @@ def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, each: int) -> bool:
         return False
 
     def launches() -> None:
+        """Launch the kernel of query rows."""
         tiles = gluon.make_tile_descriptor((1, C.BN, C.BD), c.D.dtype).of(c.D, [K, Ld, d], [Ld * d, d, 1])
         args = make_query_args(c.Q, c.q_mask, None), tiles, c.upstream(), c.temperature, sums, each, d, C
         kernel = gluon.require_kernels().soft_backward.maxsim_soft_rows
@@ -58,7 +62,7 @@ def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, each: int) -> bool:
 
 
 def try_sum_tokens(c: SoftCall, grad: Tensor) -> bool:
-    """Whether the kernel serves this backward: then it has written the gradient of documents."""
+    """Write the gradient of documents, and return whether the kernel supports the call."""
     Nq, K, Lq, Ld = make_size_args(c.Q, c.D)
     d = c.Q.shape[-1]
     C = soft_configs.configure_soft_sm90_backward(architecture(c.Q.device), c.Q.dtype, d, None)
@@ -67,6 +71,7 @@ def try_sum_tokens(c: SoftCall, grad: Tensor) -> bool:
         return False
 
     def launches() -> None:
+        """Launch the kernel of document tokens."""
         tiles = gluon.make_tile_descriptor((C.BN, C.BD), c.Q.dtype).of(c.Q, [Nq * Lq, d], [d, 1])
         groups = make_query_args(c.Q, None, c.q_weight), make_document_args(c.D, None), tiles, c.upstream()
         kernel = gluon.require_kernels().soft_backward.maxsim_soft_tokens

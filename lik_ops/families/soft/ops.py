@@ -1,8 +1,8 @@
 """Soft MaxSim: ``lik::maxsim_soft_fwd``, ``lik::maxsim_soft_bwd``.
 
-The maximum of `lik::maxsim` becomes ``tau * logsumexp_t(<q, d_t> / tau)``. The forward keeps that number of each query
-token and document, in fp32; the backward recomputes the probabilities from it. Scores are linear in these numbers, so
-there is no correction of the probabilities as in the backward of attention.
+The maximum of ``lik::maxsim`` is replaced by ``tau * logsumexp_t(<q, d_t> / tau)``. The forward saves this value for
+each query token and document in fp32, and the backward recomputes the probabilities from it. The score is linear in
+these values, so there is no delta term as in the backward of attention.
 """
 
 import sys
@@ -41,7 +41,7 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_soft_fwd", "maxsim_soft_bwd")
 
 
 class SoftArgs(NamedTuple):
-    """The tensors of a call: `DenseArgs`, and the temperature where it is a tensor of no axes."""
+    """Tensors of a call: `DenseArgs`, and the temperature if it is a 0-d tensor."""
 
     Q: Tensor
     D: Tensor
@@ -52,6 +52,7 @@ class SoftArgs(NamedTuple):
 
     @property
     def dense(self) -> DenseArgs:
+        """Tensors without the temperature."""
         return DenseArgs(*self[:5])
 
     def check(self, op: str) -> None:
@@ -62,7 +63,7 @@ class SoftArgs(NamedTuple):
 
 
 def check_temperature(op: str, temperature: Any, Q: Tensor) -> None:
-    """Raise ValueError or TypeError unless it is a number above 0, or a tensor of no axes beside `Q`."""
+    """Raise ValueError or TypeError unless the temperature is a number above 0, or a 0-d tensor that fits `Q`."""
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float, torch.SymFloat)):
             raise TypeError(f"{op}: temperature: expected a float or a 0-dim Tensor, got {describe_type(temperature)}")
@@ -81,11 +82,20 @@ def check_temperature(op: str, temperature: Any, Q: Tensor) -> None:
 
 @custom_op(add_op_namespace_prefix("maxsim_soft_fwd"), _FWD_SCHEMA)
 def maxsim_soft_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]`` (``[Nq, K]``) and, if `keep`, the soft maximum of each query token in each document.
+    """Return the scores with a smooth maximum and, if `keep`, the soft maximum of each query token in each document.
 
-    The soft maxima ``tau * logsumexp_t(<q, d_t> / tau)`` are fp32 (fp64 for fp64) ``[Nd, Nq, Lq]``, or ``[Nq, K, Lq]``
-    for candidates; -inf for masked query tokens and documents that keep no token. The temperature is `tau`, a tensor of
-    no axes, or, where that is None, the number `load_temperature`.
+    The arguments, in the order of the schema:
+
+    - ``Q``, ``D``, ``q_mask``, ``d_mask``, ``q_weight``, ``normalize``: the arguments of ``lik::maxsim_fwd``.
+    - ``tau``: the temperature as a 0-d tensor with the dtype of the scores, or None to use ``temperature``.
+    - ``temperature``: the temperature as a number above 0.
+    - ``keep``: whether to return the soft maxima, which the backward needs.
+
+    Returns:
+        ``(scores, lse)``. The scores are fp32 (fp64 for fp64) ``[Nq, Nd]``, or ``[Nq, K]`` for candidates. The soft
+        maxima ``tau * logsumexp_t(<q, d_t> / tau)`` have the same dtype and the shape ``[Nd, Nq, Lq]``, or
+        ``[Nq, K, Lq]`` for candidates. They are -inf for masked query tokens and for documents that keep no token.
+        Without `keep` their size is [0].
     """
     tensors, (temperature, normalize, keep) = SoftArgs(*args[:6]), args[6:]
     backend = lookup_backend(_FWD, tensors, (), tensors.Q, tensors.check, _FWD)
@@ -98,7 +108,7 @@ def maxsim_soft_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _resolve_temperature(tau: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor | float:
-    """The temperature: a number is no smaller than what a similarity can be divided by."""
+    """Return the tensor `tau`, or the number, clamped to the smallest number that can divide a similarity."""
     return max(temperature, torch.finfo(score_dtype(dtype)).tiny) if tau is None else tau
 
 
@@ -112,7 +122,7 @@ def _(*args):
 
 
 def _unpack_backward_args(args: tuple) -> SoftArgs:
-    """The tensors of a backward; raises unless it takes them."""
+    """Return the validated tensors of a backward."""
     grad_scores, Q, D, lse, *options = args[:8]
     needs = args[10]
     tensors = SoftArgs(Q, D, *options)
@@ -126,9 +136,18 @@ def _unpack_backward_args(args: tuple) -> SoftArgs:
 
 @custom_op(add_op_namespace_prefix("maxsim_soft_bwd"), _BWD_SCHEMA)
 def maxsim_soft_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of Q, D, q_weight and tau, each summed by its owner: no atomics, bitwise reproducible.
+    """Return the gradients of Q, D, q_weight and tau without atomics, bitwise reproducible.
 
-    `lse` is what `maxsim_soft_fwd` keeps. `needs` says which of the four are wanted; the others have size [0].
+    The arguments, in the order of the schema:
+
+    - ``grad_scores``: the gradient of the scores, with their shape and dtype.
+    - ``Q``, ``D``, ``q_mask``, ``d_mask``, ``q_weight``, ``tau``, ``temperature``, ``normalize``: the arguments of
+      `maxsim_soft_fwd`.
+    - ``lse``: the soft maxima that `maxsim_soft_fwd` returned.
+    - ``needs``: whether the gradients of Q, D, q_weight and tau are needed.
+
+    Returns:
+        The four gradients, each with the dtype of its input, or with size [0] if not needed.
     """
     grad_scores, Q, D, lse, q_mask, d_mask, q_weight, tau, temperature, normalize, needs = args
     backend = lookup_backend(_BWD, args[:8], tuple(needs), Q, _unpack_backward_args, args)
@@ -157,10 +176,15 @@ maxsim_soft_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_soft_bw
 
 
 def score_soft(given: tuple, temperature: Any, normalize: bool) -> Tensor:
-    """Soft scores of Q, D, q_mask, d_mask and q_weight as `lik_ops.maxsim_soft` has them.
+    """Return the soft scores of `lik_ops.maxsim_soft`.
+
+    Args:
+        given: Q, D, q_mask, d_mask and q_weight.
+        temperature: a number above 0 or a 0-d tensor.
+        normalize: whether to L2-normalize every token.
 
     Raises:
-        NotImplementedError: `torch.func` would differentiate it.
+        NotImplementedError: a `torch.func` transform would differentiate the call.
     """
     functional.reject_transforms("maxsim_soft", functional.is_differentiating)
     tau = temperature if isinstance(temperature, Tensor) else None

@@ -1,7 +1,7 @@
-"""Soft MaxSim on plain torch: log-sum-exps of slices of similarities, and gradients block by block.
+"""Soft MaxSim in plain PyTorch: log-sum-exps of slices of similarities, and gradients block by block.
 
-Scores are those of `slices`, whose shapes do not depend on the batch. A gradient is summed by its owner: a piece of
-query tokens sums over all documents, a piece of document tokens over all queries.
+Similarities come from `portable.forward.slices`, whose shapes do not depend on the batch. A gradient is summed by its
+owner. A piece of query tokens sums over all documents, and a piece of document tokens sums over all queries.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ...portable.forward.slices import QueryPanel, SliceForward, _BlockViews
 from ...portable.layout import BatchedArgs, make_batched_args
 
 Temperature = Tensor | float
-MAX_BLOCK_BYTES = 2 * MiB  # of similarities
-SoftGradients = tuple[Tensor, Tensor, Tensor, Tensor]  # of Q, D, q_weight and tau
+MAX_BLOCK_BYTES = 2 * MiB  # similarities of a block
+SoftGradients = tuple[Tensor, Tensor, Tensor, Tensor]  # gradients of Q, D, q_weight and tau
 _PEAK_PROBABILITY = 0.75  # at most one probability of a query token is above it, even with rounding errors
 
 
@@ -33,9 +33,22 @@ def forward_soft(
     normalize: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]`` and soft maxima ``[Nd, Nq, Lq]``, or ``[Nq, K]`` and ``[Nq, K, Lq]`` for 4-D `D`.
+    """Compute scores and soft maxima.
 
-    Arguments are validated and lifted already. The soft maxima are ``[0]`` unless `keep`.
+    Arguments are validated and have all their axes.
+
+    Args:
+        Q: ``[Nq, Lq, d]``.
+        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
+        q_mask: bool, the shape of Q without d, or None.
+        d_mask: bool, the shape of D without d, or None.
+        q_weight: the shape of Q without d, or None.
+        temperature: a number or a scalar tensor. A tensor that is not above 0 gives NaN.
+        normalize: whether tokens are divided by their norms.
+        keep: whether soft maxima are wanted.
+
+    Returns:
+        Scores ``[Nq, Nd]`` (``[Nq, K]``), and soft maxima ``[Nd, Nq, Lq]`` (``[Nq, K, Lq]``), or ``[0]`` unless `keep`.
     """
     scores, lse, is_trivial = allocate_outputs(Q, D, q_mask, score_dtype(Q.dtype), keep, NEG_INF)
     if not is_trivial:
@@ -45,7 +58,7 @@ def forward_soft(
 
 
 def _mask_wrong_temperature(temperature: Temperature) -> Temperature:
-    """NaN in place of a tensor that is not above 0: nobody may look at one of a GPU."""
+    """Replace a temperature tensor that is not above 0 by NaN, without reading its value on the host."""
     if isinstance(temperature, Tensor):
         least = torch.finfo(temperature.dtype).tiny
         return torch.where(temperature > 0, temperature.clamp_min(least), torch.nan)
@@ -53,12 +66,12 @@ def _mask_wrong_temperature(temperature: Temperature) -> Temperature:
 
 
 def _replace_infinities(x: Tensor) -> Tensor:
-    """What exponents are taken relative to: `x`, or 0 where it is infinite."""
+    """Replace infinities by 0, to get a finite offset for exponents."""
     return x.masked_fill(x.isinf(), 0)
 
 
 class SoftForward(SliceForward):
-    """The forward by slices, with a log-sum-exp in the place of the maximum."""
+    """The forward by slices, with a log-sum-exp in place of the maximum."""
 
     def __init__(self, layout: BatchedArgs, normalize: bool, temperature: Temperature) -> None:
         self.kept, self.temperature = layout.argmax, temperature
@@ -78,7 +91,7 @@ class SoftForward(SliceForward):
         best.copy_(found if start == 0 else self._joined(best, found))
 
     def _joined(self, a: Tensor, b: Tensor) -> Tensor:
-        """The soft maximum of two parts of a document."""
+        """Combine the soft maxima of two parts of a document."""
         high, low = torch.maximum(a, b), torch.minimum(a, b)
         more = ((low - high) / self.temperature).exp_().log1p_().mul_(self.temperature).add_(high)
         return torch.where(high.isinf() | (low == NEG_INF), high, more)
@@ -107,7 +120,23 @@ def backward_soft(
     normalize: bool,
     needs: list[bool],
 ) -> SoftGradients:
-    """The gradients that `needs` names; `lse` are the soft maxima of the forward."""
+    """Compute the gradients of Q, D, q_weight and the temperature.
+
+    Args:
+        grad_scores: ``[Nq, Nd]`` or ``[Nq, K]``.
+        Q: ``[Nq, Lq, d]``.
+        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
+        lse: soft maxima of the forward.
+        q_mask: bool, the shape of Q without d, or None.
+        d_mask: bool, the shape of D without d, or None.
+        q_weight: the shape of Q without d, or None.
+        temperature: a number or a scalar tensor.
+        normalize: whether tokens are divided by their norms.
+        needs: whether each of the four gradients is wanted.
+
+    Returns:
+        The four gradients, each ``[0]`` if it is not wanted.
+    """
     layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, grad_scores, lse)
     return SoftBackward(layout, Q, D, normalize, _mask_wrong_temperature(temperature), needs).gradients()
 
@@ -117,18 +146,22 @@ class _Entropies:
 
     A soft maximum minus the mean similarity would lose all digits if one token has nearly all of the probability. Here
     every term is positive. ``-P log P`` is computed from ``log P`` only for probabilities of at most
-    `_PEAK_PROBABILITY`. Above it ``log P`` has few digits. The single such term follows from the sum of the other
-    probabilities.
+    `_PEAK_PROBABILITY`. Above it ``log P`` has few digits. At most one such term exists, and it is computed from the
+    sum of the other probabilities.
     """
 
     def __init__(self) -> None:
         self.total: Tensor | None = None  # [batches, rows]
-        self._sums: tuple[Tensor, ...] = ()  # of the tokens so far of a document whose tokens are in several blocks
+        self._sums: tuple[Tensor, ...] = ()  # over the tokens so far, if the tokens of a document are in several blocks
 
     def add(self, log_P: Tensor, P: Tensor, g: Tensor, is_last: bool) -> None:
-        """Add a block ``[batches, rows, documents, tokens]``; `is_last`: no further block has tokens of its documents.
+        """Add a block of probabilities.
 
-        `g`: upstream gradients ``[batches, rows, documents, 1]``.
+        Args:
+            log_P: ``[batches, rows, documents, tokens]``.
+            P: the exponential of `log_P`.
+            g: upstream gradients ``[batches, rows, documents, 1]``.
+            is_last: whether this block has the last tokens of its documents.
         """
         small = torch.where(P > _PEAK_PROBABILITY, 0, P)
         terms = torch.where(small == 0, 0, small * log_P)  # log P may be -inf
@@ -146,7 +179,7 @@ class _Entropies:
 
 
 class SoftBackward:
-    """One call. A block is a piece of query tokens and one of document tokens, as ``[batches, rows, tokens]``."""
+    """One call, computed in blocks ``[batches, rows, tokens]`` of a piece of queries and a piece of documents."""
 
     def __init__(
         self, layout: BatchedArgs, Q: Tensor, D: Tensor, normalize: bool, temperature: Temperature, needs: list[bool]
@@ -160,6 +193,7 @@ class SoftBackward:
         (self.B, self.Y, self.Lq, self.d), (self.X, self.Ld) = layout.Q.shape, layout.D.shape[1:3]
 
     def gradients(self) -> SoftGradients:
+        """Compute the gradients of Q, D, q_weight and the temperature."""
         if 0 not in (self.B, self.Y, self.Lq, self.X, self.Ld):
             self._write_query_gradients()
             if self.needs[1]:
@@ -167,7 +201,7 @@ class SoftBackward:
         return self.grad_Q, self.grad_D, self.grad_weight, self.grad_tau
 
     def _pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """Of queries and of documents: of the same batches, all of them or one."""
+        """Cut queries and documents into pieces, and set `batches`, the slices of batches."""
         most = max(1, MAX_PIECE_BYTES // (self.d * self.dtype.itemsize))
         rows = max(1, min(most, 512, self.Y * self.Lq))
         tokens = max(1, min(most, MAX_BLOCK_BYTES // (rows * self.dtype.itemsize)))
@@ -176,7 +210,7 @@ class SoftBackward:
         return list(cut_pieces((1, self.Y, self.Lq), rows)), list(cut_pieces((1, self.X, self.Ld), tokens))
 
     def _tokens(self, piece: Piece, of_queries: bool) -> tuple[Tensor, Tensor | None]:
-        """Tokens ``[batches, n, d]``, zeros where masked, over their norms if normalising; and which are kept."""
+        """Return tokens ``[batches, n, d]`` and their mask; masked tokens are 0, others are normalized on request."""
         layout = self.layout
         tokens, mask = (layout.Q, layout.q_mask) if of_queries else (layout.D, layout.d_mask)
         x = tokens[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
@@ -186,7 +220,7 @@ class SoftBackward:
         return (x / compute_row_norms(x) if self.normalize else x), keep
 
     def _load_rows(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor]:
-        """Soft maxima and the gradients of their scores, ``[batches, items, rows]``; 0 where there is no maximum."""
+        """Return soft maxima and gradients of scores, ``[batches, items, rows]``, 0 if there is no maximum."""
         kept = self.layout.argmax
         assert kept is not None
         lse = kept[query.batches, documents, query.items, query.tokens]
@@ -195,7 +229,7 @@ class SoftBackward:
         return tuple(torch.where(exists, x, 0).flatten(2).contiguous() for x in (lse, g))  # type: ignore[return-value]
 
     def _block(self, query: Piece, document: Piece, entropies: _Entropies | None = None) -> tuple[Tensor, Tensor]:
-        """Return ``g P`` of a block and its document tokens; add to `entropies` unless that is None."""
+        """Return ``g P`` of a block and its document tokens, and add to `entropies` unless it is None."""
         q, _ = self._tokens(query, True)
         x, keep = self._tokens(document, False)
         S = multiply_matrices(q, x.mT)
@@ -223,7 +257,7 @@ class SoftBackward:
                 self._sum_into(query, [document._replace(batches=batches) for document in documents])
 
     def _sum_into(self, query: Piece, documents: list[Piece]) -> None:
-        """The gradients of a piece of query tokens."""
+        """Compute the gradients of a piece of query tokens."""
         entropies = _Entropies() if self.needs[3] else None
         total = None
         if self.needs[0]:
@@ -244,12 +278,12 @@ class SoftBackward:
             self._write(self.grad_Q, self.layout.Q.shape, query, self._backpropagate_norms(total, query, True))
 
     def _differentiate_maxima(self, query: Piece, documents: list[Piece]) -> Tensor:
-        """Return the gradients of weights of 1."""
+        """Return the gradients of q_weight, which sum ``g * lse`` over documents."""
         whole = (self._load_rows(query, document.items) for document in documents if document.tokens.start == 0)
         return sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
 
     def _backpropagate_norms(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
-        """`total` through the norms of its tokens; 0 where nothing arrives: such tokens may hold NaN."""
+        """Propagate `total` through the norms of its tokens; 0 for tokens with zero gradient, which may hold NaN."""
         if not self.normalize:
             return total
         tokens = (
@@ -274,14 +308,14 @@ class SoftBackward:
                 )
 
     def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
-        """What a piece of document tokens receives from one of queries."""
+        """Compute the contribution of a piece of queries to a piece of document tokens."""
         P, _ = self._block(query, document)
         q, keep = self._tokens(query, True)
         w = self._weights(query, keep)
         return multiply_matrices(P.mT, q if w is None else q * w.unsqueeze(-1))
 
     def _weights(self, query: Piece, keep: Tensor | None) -> Tensor | None:
-        """Of query tokens, 0 of masked ones; None without."""
+        """Return weights of query tokens, 0 for masked tokens, or None without weights."""
         weight = self.layout.q_weight
         if weight is None:
             return None

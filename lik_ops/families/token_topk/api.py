@@ -1,4 +1,4 @@
-"""MaxSim over several document tokens: sums of the best similarities of each query token."""
+"""MaxSim over several document tokens: sums of the largest similarities of each query token."""
 
 from __future__ import annotations
 
@@ -27,26 +27,32 @@ def maxsim_token_topk(
     normalize: bool = False,
     reduction: str = "sum",
 ) -> Tensor:
-    """Scores in which each query token meets its `top_k` best tokens of a document, where `maxsim` has the best alone.
+    """Compute scores that sum the `top_k` largest similarities of each query token, not only the maximum.
 
-    ``score[i, j] = sum_s w[i, s] * sum of the top_k largest <Q[i, s], D[j, t]>``: equation 3 of ColBERT (Khattab and
-    Zaharia, 2020) with the sum of the `top_k` largest in the place of the maximum. Differentiable in Q, D and
-    `q_weight`, at the tokens that are among the best; of equal ones the first are. Computed by plain torch on every
-    device, without keeping similarities: a step that has gradients keeps ``4 * top_k`` bytes for each query token and
-    document. Up to 32 time grows with `top_k`; above, similarities are sorted.
+    ``score[i, j] = sum_s w[i, s] * sum of the top_k largest <Q[i, s], D[j, t]>``. This is equation 3 of ColBERT
+    (Khattab and Zaharia, 2020) with the sum of the `top_k` largest in place of the maximum. The scores are
+    differentiable in Q, D and `q_weight`, at the selected tokens. Ties go to the lowest index. Plain torch computes the
+    scores on every device, without storing similarities. A step with gradients keeps ``4 * top_k`` bytes for each query
+    token and document. Up to a `top_k` of 32, time grows with `top_k`. Above that, similarities are sorted.
 
     Args:
-        Q, D, q_mask, d_mask, q_weight, normalize: as in `maxsim`, of tensors.
-        top_k: how many tokens; all kept tokens of a document that has fewer.
-        reduction: ``"sum"`` of the best, or their ``"mean"``, over as many as there are.
+        Q: query tokens, a dense tensor as in `maxsim`.
+        D: document tokens, a dense tensor as in `maxsim`.
+        top_k: the number of tokens. A document with fewer kept tokens uses all of them.
+        q_mask: query tokens to keep, as in `maxsim`.
+        d_mask: document tokens to keep, as in `maxsim`.
+        q_weight: the weight of each query token, as in `maxsim`.
+        normalize: L2-normalize every token first.
+        reduction: ``"sum"`` of the selected similarities, or their ``"mean"`` over as many as there are.
 
     Returns:
-        Scores as of `maxsim`: fp32 (fp64 for fp64), ``[Nq, Nd]`` or ``[Nq, K]``; a 2-D Q or D drops its axis. A
-        document that keeps no token scores ``-inf``; a query that keeps no token scores 0.
+        Scores ``[Nq, Nd]`` or ``[Nq, K]`` in fp32 (fp64 for fp64 inputs). A 2-D Q or D drops its axis. A document
+        without kept tokens scores ``-inf``. A query without kept tokens scores 0.
 
     Raises:
-        TypeError, ValueError: as `maxsim`; also for a `top_k` or a reduction that is none.
-        NotImplementedError: `torch.func` would differentiate it.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+        NotImplementedError: ``torch.func`` would differentiate the call.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)
@@ -62,7 +68,7 @@ def maxsim_token_topk(
         *tensors, normalized, argmax_dtype, _ = args
         ranks, tokens = top_k, tensors[1].shape[-2]
         if not torch.compiler.is_dynamo_compiling() and isinstance(tokens, int):
-            ranks = min(top_k, max(tokens, 1))  # winners are kept of each; a traced size would be guarded on
+            ranks = min(top_k, max(tokens, 1))  # each rank stores an argmax; a traced size would add a guard
         return lik.maxsim_token_topk_fwd(*tensors, ranks, normalized, argmax_dtype is not None)
 
     scores = call_dispatched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), normalize, "auto")[0]
@@ -71,5 +77,5 @@ def maxsim_token_topk(
     if d_mask is not None:
         return scores / d_mask.bool().sum(-1).clamp(1, top_k)
     most: Any = clamp_to_at_least_one(D.shape[-2])
-    # Dynamo of torch 2.11 traces no `sym_min` of plain integers.
+    # Dynamo of torch 2.11 cannot trace `sym_min` of plain integers.
     return scores / (min(most, top_k) if isinstance(most, int) else torch.sym_min(most, top_k))

@@ -1,6 +1,7 @@
-"""MaxSim over several document tokens: ``lik::maxsim_token_topk_fwd``, the sum of the best of each query token.
+"""MaxSim over several document tokens: ``lik::maxsim_token_topk_fwd`` sums the best tokens of each query token.
 
-Plain torch on every device. The gradient is the sum of those of MaxSim at the winners of each rank, by its operator.
+It runs in plain PyTorch on every device. The gradient is the sum of the MaxSim gradients at the argmax of each rank,
+which the MaxSim operator computes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _log = logging.getLogger("lik_ops")
 
 
 def _check_and_select(args: tuple) -> DenseArgs:
+    """Check the arguments and return their tensors."""
     x, top_k = DenseArgs(*args[:5]), args[5]
     x.check(_FWD)
     if top_k < 1:
@@ -39,10 +41,18 @@ def _check_and_select(args: tuple) -> DenseArgs:
 
 @custom_op(add_op_namespace_prefix("maxsim_token_topk_fwd"), _SCHEMA)
 def maxsim_token_topk_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Scores as of `lik::maxsim_fwd`, and the winners of each rank, int32 ``[top_k, Nd, Nq, Lq]``, if `keep`.
+    """Return the scores and, if `keep`, the argmax of each rank.
 
-    Of candidates they are ``[top_k, Nq, K, Lq]``; -1 where a document has no more tokens; else ``[0]``.
-    `lik_ops.maxsim_token_topk` says what is computed.
+    `lik_ops.maxsim_token_topk` describes the computation. The arguments, in the order of the schema:
+
+    - ``Q``, ``D``, ``q_mask``, ``d_mask``, ``q_weight``, ``normalize``: the arguments of ``lik::maxsim_fwd``.
+    - ``top_k``: the number of document tokens that each query token sums.
+    - ``keep``: whether to return the argmax, which the backward needs.
+
+    Returns:
+        ``(scores, argmax)``. The scores are fp32 (fp64 for fp64) ``[Nq, Nd]``, or ``[Nq, K]`` for candidates. The
+        argmax is int32 ``[top_k, Nd, Nq, Lq]``, or ``[top_k, Nq, K, Lq]`` for candidates, best first. It is -1 after
+        the last kept token of a document. Without `keep` its size is [0].
     """
     x, (top_k, normalize, keep) = _check_and_select(args), args[5:]
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
@@ -59,7 +69,7 @@ def _(*args):
 
 
 def _call_backward(grad_scores, tensors, argmax, options, needs):
-    """In fp32 (fp64), added rank by rank and rounded once."""
+    """Add the gradients of all ranks in fp32 (fp64 for fp64), and round once."""
     if argmax.dim() == 1:
         raise ValueError(f"{_FWD}: keep: expected True where gradients are wanted, got False")
     Q, D, *per_token = tensors

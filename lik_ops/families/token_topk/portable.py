@@ -1,7 +1,7 @@
-"""MaxSim over several document tokens on plain torch: the best of slices of similarities, in order.
+"""MaxSim over several document tokens in plain PyTorch: the best similarities of slices, in order.
 
-Scores are those of `slices`, whose shapes do not depend on the batch. Lists of the best stand where `slices` has
-maxima, in slabs that are as many times smaller.
+Similarities come from `portable.forward.slices`, whose shapes do not depend on the batch. Each maximum of `slices`
+becomes a list of the best similarities, and slabs are smaller by the same factor.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from ...portable.forward.scores import NEG_INF
 from ...portable.forward.slices import QueryPanel, SliceForward, _BlockViews
 from ...portable.layout import BatchedArgs, make_batched_args
 
-_MAX_ROUNDS = 32  # of maxima, each of which reads all similarities; more are sorted
+_MAX_ROUNDS = 32  # a round finds one maximum and reads all similarities; more values are found by sorting
 
 
 def forward_token_topk(x: DenseArgs, top_k: int, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
-    """Scores, and winners int32 ``[top_k, Nd, Nq, Lq]`` (``[top_k, Nq, K, Lq]``), best first; ``[0]`` unless `keep`.
+    """Compute scores and the argmax of each rank, best first.
 
-    There are -1 after the last kept token of a document, and where a similarity is -inf.
+    Args:
+        x: the dense arguments.
+        top_k: document tokens that each query token sums.
+        normalize: whether tokens are divided by their norms.
+        keep: whether the argmax is wanted.
+
+    Returns:
+        Scores ``[Nq, Nd]`` (``[Nq, K]``), and argmax int32 ``[top_k, Nd, Nq, Lq]`` (``[top_k, Nq, K, Lq]``), or ``[0]``
+        unless `keep`. It is -1 after the last kept token of a document and for similarities of -inf.
     """
     scores, one, is_trivial = allocate_outputs(x.Q, x.D, x.q_mask, torch.int32, keep, -1)
     argmax = one.new_full((top_k, *one.shape), -1) if keep else one
@@ -34,9 +42,9 @@ def forward_token_topk(x: DenseArgs, top_k: int, normalize: bool, keep: bool) ->
 
 
 def extract_best(S: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest along the last axis but one of `S`, which is overwritten, and their indices.
+    """Return the `count` largest values along the second-last axis of `S` and their indices; overwrites `S`.
 
-    In order; of equal ones the first; NaN before all.
+    They are in descending order. NaN comes first, and the first of equal values comes first.
     """
     if count > _MAX_ROUNDS:
         values, indices = S.sort(dim=-2, descending=True, stable=True)
@@ -50,7 +58,7 @@ def extract_best(S: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class TokenTopkForward(SliceForward):
-    """The forward by slices, with the sum of the best in the place of the maximum."""
+    """The forward by slices, with the sum of the best in place of the maximum."""
 
     def __init__(self, layout: BatchedArgs, normalize: bool, count: int, argmax: list[Tensor | None]) -> None:
         self.count, self.argmax = count, argmax
@@ -60,7 +68,8 @@ class TokenTopkForward(SliceForward):
 
     def _plan(self) -> None:
         super()._plan()
-        # Two lists beside the maxima take their room: documents of a slab first, which blocks go through, then units.
+        # Two lists in addition to the maxima share their memory. A slab gets fewer documents, in whole blocks, and then
+        # fewer units.
         batches, documents, units = self.slab
         block = self.tiling.block_slices * self.shape.documents
         parts = 2 * self.count
@@ -69,7 +78,7 @@ class TokenTopkForward(SliceForward):
         self.slab = batches, fewer, max(1, units // parts)
 
     def _view_as_maxima(self, x: Tensor, best: Tensor) -> Tensor:
-        """What lies in the lists `x` as `best`, a view, does among the maxima: ``[count, ...]``."""
+        """Return the view of the lists `x` that corresponds to the view `best` of the maxima, ``[count, ...]``."""
         return x.as_strided((self.count, *best.shape), (x.stride(0), *best.stride()), best.storage_offset())
 
     def _score(
@@ -104,7 +113,7 @@ class TokenTopkForward(SliceForward):
         super()._finish(b, x, u)
 
     def _write_argmax(self, rank: int, b: slice, x: slice, u: slice, values: Tensor, kept: Tensor | None) -> None:
-        """The winners of a rank in a slab, whose similarities are `values`."""
+        """Write the argmax of a rank in a slab, whose similarities are `values`."""
         layout, q = self.layout, self.queries
         y = slice(u.start * q, min(u.stop * q, self.Y))
         won = self.indices[rank, : values.shape[0], : values.shape[1], : values.shape[2]]

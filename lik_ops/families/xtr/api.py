@@ -1,4 +1,4 @@
-"""XTR scores: MaxSim over the document tokens that a search of the batch's tokens would have retrieved."""
+"""XTR scores: MaxSim over the document tokens that a search in the batch would retrieve."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ def maxsim_xtr(
     q_weight: Tensor | None = None,
     normalizer: str = "retrieved",
 ) -> Tensor:
-    """XTR scores, as they are trained: each query token sees the `top_k` best document tokens of the whole batch.
+    """Compute XTR scores as used in training: each query token sees its `top_k` best document tokens of the batch.
 
-    ``score[i, j] = sum_s q_weight[i, s] * m[i, s, j] / Z[i, j]``, where ``m`` is the maximum of query token s over the
-    tokens of document j that are among its best, 0 where none is. Scores depend on what else is in the batch. Equal
-    to the `top_k`-th best counts as among them. Differentiable in Q, D and `q_weight`, at the tokens that won; Z is a
-    constant. No similarities are kept: beside its winners a call takes 64 MiB, and where one query has more than 16 MiB
-    of maxima or similarities, a few times these.
+    ``score[i, j] = sum_s q_weight[i, s] * m[i, s, j] / Z[i, j]``. Here ``m`` is the maximum of query token s over the
+    tokens of document j that are among its `top_k` best, or 0 if there are none. A token that equals the `top_k`-th
+    best is among them. Scores depend on the whole batch. They are differentiable in Q, D and `q_weight`, at the argmax.
+    Z is a constant. No similarities are stored. In addition to the argmax, a call needs 64 MiB. If one query has more
+    than 16 MiB of maxima or similarities, the call needs a few times as much.
 
     Args:
         Q: query tokens ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64.
         D: document tokens ``[Nd, Ld, d]`` or ``[Ld, d]`` of the dtype and device of Q: positives and negatives of the
             whole batch.
-        top_k: document tokens that each query token retrieves.
-        q_mask, d_mask: tokens to keep, the shape of Q and D without d; bool (True = keep) or integers read as ``!= 0``.
-        q_weight: a weight for each query token, the shape of Q without d; fp32 (fp64 for fp64).
-        normalizer: what Z counts: ``"retrieved"``, the query tokens that retrieved a token of the document, at least 1
-            (the paper, sentence-transformers); ``"positive"``, those whose m is above 0, at least 0.001 (PrimeQA,
-            PyLate): maxima below 0 then count as 0.
+        top_k: the number of document tokens that each query token retrieves.
+        q_mask: query tokens to keep, with the shape of Q without d. The dtype is bool (True = keep), or an integer
+            dtype read as ``!= 0``.
+        d_mask: document tokens to keep, with the shape of D without d, in the same dtypes.
+        q_weight: the weight of each query token, with the shape of Q without d; fp32 (fp64 for fp64 inputs).
+        normalizer: the definition of Z. ``"retrieved"`` is the number of query tokens that retrieved a token of the
+            document, at least 1 (the paper, sentence-transformers). ``"positive"`` is the number of query tokens whose
+            m is above 0, at least 0.001 (PrimeQA, PyLate). In this case, maxima below 0 are replaced by 0.
 
     Returns:
-        ``[Nq, Nd]``, fp32 (fp64 for fp64), without the axes that a 2-D Q or D lacks. A document without a token that
-        is kept scores ``-inf`` (0 where the query keeps none either), one of which none was retrieved 0.
+        Scores ``[Nq, Nd]`` in fp32 (fp64 for fp64 inputs). A 2-D Q or D drops its axis. A document without kept tokens
+        scores ``-inf``, or 0 if the query has no kept token either. A document without retrieved tokens scores 0.
 
     Raises:
         TypeError: a dtype or type is wrong.
-        ValueError: a rank, size or device is wrong, `top_k` is less than 1, or `normalizer` is neither of the two.
+        ValueError: a rank, size or device is wrong, `top_k` is less than 1, or `normalizer` is unknown.
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(8, 180, 128)

@@ -1,6 +1,7 @@
-"""XTR: ``lik::maxsim_xtr_fwd``, MaxSim whose query tokens see only the best document tokens of the whole batch.
+"""XTR: ``lik::maxsim_xtr_fwd``, MaxSim in which a query token sees only the best document tokens of the whole batch.
 
-Plain torch on every device. The gradient is that of MaxSim at the winners that were retrieved, by its operator.
+It runs in plain PyTorch on every device. The MaxSim operator computes its gradient at the argmax of the retrieved
+tokens.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ _FWD = add_op_namespace_prefix("maxsim_xtr_fwd")
 
 
 def check_xtr(op: str, x: DenseArgs, top_k: Any, normalizer: Any) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless XTR takes these."""
+    """Raise ValueError or TypeError, naming the argument, unless XTR accepts these."""
     x.check(op)
     check_no_candidates(op, x.D)
     check_choice(op, "normalizer", normalizer, NORMALIZERS)
@@ -36,16 +37,23 @@ def check_xtr(op: str, x: DenseArgs, top_k: Any, normalizer: Any) -> None:
 
 
 def check_no_candidates(op: str, D: Tensor) -> None:
-    """Raise ValueError for candidates, which other queries do not see."""
+    """Raise ValueError for candidates, because XTR needs documents that all queries share."""
     if D.dim() == 4:
         raise ValueError(f"{op}: D: expected [Nd, Ld, d], the documents of the whole batch, got {format_shape(D)}")
 
 
 @custom_op(add_op_namespace_prefix("maxsim_xtr_fwd"), _SCHEMA)
 def maxsim_xtr_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores ``[Nq, Nd]``, winners int32 ``[Nd, Nq, Lq]``, -1 where none was retrieved, and normalisers ``[Nq, Nd]``.
+    """Return the XTR scores, the argmax among the retrieved tokens, and the normalizers.
 
-    `lik_ops.maxsim_xtr` says what is computed.
+    `lik_ops.maxsim_xtr` describes the computation. The arguments, in the order of the schema:
+
+    - ``Q``, ``D``, ``q_mask``, ``d_mask``, ``q_weight``: the arguments of ``lik::maxsim_fwd``, without candidates.
+    - ``top_k``: the number of document tokens of the batch that each query token retrieves.
+    - ``normalizer``: ``"retrieved"`` or ``"positive"``.
+
+    Returns: ``(scores, argmax, normalizers)``. The scores and normalizers are fp32 (fp64 for fp64) ``[Nq, Nd]``. The
+        argmax is int32 ``[Nd, Nq, Lq]``, and -1 if no token of the document was retrieved.
     """
     x, (top_k, normalizer) = DenseArgs(*args[:5]), args[5:]
     check_xtr(_FWD, x, top_k, normalizer)
@@ -62,6 +70,7 @@ def _(*args):
 
 
 def _select_saved(inputs: Sequence, output: Sequence) -> tuple:
+    """Return the tensors that the backward needs, the argmax last."""
     return *inputs, output[2], output[1]
 
 

@@ -1,4 +1,4 @@
-"""XTR by plain torch, on any device: similarities a block at a time, of which each query token keeps its best."""
+"""XTR in plain PyTorch, on any device: each query token keeps its best similarities, one block at a time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from ...core.arguments import score_dtype
 from ...core.segments import DenseArgs
 from ...portable.blocks import multiply_by_rows, split_to_fit, sum_pairwise
 
-_MAX_BLOCK_BYTES = 16 * 2**20  # of the similarities of a block, of which there are two; a document's may be more
+_MAX_BLOCK_BYTES = 16 * 2**20  # similarities of a block, of which there are two; one document may have more
 
 
 def forward_xtr(x: DenseArgs, top_k: int, positive: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores ``[Nq, Nd]``, retrieved winners int32 ``[Nd, Nq, Lq]``, and what the sums were divided by ``[Nq, Nd]``."""
+    """Compute XTR scores.
+
+    Args:
+        x: the dense arguments, a cross product.
+        top_k: document tokens that each query token retrieves.
+        positive: whether only positive similarities are retrieved.
+
+    Returns:
+        Scores ``[Nq, Nd]``, argmax of the retrieved tokens int32 ``[Nd, Nq, Lq]``, and the divisors of the sums ``[Nq,
+        Nd]``.
+    """
     Q, D, q_mask, d_mask, q_weight = x
     (Nq, Lq, _), Nd = Q.shape, D.shape[0]
     dtype = score_dtype(Q.dtype)
@@ -38,9 +48,9 @@ def forward_xtr(x: DenseArgs, top_k: int, positive: bool) -> tuple[Tensor, Tenso
 
 
 def _find_best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The maximum ``[rows, Nd]`` of each row in each document, where it is, and the `top_k`-th best of all tokens.
+    """Return maximum and argmax ``[rows, Nd]`` of each row in each document, and the `top_k`-th best of all tokens.
 
-    NaN comes before all, and takes a place among the best.
+    NaN comes before all numbers and counts toward `top_k`.
     """
     (count, _), (Nd, Ld, _) = rows.shape, D.shape
     best = rows.new_full((count, Nd), -torch.inf)
@@ -57,5 +67,5 @@ def _find_best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tu
         highest = highest.topk(min(top_k, highest.shape[1]), dim=1, sorted=False).values
     if highest.shape[1] < top_k:  # all are among the best
         return best, where, rows.new_full((count,), -torch.inf)
-    # Of NaN last: where all are NaN nothing else is as good.
+    # topk with largest=False puts NaN last, so the threshold is NaN only if all of the best are NaN.
     return best, where, highest.topk(1, dim=1, largest=False).values.squeeze(1)

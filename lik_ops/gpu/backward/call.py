@@ -1,4 +1,4 @@
-"""A backward as its kernels take it, with the launches for query rows and for the sums that are added atomically."""
+"""Kernel arguments of a backward call, and the launches for query rows and for atomic sums."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from ..runtime.arguments import architecture, check_grid
 from ..tuning import backward_configs
 from ..tuning.architectures import Architecture, KernelKey, LaunchConfig, cdiv
 
-_TARGET_SCATTER_PROGRAMS = 4096  # enough to fill any GPU several times
+_TARGET_SCATTER_PROGRAMS = 4096  # fills any GPU several times
 _INT32_MAX = 2**31 - 1
 
 
 class GradientCall(NamedTuple):
-    """One backward as its kernels take it; packed layouts are one query of all rows."""
+    """The kernel arguments of a backward call.
+
+    A packed layout is one query of all rows.
+    """
 
     queries: QueryArgs
     documents: DocumentArgs
@@ -34,44 +37,50 @@ class GradientCall(NamedTuple):
 
     @property
     def d(self) -> int:
+        """Return the number of features."""
         return self.queries.ptr.shape[-1]
 
     @property
     def arch(self) -> Architecture:
+        """Return the architecture of the tensors' device."""
         return architecture(self.queries.ptr.device)
 
     @property
     def groups(self) -> tuple[QueryArgs, DocumentArgs, UpstreamArgs]:
-        """What most kernels take first."""
+        """Return the leading arguments of most kernels."""
         return self.queries, self.documents, self.up
 
     @property
     def flat(self) -> bool:
-        """Whether all query rows are evenly spaced, and 32 bits find each element."""
+        """Return whether all query rows are evenly spaced and 32 bits address each element."""
         Q, rows = self.queries, self.up.Nq * self.up.Lq
         reach = rows * abs(Q.stride_l) + self.d * abs(Q.stride_d)
         return (self.up.Nq == 1 or Q.stride_n == self.up.Lq * Q.stride_l) and reach <= _INT32_MAX
 
     @property
     def kind(self) -> KernelKey:
+        """Return the key of the configuration tables."""
         Q = self.queries.ptr
         arch = architecture(Q.device)
         return KernelKey(arch, Q.dtype, Q.shape[-1], self.candidates, self.normalize, self.wide)
 
     def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: LaunchConfig) -> None:
+        """Launch a kernel with `args` and the configuration of `launch`."""
         launcher.launch(kernel, grid, (*args, launch.config), launch.options(self.arch))
 
     def row_tiles(self, launch: LaunchConfig) -> int:
+        """Return the number of row tiles of all queries."""
         return self.up.Nq * cdiv(self.up.Lq, launch.config.BM)
 
     def write_query_gradients(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
+        """Launch the gradients of the queries and of their weights."""
         scaled = self.up.scale is not None
         launch = backward_configs.configure_gather(self.kind, ragged=self.packed, scaled=scaled)
         args = (*self.groups, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
 
     def add_norms(self) -> GradientCall:
-        """With ``1 / ||q||`` of all query rows, where they are normalized."""
+        """Return the call with ``1 / ||q||`` of all query rows if tokens are normalized."""
         if not self.normalize:
             return self
         up = self.up
@@ -82,7 +91,10 @@ class GradientCall(NamedTuple):
         return self._replace(up=up._replace(norms=norms))
 
     def scatter(self, sum_Q: Tensor | None, sum_D: Tensor | None) -> None:
-        """Add to zeroed fp32 sums. A program takes a share of the documents; of packed ones, all that its rows meet."""
+        """Add gradients to zeroed fp32 sums.
+
+        A program processes a share of the documents. For packed documents it processes all documents of its rows.
+        """
         launch = backward_configs.configure_scatter(self.kind, ragged=self.packed)
         tiles, K = self.row_tiles(launch), self.up.K
         most = max(cdiv(K * tiles, _TARGET_SCATTER_PROGRAMS), min(K, launch.config.BN))
@@ -94,8 +106,16 @@ class GradientCall(NamedTuple):
     def write_gradients(
         self, X: DocumentArgs, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, wide: int, weighted: bool
     ) -> None:
-        """Write the gradient of the rows X from their sums ``[N, K, L, d]``; that of queries, and of their weights,
-        where `weighted`."""
+        """Write the gradient of the rows X from their sums.
+
+        Args:
+            X: the rows.
+            sums: fp32 sums ``[N, K, L, d]``.
+            grad: output for the gradient, or None.
+            grad_weight: output for the gradient of the weights, or None.
+            wide: `KernelConfig.WIDE_OFFSETS` of X.
+            weighted: whether the rows are queries, which have weights.
+        """
         N, K, L, d = sums.shape
         queries = self.queries
         if not weighted:

@@ -1,4 +1,4 @@
-"""The backward half of the Triton backend: its arguments and outputs, and the parts whose winners fit the workspace."""
+"""Backward of dense layouts: arguments, outputs, and the parts of a call whose argmax fits the workspace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from ..runtime.capture import Calls
 from .call import GradientCall
 from .documents import write_document_gradients
 
-_MAX_ARGMAX_BYTES = 8 * 2**20  # of winners found again at a time; one query's or document's may be more
+# Recomputed argmax of a part. The argmax of a single query or document may be larger.
+_MAX_ARGMAX_BYTES = 8 * 2**20
 Gradients = tuple[Tensor, Tensor, Tensor]  # of Q, D and q_weight
 captured_calls = Calls()
 
@@ -28,12 +29,22 @@ captured_calls = Calls()
 def _allocate_gradient(
     x: Tensor, need: bool, shape: torch.Size | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Memory for the gradient of `x`, or of what has another shape and dtype; [0] where it is not needed."""
+    """Return memory for the gradient of `x`, with another shape and dtype if given.
+
+    The result has shape [0] if the gradient is not needed.
+    """
     return x.new_empty((x.shape if shape is None else shape) if need else (0,), dtype=dtype)
 
 
 def allocate_gradients(Q: Tensor, D: Tensor, needs: list[bool], trivial: bool) -> Gradients:
-    """A gradient for each of Q, D, q_weight: zeros where the call is `trivial`, [0] where not needed."""
+    """Return memory for the gradients of Q, D, and q_weight.
+
+    Args:
+        Q: query tokens.
+        D: document tokens.
+        needs: whether the gradients of Q, D, and q_weight are needed. Other gradients have shape [0].
+        trivial: whether all gradients are zero.
+    """
     found = (
         _allocate_gradient(Q, needs[0]),
         _allocate_gradient(D, needs[1], dtype=Q.dtype),
@@ -43,8 +54,11 @@ def allocate_gradients(Q: Tensor, D: Tensor, needs: list[bool], trivial: bool) -
 
 
 class BackwardArgs(NamedTuple):
-    """The arguments of a backward; `argmax` is None where the winners are to be found again. `scale` is that of int8
-    documents, which have winners."""
+    """The arguments of a backward call.
+
+    `argmax` is None if the backward has to recompute it. `scale` is the scale of int8 documents, which always have an
+    argmax.
+    """
 
     grad_scores: Tensor
     Q: Tensor
@@ -58,18 +72,20 @@ class BackwardArgs(NamedTuple):
     scale: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors of the call."""
         return *self[:7], self.scale
 
     @property
     def is_trivial(self) -> bool:
-        """Whether nothing can flow."""
+        """Return whether no gradient can flow."""
         return self.Q.numel() == 0 or self.D.numel() == 0
 
     def allocate_outputs(self) -> Gradients:
+        """Return memory for all gradients."""
         return allocate_gradients(self.Q, self.D, self.needs, self.is_trivial)
 
     def part(self, queries: slice, documents: slice) -> BackwardArgs:
-        """Of some queries, and of some documents of the cross product, with their winners."""
+        """Return the call for a slice of queries and a slice of documents, with their recomputed argmax."""
         q_mask, q_weight = (None if t is None else t[queries] for t in (self.q_mask, self.q_weight))
         own = queries if self.D.dim() == 4 else documents
         D, d_mask = self.D[own], None if self.d_mask is None else self.d_mask[own]
@@ -80,10 +96,12 @@ class BackwardArgs(NamedTuple):
 
 
 def _select_needed(outputs: Sequence[Tensor], needs: list[bool]) -> list[Tensor | None]:
+    """Return each needed output, and None for the others."""
     return [g if need else None for g, need in zip(outputs, needs, strict=True)]
 
 
 def _make_call(a: BackwardArgs) -> GradientCall:
+    """Return the kernel arguments of a call."""
     assert a.argmax is not None
     stride_q, stride_k = a.grad_scores.stride()
     scale = None if a.scale is None else a.scale.contiguous()
@@ -91,12 +109,12 @@ def _make_call(a: BackwardArgs) -> GradientCall:
     queries, documents = (
         make_query_args(a.Q, a.q_mask, a.q_weight),
         make_document_args(a.D, None),
-    )  # masked tokens win nothing
+    )  # a masked token is never an argmax
     return GradientCall(queries, documents, up, a.D.dim() == 4, a.normalize, choose_offset_width(a.Q, a.D))
 
 
 def _iterate_parts(a: BackwardArgs, outputs: Gradients) -> Iterator[tuple[BackwardArgs, Sequence[Tensor]]]:
-    """The call in parts whose winners fit the workspace, with the gradients that each part completes."""
+    """Yield parts of the call whose argmax fits the workspace, with the gradients that each part completes."""
     sizes, candidates = sizes_of(a.Q, a.D), a.D.dim() == 4
     row_bytes = sizes.Lq * choose_argmax_dtype(sizes.Ld).itemsize
     for i, j, needs in split_argmax_to_fit(sizes.Nq, sizes.K, row_bytes, _MAX_ARGMAX_BYTES, candidates, a.needs):
@@ -106,18 +124,24 @@ def _iterate_parts(a: BackwardArgs, outputs: Gradients) -> Iterator[tuple[Backwa
 
 
 def backward_lowmem(*arguments: Any) -> Gradients:
-    """Gradients of Q, D and q_weight, each element summed in a fixed order by the program that owns it.
+    """Compute the gradients of Q, D, and q_weight without atomics.
 
-    Takes the fields of `BackwardArgs`. Winners that are not given are found again, in parts that need no more memory
-    than a constant.
+    Each element is owned by one program, which sums in a fixed order.
+    A missing argmax is recomputed, in parts that need constant memory.
+
+    Args:
+        *arguments: the fields of `BackwardArgs`.
+
+    Returns:
+        The gradients of Q, D, and q_weight, with shape [0] if not needed.
     """
     return _replay_or_run(_run_lowmem, BackwardArgs(*arguments))
 
 
 def _replay_or_run(function: Callable[[BackwardArgs], Gradients], a: BackwardArgs) -> Gradients:
-    """What `function` returns, replayed where a call like it was made before."""
+    """Return the result of `function`, replayed if a call with the same metadata was captured."""
     stride = a.grad_scores.stride()
-    if a.argmax is None:  # to be found again, by whatever a forward may use now
+    if a.argmax is None:  # the forward that recomputes it depends on this setting
         argmax: tuple = (is_tf32_allowed(a.Q.dtype),)
     else:
         argmax = a.argmax.dtype, a.argmax.stride()
@@ -127,22 +151,25 @@ def _replay_or_run(function: Callable[[BackwardArgs], Gradients], a: BackwardArg
 
 
 class GradientPlan:
-    """`backward_lowmem` or `backward_unified` of calls whose tensors and options have one description."""
+    """`backward_lowmem` or `backward_unified` for calls whose tensors and options have the same metadata."""
 
     def __init__(self, unified: bool) -> None:
         self.unified, self.calls = unified, Calls()
 
     def __call__(self, *arguments: Any) -> Gradients:
+        """Return the gradients for the fields of `BackwardArgs`."""
         if self.unified:
             require_nondeterminism_allowed()
         tensors = arguments[:7] if len(arguments) < len(BackwardArgs._fields) else (*arguments[:7], arguments[-1])
         return self.calls.run((), tensors, arguments[1].device, self._run_uncaptured, arguments)
 
     def _run_uncaptured(self, arguments: tuple) -> Gradients:
+        """Return the gradients, without capture."""
         return (_run_unified if self.unified else _run_lowmem)(BackwardArgs(*arguments))
 
 
 def _run_lowmem(a: BackwardArgs) -> Gradients:
+    """Return the gradients of `backward_lowmem`, without capture."""
     if a.is_trivial:
         return a.allocate_outputs()
     with use_device(a.Q.device):
@@ -150,7 +177,7 @@ def _run_lowmem(a: BackwardArgs) -> Gradients:
 
 
 def _recompute_argmax(a: BackwardArgs) -> Gradients:
-    """`backward_lowmem` where the winners are found again, in parts."""
+    """Return the gradients of `backward_lowmem` with an argmax that is recomputed in parts."""
     outputs = a.allocate_outputs()
     for part, targets in _iterate_parts(a, outputs):
         call, wanted = _make_call(part), _select_needed(targets, part.needs)
@@ -162,7 +189,10 @@ def _recompute_argmax(a: BackwardArgs) -> Gradients:
 
 
 def _run_with_argmax(a: BackwardArgs) -> Gradients:
-    """`backward_lowmem` of given winners. Their lists are gone when memory for the gradient of the queries is taken."""
+    """Return the gradients of `backward_lowmem` for a given argmax.
+
+    The argmax lists are freed before memory for the query gradient is allocated.
+    """
     Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
     call, grad_D = _make_call(a), _allocate_gradient(D, of_D, dtype=Q.dtype)
     if of_D:
@@ -174,7 +204,11 @@ def _run_with_argmax(a: BackwardArgs) -> Gradients:
 
 
 def require_nondeterminism_allowed() -> None:
-    """Do as torch's own atomic operations under `torch.use_deterministic_algorithms`: raise, or warn if told to."""
+    """Raise or warn under `torch.use_deterministic_algorithms`, as PyTorch's own atomic operations do.
+
+    Raises:
+        RuntimeError: deterministic algorithms are enabled and not set to warn only.
+    """
     if not torch.are_deterministic_algorithms_enabled():
         return
     op = add_op_namespace_prefix("maxsim_bwd_unified")
@@ -190,7 +224,7 @@ def require_nondeterminism_allowed() -> None:
 def _iterate_scatter_parts(
     a: BackwardArgs, sum_Q: Tensor | None, sum_D: Tensor | None
 ) -> Iterator[tuple[BackwardArgs, Tensor | None, Tensor | None]]:
-    """The call in parts whose winners fit the workspace, each with the sums that it adds to."""
+    """Yield parts of the call whose argmax fits the workspace, each with the sums that it adds to."""
     if a.argmax is not None:
         yield a, sum_Q, sum_D
         return
@@ -205,7 +239,13 @@ def _iterate_scatter_parts(
 
 
 def backward_unified(*arguments: Any) -> Gradients:
-    """The same of `BackwardArgs` in one pass over the winners, through fp32 sums and atomic adds.
+    """Compute the gradients in one pass over the argmax, with fp32 sums and atomic adds.
+
+    Args:
+        *arguments: the fields of `BackwardArgs`.
+
+    Returns:
+        The gradients of Q, D, and q_weight, with shape [0] if not needed.
 
     Raises:
         RuntimeError: under `torch.use_deterministic_algorithms(True)`.
@@ -215,6 +255,7 @@ def backward_unified(*arguments: Any) -> Gradients:
 
 
 def _run_unified(a: BackwardArgs) -> Gradients:
+    """Return the gradients of `backward_unified`, without capture."""
     Q, D, needs, outputs = a.Q, a.D, a.needs, a.allocate_outputs()
     if a.is_trivial:
         return outputs

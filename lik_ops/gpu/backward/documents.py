@@ -1,4 +1,4 @@
-"""The gradient of document tokens: which kernels sum it, their lists of winners and the workspace of both."""
+"""Gradient of document tokens: the choice of its kernels, the argmax lists, and their workspace."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from ..tuning import backward_configs
 from ..tuning.architectures import LaunchConfig, cdiv
 from .call import GradientCall
 
-_MAX_BUCKET_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
-_MAX_PARTIAL_BYTES = 8 * 2**20  # of the sums of pieces
-_TARGET_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_MAX_PROGRAMS = 8 * _TARGET_PROGRAMS  # where lists of many tiles are cut: most find nothing in their piece
-_MIN_UNSPLIT_DOCUMENTS = 100  # documents of a launch, from which on no list is cut
-_MIN_SPLIT_ROWS = 2048  # at least, of a list that is cut
-# Tiles of a document. Counting takes a round for every 8 of them and each block of rows. From so many on
-# a sort is quicker, though it is a dozen launches or more.
+_MAX_BUCKET_BYTES = 16 * 2**20  # argmax lists, which are built for some documents at a time
+_MAX_PARTIAL_BYTES = 8 * 2**20  # partial sums of splits
+_TARGET_PROGRAMS = 264  # two for each SM of an H100 or H200
+# Limit if lists of many tiles are split, because most programs then find nothing in their split.
+_MAX_PROGRAMS = 8 * _TARGET_PROGRAMS
+_MIN_UNSPLIT_DOCUMENTS = 100  # with so many documents in a launch, no list is split
+_MIN_SPLIT_ROWS = 2048  # rows of a split
+# Tiles of a document from which on a sort is faster than counting, although it needs a dozen launches or more. Counting
+# needs one round for every 8 tiles and each block of rows.
 _MIN_SORTED_TILES = 512
-_MIN_SORTED_ROWS = 4096  # that the document meets
-_SORT_BYTES_PER_ROW = 36  # of a row, while it is sorted: in all at most `_MAX_BUCKET_BYTES`, beside the lists
-_MIN_PROGRAM_TOKENS, _MAX_PROGRAM_TOKENS = 64, 1024  # of a document that meets few rows, for one program
+_MIN_SORTED_ROWS = 4096  # query rows of a document for which a sort may be used
+# Memory of a row during the sort. The total is at most `_MAX_BUCKET_BYTES`, in addition to the lists.
+_SORT_BYTES_PER_ROW = 36
+_MIN_PROGRAM_TOKENS, _MAX_PROGRAM_TOKENS = 64, 1024  # document tokens of a program if the document has few query rows
 
 
 def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
-    """Write the gradient of all document tokens."""
+    """Write the gradient of all document tokens to `grad_D`."""
     up = call.up
     rows = up.Lq if call.candidates else up.Nq * up.Lq
     count = up.Nq * up.K if call.candidates else up.K
@@ -59,8 +61,9 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
         and _SORT_BYTES_PER_ROW * rows * count <= _MAX_BUCKET_BYTES
     )
     blocks = 1 if is_sorted else cdiv(rows, listing.config.BM)
-    # Winners take 2 bytes or 4 each, entries 4. The gradient of the queries is not there yet. While lists take no more
-    # than winners and that gradient, a step needs no more memory than with winners of 4 bytes and no lists.
+    # An argmax has 2 or 4 bytes, and a list entry has 4. The query gradient is not allocated yet. If the lists are no
+    # larger than the argmax and this gradient, a training step needs no more memory than with a 4-byte argmax without
+    # lists.
     room = min(_MAX_BUCKET_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _MAX_BUCKET_BYTES // 4))
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
     step = cdiv(count, cdiv(count, step))
@@ -83,8 +86,9 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
 
 
 def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
+    """Launch the sums of few query rows for each document."""
     launch = backward_configs.configure_sparse_documents(call.kind, rows)
-    # Cut documents give the same bits: a token's rows all count in the part that holds it.
+    # Splitting documents keeps the bits, because one program sums all rows of a token.
     parts = max(cdiv(call.up.Ld, _MAX_PROGRAM_TOKENS), cdiv(_TARGET_PROGRAMS, count))
     tokens = max(cdiv(call.up.Ld, parts), _MIN_PROGRAM_TOKENS)
     grid = check_grid(count * cdiv(call.up.Ld, tokens))
@@ -92,7 +96,10 @@ def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> No
 
 
 def _count_splits(documents: int, rows: int, slot_bytes: int) -> int:
-    """Into how many pieces a list is cut: a token that wins everything must not leave the GPU to few programs."""
+    """Return the number of splits of a list.
+
+    A token that is the argmax of all rows must not leave the GPU to few programs.
+    """
     if documents >= _MIN_UNSPLIT_DOCUMENTS:
         return 1
     most = min(
@@ -102,7 +109,10 @@ def _count_splits(documents: int, rows: int, slot_bytes: int) -> int:
 
 
 def _sort_argmax(call: GradientCall, BN: int, lists: TileBucketArgs, rows: int, documents: int) -> None:
-    """The lists that `_bucket_argmax` makes, of documents of many tiles: a stable sort of the winners' tiles."""
+    """Write the lists of `_bucket_argmax` for documents with many tiles.
+
+    They are the result of a stable sort by the tiles of the argmax.
+    """
     assert lists.entries is not None and lists.starts is not None
     argmax = call.up.argmax.reshape(-1, rows)[lists.first : lists.first + documents]
     tiles = (argmax >> (BN.bit_length() - 1)).to(torch.int16 if lists.tiles < 2**15 else torch.int32)
@@ -115,6 +125,7 @@ def _sort_argmax(call: GradientCall, BN: int, lists: TileBucketArgs, rows: int, 
 
 
 def _bucket_argmax(call: GradientCall, launch: LaunchConfig, lists: TileBucketArgs, rows: int, documents: int) -> None:
+    """Launch the counting sort of the argmax by token tile."""
     grid = check_grid(documents * lists.blocks)
     if lists.blocks > 1:
         call.run(maxsim_count_argmax, grid, (call.up, lists, rows), launch)
@@ -133,6 +144,7 @@ def _sum_tiles(
     documents: int,
     grad_D: Tensor,
 ) -> None:
+    """Launch the sums of all tiles, and the sum of partial results if lists are split."""
     (programs,) = check_grid(documents * lists.tiles)
     args = lists, rows, pieces, grad_D, call.d
     call.run(maxsim_grad_documents, (programs, cdiv(rows, pieces.rows)), (*call.groups, *args), launch)

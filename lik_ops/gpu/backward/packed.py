@@ -1,4 +1,4 @@
-"""The Triton backend for ragged layouts, backward: what it looks up, which kernels a gradient takes."""
+"""Backward of packed layouts: the lookup of (query, document) pairs and the choice of kernels for a gradient."""
 
 from __future__ import annotations
 
@@ -41,30 +41,36 @@ _PAIRS_PER_PROGRAM, _QUERIES_PER_PROGRAM, _RANKED_PAIRS = (
     x.value for x in (item_kernels.PAIRS_PER_PROGRAM, item_kernels.QUERIES_PER_PROGRAM, item_kernels.RANKED_PAIRS)
 )
 _FILL_ELEMENTS = item_kernels.FILL_ELEMENTS.value
-_MAX_RANKED_PAIRS = 8192  # items that are sorted by comparing each with each
-_MIN_SPARSE_RATIO = 2  # rows of D for each winner, beyond which most win nothing
-_FILL_PROGRAMS = 2112  # programs that write zeros: many more than are resident, so that they end together
-_TARGET_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-_MAX_PARTIAL_BYTES = 16 * 2**20  # of the sums of pieces
-_MAX_BUCKET_BYTES = 16 * 2**20  # of the lists of winners, which are made for some documents at a time
-_BUCKET_OVERLAP_DOCUMENTS = 64  # documents that two chunks both list, for the tiles that meet documents of both
-_MIN_BUCKETED_ROWS = 1024  # query rows from which on winners are listed: fewer are a few steps of a walk
-_MAX_BUCKETED_TOKENS = (MAX_BUCKETS.value - 1) * BUCKET_ROW_LIMIT.value // 2  # rows of D that entries can tell apart
-_MIN_SPLIT_ROWS, _MIN_SPLIT_PAIRS = 512, 16  # at least, of a tile that is cut
+_MAX_RANKED_PAIRS = 8192  # sorted by comparing each pair with each other pair
+# Rows of D for each argmax, beyond which most rows of D are no argmax.
+_MIN_SPARSE_RATIO = 2
+# Programs that write zeros. They are many more than run at a time, so that they end together.
+_FILL_PROGRAMS = 2112
+_TARGET_PROGRAMS = 264  # two for each SM of an H100 or H200
+_MAX_PARTIAL_BYTES = 16 * 2**20  # partial sums of splits
+_MAX_BUCKET_BYTES = 16 * 2**20  # argmax lists, which are built for some documents at a time
+_BUCKET_OVERLAP_DOCUMENTS = 64  # documents that two chunks both list, for tiles with documents of both chunks
+_MIN_BUCKETED_ROWS = 1024  # query rows from which on the argmax is listed; fewer rows are a few steps of a loop
+_MAX_BUCKETED_TOKENS = (MAX_BUCKETS.value - 1) * BUCKET_ROW_LIMIT.value // 2  # rows of D that entries can distinguish
+_MIN_SPLIT_ROWS, _MIN_SPLIT_PAIRS = 512, 16  # query rows or pairs of a split
 captured_calls = Calls()
 
 
 @functools.cache
 def _get_options(device: torch.device) -> dict[str, int]:
-    """Launch options of the kernels that find and sort items."""
+    """Return the launch options of the kernels that find and sort pairs."""
     arch = architecture(device)
     return backward_configs.configure_pair_sort(arch).options(arch)
 
 
 def sort_pairs(items: Tensor, key: int, reach: bool, zeros: ZeroFillArgs | None = None) -> tuple[Tensor, Tensor | None]:
-    """Items ascending by a field, equal ones in order; and for each the row of D behind its document and all before.
+    """Return pairs in ascending, stable order of a field, and the end row of all documents up to each pair.
 
-    `zeros` are written beside.
+    Args:
+        items: pairs `[FIELD_COUNT, count]`.
+        key: the field to sort by.
+        reach: whether the end rows are needed. Otherwise they are None.
+        zeros: memory that the same launch fills with zeros, or None.
     """
     count = items.shape[1]
     if count > _MAX_RANKED_PAIRS:
@@ -83,7 +89,7 @@ def sort_pairs(items: Tensor, key: int, reach: bool, zeros: ZeroFillArgs | None 
 
 
 def compute_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, most: int) -> Tensor:
-    """What `maxsim_find_starts` writes."""
+    """Return the output of `maxsim_find_starts`."""
     count = keys.shape[0]
     starts = torch.empty(places * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
     args = keys, reach, starts, count, places, step, most, count.bit_length()
@@ -94,7 +100,7 @@ def compute_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, m
 
 
 class PairLookup:
-    """The query of each packed row, and the items, as `UpstreamArgs` has them."""
+    """The query of each packed row and the (query, document) pairs, in the form of `UpstreamArgs`."""
 
     def __init__(self, c: PackedArgs, most: int, strides: tuple[int, int]) -> None:
         self.c = c
@@ -108,23 +114,23 @@ class PairLookup:
         launcher.launch(item_kernels.maxsim_ragged_items, grid, args, _get_options(c.Q.device))
 
     def group_by_query(self) -> tuple[Tensor, Tensor | None]:
-        """Items, those of each query together, and for pairs where each query's begin."""
+        """Return the pairs grouped by query and, for pair lists, the start of each query's pairs."""
         if self.c.pairs is None:
             return self.items, None
         items, _ = sort_pairs(self.items, _FIELD_QUERY, False)
         return items, compute_starts(items[_FIELD_QUERY], None, self.c.queries + 1, 1, self.c.queries)
 
     def sort_by_tile(self, tile: int, tiles: int) -> tuple[Tensor, Tensor]:
-        """Items sorted by their documents' first rows, and which of them each tile of rows of D may meet."""
+        """Return the pairs sorted by first document row, and the range of pairs that each tile of D may contain."""
         items, reach = sort_pairs(self.items, _FIELD_FIRST, True)
         return items, compute_starts(items[_FIELD_FIRST], reach, tiles + 1, tile, self.c.Td)
 
 
 class _BucketConfig(NamedTuple):
-    """How winners are listed: of each document in `blocks` blocks of `rows` query rows, of `room` documents at a time.
+    """Sizes of the argmax lists: each document has `blocks` blocks of `rows` query rows.
 
-    Tiles take the lists of the chunk that their first document is one of the first `own` of. The other documents of a
-    chunk are listed again in the next.
+    A chunk lists `room` documents. A tile reads the lists of the chunk whose first `own` documents include the tile's
+    first document. The other documents of a chunk are listed again in the next chunk.
     """
 
     launch: LaunchConfig
@@ -134,16 +140,17 @@ class _BucketConfig(NamedTuple):
     own: int
 
     def lists(self, device: torch.device) -> PackedBucketArgs:
+        """Return memory for the lists of a chunk."""
         new, blocks = partial(torch.empty, dtype=torch.int32, device=device), self.room * self.blocks
         return PackedBucketArgs(new(blocks * self.rows), new(blocks * (MAX_BUCKETS.value + 1)), self.rows, self.blocks)
 
     def bounds(self, starts: Tensor, first: int, count: int) -> TilePairArgs:
-        """Of the chunk from document `first` on, of `count`."""
+        """Return the bounds of the chunk of documents from `first` on, out of `count` documents."""
         return TilePairArgs(starts) if self.own >= count else TilePairArgs(starts, first, self.own, self.room)
 
 
 class _PackedGradientCall:
-    """One backward of packed tokens: how they are cut, and what kernels take."""
+    """One backward call of packed tokens: its segments and its kernel arguments."""
 
     def __init__(self, grad_scores: Tensor, c: PackedArgs, argmax: Tensor, normalize: bool) -> None:
         self.c = c
@@ -156,36 +163,39 @@ class _PackedGradientCall:
         )
 
     def group_by_query(self) -> GradientCall:
-        """With the items of each query together."""
+        """Return the call with the pairs grouped by query."""
         items, starts = self.lookup.group_by_query()
         up = self.call.up._replace(query=self.lookup.query, items=items, count=items.shape[1], starts=starts)
         return self.call._replace(up=up)
 
     def _pieces(self, tile: int, tiles: int) -> int:
-        """Into how many pieces the sum of a tile is cut: few rows of D must not leave the GPU to few programs."""
+        """Return the number of splits of a tile's sum.
+
+        Few rows of D must not leave the GPU to few programs.
+        """
         if tiles >= _TARGET_PROGRAMS:
             return 1
         most = self.c.items // _MIN_SPLIT_PAIRS if self._has_single_query() else self.c.Tq // _MIN_SPLIT_ROWS
         return max(1, min(cdiv(_TARGET_PROGRAMS, tiles), most, _MAX_PARTIAL_BYTES // (4 * tile * tiles * self.call.d)))
 
     def _has_single_query(self) -> bool:
-        """Whether an item is of one query."""
+        """Return whether a pair has one query."""
         return self.c.candidates or self.c.pairs is not None
 
     def _most_rows(self) -> int:
-        """Rows that few queries have more of."""
+        """Return a number of rows that few queries exceed."""
         if self.c.q_each is not None:
             return self.c.q_each
         return 2 * cdiv(self.c.Tq, self.c.queries)
 
     def _is_sparse(self) -> bool:
-        """Whether most rows of D win nothing, whoever wins."""
+        """Return whether most rows of D cannot be an argmax, whatever the values."""
         c = self.c
         own = c.columns * c.Tq if c.pairs is None else c.items * cdiv(c.Tq, c.queries)
         return self._has_single_query() and c.Td > _MIN_SPARSE_RATIO * own
 
     def _configure_buckets(self, launch: LaunchConfig) -> _BucketConfig | None:
-        """How winners are listed; None where they are not."""
+        """Return the sizes of the argmax lists, or None if the argmax is not listed."""
         Tq, count = self.c.Tq, self.c.items
         if self._has_single_query() or Tq < _MIN_BUCKETED_ROWS or self.c.Td > _MAX_BUCKETED_TOKENS:
             return None
@@ -198,13 +208,14 @@ class _PackedGradientCall:
         return _BucketConfig(listing, blocks, rows, room, count)
 
     def write_packed_gradients(self, grad_D: Tensor) -> None:
+        """Write the gradient of D, each element summed in a fixed order."""
         call = self.call.add_norms()
         rows = cdiv(self.c.Tq, self.c.queries) if self._has_single_query() else None
         table = partial(backward_configs.configure_packed_documents, call.kind, rows=rows, flat=call.flat)
         (self._write_sparse_gradients if self._is_sparse() else self._write_all_gradients)(call, grad_D, table)
 
     def _write_sparse_gradients(self, call: GradientCall, grad_D: Tensor, table: Callable[..., LaunchConfig]) -> None:
-        """Disjoint documents one by one, and the tiles that others share."""
+        """Sum disjoint documents one by one, and the tiles that other documents share."""
         tile, count, Td = backward_configs.choose_shared_tile_rows(call.arch), self.c.items, self.c.Td
         (tiles,) = check_grid(cdiv(Td, tile))
         marks, starts = torch.empty((2, 2 * (tiles + 1)), dtype=torch.int32, device=grad_D.device)
@@ -218,6 +229,7 @@ class _PackedGradientCall:
         call.run(maxsim_grad_shared_tiles, (min(tiles, _TARGET_PROGRAMS),), shared, table(shared=True))
 
     def _write_all_gradients(self, call: GradientCall, grad_D: Tensor, table: Callable[..., LaunchConfig]) -> None:
+        """Sum all tiles of D."""
         launch = table(shared=False, listed=True)
         listing = self._configure_buckets(launch)
         if listing is None:
@@ -236,6 +248,7 @@ class _PackedGradientCall:
         def sum_tiles(
             up: UpstreamArgs, bounds: TilePairArgs, lists: PackedBucketArgs | None, launch: LaunchConfig
         ) -> None:
+            """Launch the sums of all tiles, or of the tiles that a chunk serves."""
             args = *call.groups[:2], up, bounds, lists, sums, grad_D, call.d
             call.run(maxsim_grad_packed_documents, (tiles, pieces), args, launch)
 
@@ -248,7 +261,7 @@ class _PackedGradientCall:
                 programs = check_grid(min(part.items.shape[1], listing.room) * listing.blocks)
                 call.run(maxsim_list_packed_argmax, programs, (part, lists), listing.launch)
                 sum_tiles(part, listing.bounds(starts, first, up.count), lists, launch)
-            if listing.own < up.count:  # tiles that no chunk serves
+            if listing.own < up.count:  # tiles with more documents than a chunk lists
                 sum_tiles(up, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
         if sums is not None:
             joined = call.documents, sums, grad_D, pieces, self.c.Td, call.d
@@ -258,7 +271,16 @@ class _PackedGradientCall:
 def backward_cut(
     grad_scores: Tensor, c: PackedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> Gradients:
-    """Gradients of Q, D and q_weight; `unified`: that of D by fp32 atomic adds, else each summed in a fixed order.
+    """Compute the gradients of Q, D, and q_weight of a packed call.
+
+    Args:
+        grad_scores: gradient of the scores.
+        c: the packed call.
+        argmax: argmax of the forward.
+        normalize: whether tokens are normalized.
+        needs: whether the gradients of Q, D, and q_weight are needed.
+        unified: whether the gradient of D is summed by fp32 atomic adds. Otherwise each gradient is summed in a fixed
+            order.
 
     Raises:
         RuntimeError: `unified` under `torch.use_deterministic_algorithms(True)`.
@@ -274,6 +296,7 @@ def backward_cut(
 def _run_backward(
     grad_scores: Tensor, c: PackedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> Gradients:
+    """Return the gradients of `backward_cut`, without capture."""
     trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
     outputs = grad_Q, grad_D, grad_weight = allocate_gradients(c.Q, c.D, needs, trivial)
     if trivial or not any(needs):
@@ -297,5 +320,5 @@ def _run_backward(
 def backward_ragged(
     grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> Gradients:
-    """`backward_cut` of what a cut spells out."""
+    """Compute the gradients of `backward_cut` from explicit segment arrays."""
     return backward_cut(grad_scores, PackedArgs.of(r, argmax.shape[1]), argmax, normalize, needs, unified)

@@ -1,4 +1,4 @@
-"""`portable.code_scores` on a GPU."""
+"""GPU version of `portable.code_scores`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..runtime import launcher
 from ..runtime.arguments import check_grid, use_device
 from ..tuning.architectures import next_power_of_2
 
-_TILE_TOKENS = 32  # of a tile
+_TILE_TOKENS = 32
 
 
 def code_scores(
     table: Tensor, weight: Tensor, probed: Tensor | None, codes: Tensor, offsets: Tensor, lengths: Tensor
 ) -> Tensor:
-    """As `portable.code_scores`."""
+    """Return the scores of `portable.code_scores`."""
     Nq, count, rows = table.shape
     room = next_power_of_2(max(rows, 1))
     table, weight = (pad(x, (0, room - rows)).contiguous() for x in (table, weight))

@@ -1,4 +1,4 @@
-"""The forward of dense layouts: the plan of each call, kept by the metadata of its arguments."""
+"""Forward of dense layouts: the plan of each call, cached by the metadata of its arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,17 @@ def forward_plan(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> DensePlan:
-    """The plan for validated arguments that have all their axes."""
+    """Return the cached plan for validated arguments that have all their axes.
+
+    Args:
+        Q: query tokens `[Nq, Lq, d]`.
+        D: document tokens `[Nd, Ld, d]` or `[Nq, K, Ld, d]`.
+        q_mask: query mask, or None.
+        d_mask: document mask, or None.
+        q_weight: query weights, or None.
+        normalize: whether tokens are normalized.
+        argmax_dtype: dtype of the argmax, or None without an argmax.
+    """
     tf32 = is_tf32_allowed(Q.dtype)
     key = (*make_metadata_key(Q, D, q_mask, d_mask, q_weight), normalize, argmax_dtype, tf32)
     plan = _plans.get(key)
@@ -43,7 +53,7 @@ def forward_plan(
 def make_plan(
     Q: Tensor, D: Tensor, d_mask: Tensor | None, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> DensePlan:
-    """A plan of the kernel that `choose.choose_dense` names."""
+    """Return a plan of the kernel that `choose.choose_dense` selects."""
     choice = choose.choose_dense(Q, D, d_mask, normalize, argmax_dtype)
     if isinstance(choice, choose.GenericChoice):
         if choice.has_fp32_split:
@@ -65,11 +75,11 @@ def forward(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores [Nq, Nd] or [Nq, K] in fp32, and the winners (an empty tensor if `argmax_dtype` is None)."""
+    """Return fp32 scores `[Nq, Nd]` or `[Nq, K]`, and the argmax, which is empty if `argmax_dtype` is None."""
     plan = forward_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
     return plan.forward(plan.scores_shape, (Q, D, q_mask, d_mask, q_weight), True)[0]
 
 
 def clear_plans() -> None:
-    """Drop what was worked out from the table of configurations."""
+    """Drop all plans, which were derived from the configuration tables."""
     _plans.clear()

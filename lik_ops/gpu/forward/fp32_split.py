@@ -1,6 +1,7 @@
-"""The plan of a forward call in fp32 that splits tokens once, into a workspace, not in each program that meets them.
+"""Plan of an fp32 forward call that splits tokens once into a workspace, instead of once in each program.
 
-The workspace, of constant size, stays in the L2 cache: documents take it in chunks. Bits are those of `GenericPlan`.
+The workspace has a constant size and stays in the L2 cache. Documents use it in chunks. The results have the same bits
+as the results of `GenericPlan`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ..tuning import architectures
 from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
-_SPLIT_BLOCK_ROWS = 32  # of a program of `split_tokens`
+_SPLIT_BLOCK_ROWS = 32  # rows of a program of `split_tokens`
 
 
 class Fp32SplitPlan(DensePlan):
-    """Queries are split, then as many documents at a time as the workspace holds, and scored."""
+    """A call that splits the queries, then splits and scores as many documents at a time as the workspace holds."""
 
     def __init__(self, choice: choose.GenericChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
@@ -34,7 +35,8 @@ class Fp32SplitPlan(DensePlan):
         self.options = choice.launch.options(choice.arch)
         Nq, K, _, Ld = self.sizes
         chunk = choose.get_split_workspace_rows(self.config) // Ld
-        self.chunk = chunk if chunk < 16 else chunk // 16 * 16  # then every chunk of scores, winners, mask is aligned
+        # With a multiple of 16, every chunk of scores, argmax, and mask is aligned.
+        self.chunk = chunk if chunk < 16 else chunk // 16 * 16
         check_grid(self.launch.programs(Nq, min(self.chunk, K)))
         _log.debug("maxsim_forward on split tokens for %s: %s", self.sizes, self.launch)
 
@@ -57,13 +59,14 @@ class Fp32SplitPlan(DensePlan):
             launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Rows hi above rows lo, and scales."""
+        """Return memory for the rows `hi` followed by the rows `lo`, and for the scales."""
         return (
             torch.empty((2 * rows, self.config.BD), dtype=torch.float16, device=self.device),
             torch.empty(rows, dtype=torch.float32, device=self.device),
         )
 
     def _split(self, X: Tensor, terms: Tensor, scales: Tensor) -> None:
+        """Launch the split of fp32 rows."""
         rows, L = X.shape[0] * X.shape[1], X.shape[1]
         args = (
             make_document_args(X, None),

@@ -1,4 +1,4 @@
-"""Plans of forward calls that `maxsim_forward` computes, launched with little host time; also for other kernels."""
+"""Plans of forward calls for the generic kernel `maxsim_forward`, and the base class of the Gluon plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("lik_ops")
 
 
 class GenericPlan(DensePlan):
-    """A call of the plain kernel, which takes tensors that begin anywhere and compiles with every Triton."""
+    """A call of the generic kernel, which supports tensors of any alignment and compiles with every Triton."""
 
     def __init__(self, choice: choose.GenericChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
@@ -40,7 +40,7 @@ class GenericPlan(DensePlan):
             return
         launch = self.launch
         tiles = make_descriptor(x.D, launch.config) if self.uses_descriptor else None
-        if tiles is None and launch.config.PERSISTENT:  # D begins where no descriptor can
+        if tiles is None and launch.config.PERSISTENT:  # D is not aligned for a descriptor
             launch = launch.make_non_persistent()
         queries, documents = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(x.D, x.d_mask)
         args = (queries, documents, tiles, OutputArgs(scores, argmax), None, self.sizes, self.d, launch.config)
@@ -55,18 +55,27 @@ def make_generic_plan(
     argmax_dtype: torch.dtype | None,
     arch: architectures.Architecture | None = None,
 ) -> GenericPlan:
-    """The plain kernel's plan of a call, whichever is chosen; `arch` is given to try other tiles than the device's."""
+    """Return a plan of the generic kernel for a call, whichever kernel is chosen.
+
+    Args:
+        Q: query tokens.
+        D: document tokens.
+        normalize: whether tokens are normalized.
+        argmax_dtype: dtype of the argmax, or None without an argmax.
+        arch: architecture whose tiles are used, or None for the architecture of the device of Q.
+    """
     choice = choose.choose_generic(Q, D, normalize, argmax_dtype is not None, arch or architecture(Q.device))
     return GenericPlan(choice, Q, D, argmax_dtype)
 
 
 class GluonPlan(DensePlan):
-    """A call that the plain kernel takes where a Gluon kernel cannot read the tensors or does not compile."""
+    """A call of a Gluon kernel that falls back to the generic kernel for unsupported tensors or compile errors."""
 
     instead = "maxsim_forward"
     normalize = False
 
     def scores(self, *call: Any) -> Tensor:
+        """Return the scores, computed by the generic kernel if the Gluon kernel fails."""
         return self._run_with_fallback(*call)
 
     def _run_fast(self, *call: Any) -> Tensor | None:
@@ -78,5 +87,5 @@ class GluonPlan(DensePlan):
         return make_generic_plan(*x[:2], self.normalize, self.argmax_dtype).scores(shape, *x, argmax)
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
-        """Whether they begin where the memory access unit can read them."""
+        """Return whether the tensors have the alignment that TMA needs."""
         return D.data_ptr() % 16 == 0

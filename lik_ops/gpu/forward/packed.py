@@ -1,4 +1,4 @@
-"""The Triton backend for ragged layouts, forward: packed queries and documents, candidate lists, lists of pairs."""
+"""Forward of packed layouts in the Triton backend: packed tokens, candidate lists, and pair lists."""
 
 from __future__ import annotations
 
@@ -50,14 +50,17 @@ AnyDequantArgs: TypeAlias = DequantArgs | CodecDequantArgs
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _MAX_PLANS = _MAX_TILES = 4096
-_MAX_DESCRIPTORS = 64  # that a plan keeps
-# `Config.STORED` that descriptors can read.
+_MAX_DESCRIPTORS = 64  # cached for each plan
+# Values of `KernelConfig.ENCODING` whose documents descriptors can read.
 _DESCRIPTOR_ENCODINGS = ("", *forward_configs.INT8_TERMS_BY_ENCODING, "number", "fp8", "e4m3", "e5m2")
-_TERM_ROWS = 16  # of a program of `maxsim_query_terms`
+_TERM_ROWS = 16  # rows of a program of `maxsim_query_terms`
 
 
 class _CompiledTile:
-    """A tile, and what was compiled for it by which tensors begin at no multiple of 16 bytes, () if none does."""
+    """A tile and the kernels that were compiled for it.
+
+    Kernels are keyed by flags that mark tensors without 16-byte alignment, or by () if all tensors are aligned.
+    """
 
     __slots__ = ("bound", "config", "constants", "launch", "options", "terms")
 
@@ -67,16 +70,17 @@ class _CompiledTile:
         self.launch, self.config, self.options = launch, launch.config, launch.options(arch)
         self.constants = d, levels, launch.config
         self.bound: dict[tuple[bool, ...], launcher.CompiledKernel] = {}
-        self.terms: dict[bool, launcher.CompiledKernel] = {}  # what makes terms, by whether Q begins so
+        self.terms: dict[bool, launcher.CompiledKernel] = {}  # kernels of `_terms`, by misalignment of Q
 
 
 class PackedPlan(Plan):
-    """A forward of tensors of one description, whatever their rows: what follows from it is worked out once.
+    """A forward of tensors with given metadata and any number of rows, with everything derived from the metadata.
 
-    `stored` is `Config.STORED`: how documents keep their features, "" as queries do. Else calls have `DequantArgs`.
+    `stored` is `KernelConfig.ENCODING`, or "" for documents of the query dtype. Calls with encoded documents have
+    `DequantArgs`.
 
-    Ragged calls seldom have the same rows twice. So tiles are kept by what they hang on, and the descriptor of D by
-    where D was and how many rows it had.
+    Packed calls seldom have the same number of rows twice. Tiles are therefore cached by the values that they depend
+    on, and the descriptor of D by its address and number of rows.
     """
 
     instead = "maxsim_forward_ragged"
@@ -84,13 +88,13 @@ class PackedPlan(Plan):
     def __init__(self, c: PackedArgs, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any) -> None:
         super().__init__(c.Q, argmax_dtype)
         self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
-        self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # a query in each program
+        self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # one query per program
         self.given = [n for n, x in enumerate(c.tensors) if x is not None]
         self.query_strides = (0, *c.Q.stride()[-2:]), get_row_args(c.q_mask)[1:], get_row_args(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
         self.document_strides = (0, 0, *c.D.stride()[-2:]), mask_strides
         self.features, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
-        # The most rows of D for which no more than documents take 64 bits: see `choose_offset_width`.
+        # Maximum rows of D with which only document offsets need 64 bits: see `choose_offset_width`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
         self.uses_descriptor = stored in _DESCRIPTOR_ENCODINGS and choose.supports_packed_descriptor(c, self.arch)
         plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
@@ -102,11 +106,16 @@ class PackedPlan(Plan):
         self.calls, self.makers = Calls(), makers(self.device)
 
     def forward(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
-        """Scores and, where `argmax_dtype` says so, winners."""
+        """Return the scores, and the argmax if `argmax_dtype` is not None.
+
+        Args:
+            c: the call.
+            counts: dequantization arguments of encoded documents, else None.
+        """
         return self._run_with_fallback(c) if counts is None else self._run_generic(c, counts)
 
     def _choose_fast(self, c: PackedArgs) -> sm90_configs.RowMaximaChoice | choose.SplitChoice | None:
-        """How row maxima or sections score the call, or None if neither does. Cached by the sizes that decide."""
+        """Return the row maxima or split choice of a call, or None, cached by the sizes that it depends on."""
         choice = None
         if self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15:
             choice = self._look_up_choice((c.queries, c.columns, c.Tq), choose.choose_packed_row_maxima, c)
@@ -121,6 +130,7 @@ class PackedPlan(Plan):
         )
 
     def _look_up_choice(self, key: tuple, find: Callable, c: PackedArgs) -> Any:
+        """Return the cached choice for `key`, computed by `find` the first time."""
         found = self.chosen.get(key, self)
         if found is self:
             if len(self.chosen) >= _MAX_TILES:
@@ -129,7 +139,7 @@ class PackedPlan(Plan):
         return found
 
     def _run_fast(self, c: PackedArgs) -> tuple[Tensor, Tensor | None] | None:
-        """The same by way of row maxima or of sections, where these are chosen."""
+        """Return the result of the row maxima or split kernels, or None if neither is chosen."""
         choice, dtype = self._choose_fast(c), self.argmax_dtype
         if choice is None:
             return None
@@ -145,16 +155,21 @@ class PackedPlan(Plan):
         return scores, argmax[0] if argmax else None
 
     def _run_generic(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the result of `maxsim_forward_ragged`."""
         argmax = None if self.argmax_dtype is None else self._allocate_argmax(c)
         return self._scores(c, argmax, counts), argmax
 
     def _allocate_argmax(self, c: PackedArgs) -> Tensor:
-        """-1 where no program writes: between queries, beyond their lengths, and for pairs that do not exist."""
+        """Return memory for the argmax, with -1 where no program writes.
+
+        No program writes between queries, after their lengths, and for pairs that do not exist.
+        """
         if c.has_no_gaps and not self.pairs:
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device).fill_(-1)
 
     def _get_tile(self, c: PackedArgs, Lq: int, wide: int, few: bool) -> _CompiledTile:
+        """Return the tile for sizes that are not cached yet."""
         if len(self.tiles) >= _MAX_TILES:
             self.tiles.clear()
         argmax = self.argmax_dtype is not None
@@ -164,7 +179,7 @@ class PackedPlan(Plan):
         return tile
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
-        """The scores; winners go to `argmax`. Launched directly once it is known what was compiled."""
+        """Return the scores and fill `argmax`, with a direct launch if the kernel is already compiled."""
         queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         if Tq > _INT32_MAX:
             raise ValueError(f"lik_ops: Q: {Tq} packed query tokens; at most 2^31 - 1 at a time")
@@ -226,6 +241,7 @@ class PackedPlan(Plan):
         programs: int,
         odd: tuple[bool, ...],
     ) -> Tensor:
+        """Return the scores with a launch that compiles the kernel if necessary."""
         scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=self.device)
         if scores.numel() == 0:
             return scores
@@ -240,7 +256,7 @@ class PackedPlan(Plan):
         return scores
 
     def _terms(self, c: PackedArgs, tile: _CompiledTile) -> TermArgs:
-        """Query rows as int8 terms."""
+        """Return the query rows as int8 terms."""
         config = make_terms_config(tile.config.BD, choose_row_offset_width(self.features))
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
@@ -256,11 +272,13 @@ class PackedPlan(Plan):
                 bound = launcher.launch(maxsim_query_terms, (programs,), args, {"num_warps": 4})
             if bound is not None and bound.direct is not None:
                 tile.terms[odd] = bound
-        return TermArgs(out, scales, scales, c.Tq, 0)  # of documents nothing is read
+        return TermArgs(out, scales, scales, c.Tq, 0)  # the kernel reads no document terms
 
     def _group_args(self, c: PackedArgs, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
-        """Tensors or pointers, in the order of `PackedArgs`, in that of `QueryArgs`, `DocumentArgs` and
-        `SegmentArgs`."""
+        """Return tensors or pointers as the fields of `QueryArgs`, `DocumentArgs`, and `SegmentArgs`.
+
+        `tensors` has the order of `PackedArgs`.
+        """
         Q, D, cu_seqlens_q, offsets, lengths, pairs, q_lengths, q_mask, d_mask, weight = tensors
         (rows, mask_strides, weight_strides), (d_rows, d_mask_strides) = self.query_strides, self.document_strides
         queries = (Q, *rows, q_mask, *mask_strides, weight, *weight_strides)
@@ -268,11 +286,14 @@ class PackedPlan(Plan):
         return queries, (D, *d_rows, d_mask, *d_mask_strides), segments
 
     def _tiles(self, c: PackedArgs, tile: _CompiledTile) -> TensorDescriptor | None:
-        """The rows of D for the tensor memory access unit, or None where it cannot read them."""
+        """Return a TMA descriptor of the rows of D, or None if TMA cannot read them."""
         return make_descriptor(c.D, tile.config) if self.uses_descriptor else None
 
     def _descriptor(self, c: PackedArgs, tile: _CompiledTile, bound: launcher.CompiledKernel, pointer: int) -> tuple:
-        """The same as the kernel takes it: it depends on nothing but the kernel, where D begins and its rows."""
+        """Return the encoded descriptor of D.
+
+        The encoding depends only on the kernel, the address of D, and the number of its rows.
+        """
         if len(self.descriptors) >= _MAX_DESCRIPTORS:
             self.descriptors.clear()
         found = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, self._tiles(c, tile))
@@ -280,16 +301,23 @@ class PackedPlan(Plan):
 
 
 def make_terms_config(BD: int, wide: int) -> KernelConfig:
-    """Of `maxsim_query_terms`: what it does not hang on is always the same, so that it is compiled once."""
+    """Return the configuration of `maxsim_query_terms`.
+
+    Fields that the kernel ignores are constant, so that it is compiled once.
+    """
     return KernelConfig(_TERM_ROWS, 16, BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
 
 
 def _get_pointers(group: tuple) -> tuple:
+    """Return a group with pointers for tensors."""
     return tuple([x.data_ptr() if isinstance(x, Tensor) else x for x in group])
 
 
 def _has_int32_sizes(c: PackedArgs) -> bool:
-    """Whether D has rows for a descriptor, and sizes take 32 bits: other kernels are compiled else."""
+    """Return whether D has rows for a descriptor and all sizes fit 32 bits.
+
+    Other sizes need another compiled kernel.
+    """
     return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q) <= _INT32_MAX
 
 
@@ -303,7 +331,15 @@ def ragged_plan(
     stored: Any = "",
     counts: AnyDequantArgs | None = None,
 ) -> PackedPlan:
-    """The plan for validated arguments like these."""
+    """Return the cached plan for validated arguments with this metadata.
+
+    Args:
+        c: the call.
+        normalize: whether tokens are normalized.
+        argmax_dtype: dtype of the argmax, or None without an argmax.
+        stored: `KernelConfig.ENCODING`.
+        counts: dequantization arguments of encoded documents, else None.
+    """
     tf32 = is_tf32_allowed(c.Q.dtype)
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
     indices = [None if x is None else x.dtype for x in c.indices]
@@ -320,14 +356,17 @@ def ragged_plan(
 
 
 def clear_plans() -> None:
-    """Drop what was worked out from the table of configurations."""
+    """Drop all plans, which were derived from the configuration tables."""
     _plans.clear()
 
 
 def forward_ragged(
     r: RaggedArgs, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores in fp32 and winners (an empty tensor if `argmax_dtype` is None), both as `RaggedArgs` says."""
+    """Return fp32 scores and the argmax in the shapes of `RaggedArgs`.
+
+    The argmax is empty if `argmax_dtype` is None.
+    """
     c = PackedArgs.of(r, max_seqlen_q)
     scores, argmax = ragged_plan(c, normalize, argmax_dtype).forward(c)
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax

@@ -1,4 +1,7 @@
-"""What plans of forward calls share: each is worked out once from metadata alone, and scores every call that has it."""
+"""Base classes of forward plans.
+
+A plan is derived once from metadata and scores every call that has the metadata.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,21 @@ from ..runtime.memory import allocate_tensor, compute_contiguous_strides
 class Plan:
     """A forward call of given metadata."""
 
-    instead: str  # the kernel of `_plain`
+    instead: str  # name of the kernel of `_run_generic`
 
     def __init__(self, Q: Tensor, argmax_dtype: torch.dtype | None) -> None:
         self.device, self.index = Q.device, Q.device.index
         self.d, self.argmax_dtype = Q.shape[-1], argmax_dtype
 
     def allocate_scores(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """Contiguous scores to be filled by a kernel."""
+        """Return contiguous, uninitialized scores for a kernel to fill."""
         return allocate_tensor(shape, strides, torch.float32, self.device)
 
     def _run_with_fallback(self, *call: Any) -> Any:
-        """What `_faster` returns of a call; what `_plain` does where that is None or Triton cannot compile it."""
+        """Return the result of `_run_fast`.
+
+        If it is None, or if Triton cannot compile the kernel, return the result of `_run_generic`.
+        """
         try:
             found = self._run_fast(*call)
             if found is not None:
@@ -40,15 +46,19 @@ class Plan:
         return self._run_generic(*call)
 
     def _run_fast(self, *call: Any) -> Any:
+        """Return the result of the preferred kernel, or None if it does not support the call."""
         raise NotImplementedError
 
     def _run_generic(self, *call: Any) -> Any:
+        """Return the result of the kernel that supports every call."""
         raise NotImplementedError
 
 
 class DensePlan(Plan):
-    """A call of dense tensors: made from tensors with all their axes, called also with 2-D ones that these were made
-    of."""
+    """A call of dense tensors.
+
+    The plan is made from tensors with all their axes. Calls may also pass the 2-D tensors that these were made from.
+    """
 
     def __init__(self, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, argmax_dtype)
@@ -60,7 +70,7 @@ class DensePlan(Plan):
         self.calls = Calls()
 
     def allocate_argmax(self) -> Tensor:
-        """Winners to be filled by `scores`, of size [0] if none are asked for."""
+        """Return uninitialized argmax memory for `scores` to fill, of size [0] without an argmax."""
         if self.argmax_dtype is None:
             return allocate_tensor((0,), (1,), torch.int32, self.device)
         return allocate_tensor(self.argmax_shape, self.argmax_strides, self.argmax_dtype, self.device)
@@ -68,18 +78,22 @@ class DensePlan(Plan):
     def forward(
         self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False
     ) -> tuple[tuple, Callable[[Sequence[Tensor | None]], tuple | None] | None]:
-        """The scores as `shape`, which differs from [Nq, K] in axes of size 1 only; and winners, if they are asked for.
-        Then, once known, what finds the same again of other tensors, or returns None: see `Replay`.
+        """Return ``(outputs, replay)``: the scores and, if requested, the argmax, and a function that repeats the call.
+
+        `replay(tensors)` recomputes the outputs for other tensors with the same metadata, or returns None: see
+        `capture.Replay`. It is None until the call was captured.
 
         Args:
-            given: Q, D, q_mask, d_mask and q_weight.
-            returned: whether something, of size [0], is returned in place of winners that are not asked for.
+            shape: shape of the scores, which differs from [Nq, K] only in axes of size 1.
+            given: Q, D, q_mask, d_mask, and q_weight.
+            returned: whether an argmax of size [0] is returned if none is requested.
         """
         key = shape, returned
         found = self.calls.run(key, given, self.device, self._run_uncaptured, shape, given, returned)
         return found, self.calls.replay(key)
 
     def _run_uncaptured(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
+        """Return the outputs of `forward`, without capture."""
         argmax = None if self.argmax_dtype is None else self.allocate_argmax()
         scores = self.scores(shape, *given, argmax)
         if argmax is None:
@@ -87,11 +101,16 @@ class DensePlan(Plan):
         return scores, argmax
 
     def scores(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
-        """The same of Q, D, q_mask, d_mask and q_weight; winners go to what follows these, unless it is None."""
+        """Return the scores as `shape`.
+
+        Args:
+            shape: shape of the scores.
+            *tensors: Q, D, q_mask, d_mask, q_weight, and the argmax to fill, or None.
+        """
         *given, argmax = tensors
         scores = self.allocate_scores(shape, self.score_strides[len(shape)])
         with use_device(self.device):
-            # A view goes to the kernels: autograd would keep callers from writing to one.
+            # Kernels write to a view. If the result itself were a view, autograd would forbid in-place changes.
             self._score(DenseArgs._make(add_batch_axes(*given)), scores.view(self.scores_shape), argmax)
         return scores
 

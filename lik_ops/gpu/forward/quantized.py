@@ -1,4 +1,7 @@
-"""Quantised documents on a GPU: the kernel of packed tokens reads numbers, and multiplies similarities by scales."""
+"""Quantized documents on a GPU.
+
+The kernel of packed tokens reads encoded documents and multiplies similarities by scales.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,10 @@ from ..tuning.architectures import Architecture, cdiv, next_power_of_2
 from . import sm90_quantized
 from .packed import ragged_plan
 
-_TILE_TOKENS, _TILE_FEATURES = 32, 64  # of a tile
+_TILE_TOKENS, _TILE_FEATURES = 32, 64
 _WORD_DTYPES = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
-_DENSE_FORMATS = (
-    *forward_configs.INT8_TERMS_BY_ENCODING,
-    "fp8_e4m3",
-    "fp8_e5m2",
-)  # formats with a kernel for dense documents
+# Formats with a kernel for dense documents.
+_DENSE_FORMATS = (*forward_configs.INT8_TERMS_BY_ENCODING, "fp8_e4m3", "fp8_e5m2")
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -42,7 +42,15 @@ FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 def forward_quantized(
     r: RaggedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores and winners as `RaggedArgs` says, whose D says nothing but how many tokens there are."""
+    """Return scores and argmax in the shapes of `RaggedArgs`.
+
+    Args:
+        r: the call. Its D is a placeholder that only carries the token count.
+        stored: the encoded documents.
+        normalize: whether tokens are normalized.
+        argmax_dtype: dtype of the argmax, or None without an argmax.
+        max_seqlen_q: maximum number of tokens of a query.
+    """
     scores, argmax = _run_packed(
         PackedArgs.of(r._replace(D=stored.data), max_seqlen_q), stored, normalize, argmax_dtype
     )
@@ -52,13 +60,20 @@ def forward_quantized(
 def forward_quantized_cut(
     c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The same of a `PackedArgs` and tokens with the axes that they have, whose numbers are its D."""
+    """Return scores, and the argmax or None, of a packed call.
+
+    Args:
+        c: the call. Its D is the encoded data.
+        stored: the encoded documents with their axes.
+        normalize: whether tokens are normalized.
+        argmax_dtype: dtype of the argmax, or None without an argmax.
+    """
     if stored.format in _DENSE_FORMATS and not (c.candidates or normalize or argmax_dtype):
         is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
         scores = sm90_quantized.forward(c, stored) if is_dense else None
         if scores is not None:
             return scores, None
-    if c.candidates or c.pairs is not None:  # of which few calls have as many
+    if c.candidates or c.pairs is not None:  # few calls have the same number of candidates or pairs
         return _run_packed(c, stored, normalize, argmax_dtype)
     scales = stored.scale, stored.minimum, *stored[4:]
     each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in scales]
@@ -73,6 +88,7 @@ def forward_quantized_cut(
 def _run_forward(
     c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
+    """Return the scores and, if requested, the argmax, as a sequence of new tensors."""
     scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
     return (scores,) if argmax is None else (scores, argmax)
 
@@ -80,7 +96,7 @@ def _run_forward(
 def _run_packed(
     c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """By the kernel of packed documents."""
+    """Return scores and argmax of the packed kernel."""
     stored = stored.flat()
     data, kept = _view_for_kernel(c.D, stored.format, architecture(c.Q.device))
     c, counts = c._replace(D=data), _make_dequant_args(stored)
@@ -92,7 +108,7 @@ def _run_packed(
 
 
 def _view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
-    """The numbers as the kernel reads them, and `Config.STORED`."""
+    """Return the encoded data as the kernel reads it, and `KernelConfig.ENCODING`."""
     kept = OPERAND_FORMATS[format]
     if kept.dtype.is_floating_point and arch.name in FP8_ARCHITECTURES:
         return data.view(kept.dtype), "fp8"
@@ -100,24 +116,27 @@ def _view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Ten
 
 
 def _supports_prmt(device: torch.device) -> bool:
-    """Whether kernels may have `prmt` inline."""
+    """Return whether kernels can contain `prmt` as inline assembly."""
     return architecture(device).name.startswith("sm_")
 
 
 def _view_words(stored: EncodedTokens, c: PackedArgs) -> Tensor | None:
-    """Residuals as words of eight features each, where a kernel reads them so: see `residual`."""
+    """Return residual codes as words of eight features each, or None if the kernel reads bytes.
+
+    See `csrc_triton.formats.residual`.
+    """
     word, (Q, data) = _WORD_DTYPES.get(stored.format), c[:2]
     centroids = stored.centroids
     if word is None or centroids is None or not len(centroids) or not data.numel() or not _supports_prmt(Q.device):
         return None
     half = Q.dtype in (torch.float16, torch.bfloat16) and centroids.dtype == torch.float16
     whole = Q.shape[-1] % 8 == 0 and data.is_contiguous()
-    aligned = data.data_ptr() % word.itemsize == 0 and centroids.data_ptr() % 4 == 0  # which are read as pairs
+    aligned = data.data_ptr() % word.itemsize == 0 and centroids.data_ptr() % 4 == 0  # centroids are read as pairs
     return data.view(word) if half and whole and aligned else None
 
 
 def _make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
-    """Kernels take them one behind another."""
+    """Return the dequantization arguments, which must be contiguous."""
     scale, minimum = stored.scale.contiguous(), None if stored.minimum is None else stored.minimum.contiguous()
     found = DequantArgs(
         scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1)
@@ -129,7 +148,7 @@ def _make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
 
 
 def make_unit_norm_config(d: int, wide: int, kept: Any) -> KernelConfig:
-    """Of `maxsim_unit_counts`."""
+    """Return the configuration of `maxsim_unit_counts`."""
     BD = min(max(next_power_of_2(d), 16), _TILE_FEATURES)
     return KernelConfig(16, _TILE_TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", ENCODING=kept)
 
@@ -137,7 +156,7 @@ def make_unit_norm_config(d: int, wide: int, kept: Any) -> KernelConfig:
 def _normalize_dequant_args(
     c: PackedArgs, counts: DequantArgs | CodecDequantArgs, kept: Any
 ) -> DequantArgs | CodecDequantArgs:
-    """What numbers count as over the norms of their tokens."""
+    """Return the dequantization arguments divided by the norms of the tokens."""
     found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]
     config = make_unit_norm_config(d, choose_row_offset_width(get_feature_reach(c.Q, c.D)), kept)
@@ -150,12 +169,12 @@ def _normalize_dequant_args(
 
 
 def make_quantize_config(d: int, wide: int) -> KernelConfig:
-    """Of `maxsim_keep_int8`."""
+    """Return the configuration of `maxsim_keep_int8`."""
     return make_unit_norm_config(d, wide, "")._replace(NORMALIZE=False)
 
 
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
-    """Document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` as int8, and the scale of each."""
+    """Return document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` as int8, and the scale of each token."""
     data = torch.empty(D.shape, dtype=torch.int8, device=D.device)
     scale = torch.empty(D.shape[:-1], dtype=torch.float32, device=D.device)
     if scale.numel():

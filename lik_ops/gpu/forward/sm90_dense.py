@@ -1,6 +1,6 @@
-"""Plans of forward calls that a Gluon kernel computes: sm_90, many query rows, no document mask.
+"""Plans of forward calls for the Gluon kernels: sm_90, many query rows, no document mask.
 
-`maxsim_forward_specialized` has up to 128 features, `maxsim_forward_wide` more.
+`maxsim_forward_specialized` supports up to 128 features, and `maxsim_forward_wide` more.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from ..tuning import architectures, sm90_configs
 from .generic import GluonPlan
 
 _log = logging.getLogger("lik_ops")
-_MAX_WORKSPACE_BYTES = 32 * 2**20  # bytes
+_MAX_WORKSPACE_BYTES = 32 * 2**20
 _SUM_BLOCK_DOCUMENTS = 256
-_STEP_FEATURES = 128  # whose squares `maxsim_forward` sums at a time, where there are more
+_STEP_FEATURES = 128  # `maxsim_forward` sums the squares of so many features at a time if d is larger
 
 
 class Sm90Plan(GluonPlan):
-    """Row tiles hold 256 query tokens, of as many queries as fit; a longer query is scored in parts of 128 tokens. Few
-    query rows are one tile, beside which each of two warp groups has documents of its own.
+    """A call of `maxsim_forward_specialized`.
 
-    The parts' scores lie in a workspace, from which a second launch adds them, for a chunk of documents at a time. So
-    do inverse norms that the kernel reads.
+    Row tiles hold 256 query tokens, of as many queries as fit. A longer query is scored in parts of 128 tokens. Few
+    query rows are one tile, and each of two warp groups scores its own documents against the tile.
+
+    The scores of the parts are stored in a workspace, and a second launch adds them, for a chunk of documents at a
+    time. The inverse norms that the kernel reads are also stored in a workspace.
     """
 
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
@@ -64,10 +66,11 @@ class Sm90Plan(GluonPlan):
             self._launch(of_part, scores[:, part], argmax_found, self.sizes._replace(K=len(of_part.D)))
 
     def _part(self, x: Any, part: slice) -> Any:
-        """Of some documents."""
+        """Return the arguments of a slice of the documents."""
         return x._replace(D=x.D[part])
 
     def _launch(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
+        """Launch the kernel, and the sums of parts if necessary."""
         parts, Nq, K = self.choice.parts, sizes.Nq, sizes.K
         direct = parts == 1 and K == self.sizes.K
         sums = scores if direct else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
@@ -88,16 +91,18 @@ class Sm90Plan(GluonPlan):
             launcher.launch(row_sums.maxsim_sum_parts, grid, args, {"num_warps": 4})
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
-        # The plain kernel loads rows that begin elsewhere feature by feature, and sums their squares in another order.
+        # The generic kernel loads unaligned rows feature by feature, and sums their squares in another order.
         return super()._supports_tensors(Q, D) and not (self.normalize and Q.data_ptr() % 16)
 
     def _tokens(self, D: Tensor, sizes: SizeArgs) -> Any:
-        """All document tokens as rows."""
+        """Return a descriptor of all document tokens as rows."""
         return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
 
     def _norms(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Tensor | None]:
-        """Inverse norms of document tokens and, for wide features, of query tokens, found by a launch of their own;
-        None where the kernel does not read them."""
+        """Return inverse norms of document tokens and, for the large-d kernel, of query tokens.
+
+        A separate launch computes them. Both are None if the kernel does not read norms.
+        """
         if not self.choice.reads_norms:
             return None, None
         wide, BN = self.choice.has_large_d, self.choice.config.BN
@@ -110,17 +115,20 @@ class Sm90Plan(GluonPlan):
         return gluon.make_tile_descriptor((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
 
     def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
-        """What the kernel takes between the queries and the sizes."""
+        """Return the kernel arguments between the queries and the sizes."""
         return tokens, norms[0], self._make_encoded_args(x), OutputArgs(sums, argmax)
 
     def _make_encoded_args(self, x: Any) -> EncodedDocumentArgs | None:
-        """Documents beside their descriptor, where some tokens are read again."""
+        """Return the documents as tensors if the kernel reads some tokens without the descriptor, else None."""
         splits = isinstance(self.choice.config, Sm90Config) and self.choice.config.SPLIT_FP32
         return EncodedDocumentArgs(x.D, None, 0, 0) if splits else None
 
 
 class Sm90LargeDPlan(Sm90Plan):
-    """Row tiles hold 128 query tokens, of as many queries as fit; a longer query is scored in parts of 64 tokens."""
+    """A call of `maxsim_forward_wide`.
+
+    Row tiles hold 128 query tokens, of as many queries as fit. A longer query is scored in parts of 64 tokens.
+    """
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0

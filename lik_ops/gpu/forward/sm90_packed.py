@@ -1,7 +1,7 @@
-"""Forward calls by way of row maxima: sm_90, many query rows, documents of any length or with masks.
+"""Forward calls by row maxima: sm_90, many query rows, documents of any length or with masks.
 
-Query rows are packed, so that no tile holds rows of no query, and documents end where they end. Their maxima lie in a
-workspace, from which a second kernel adds them up, for a chunk of documents at a time.
+Query rows are packed without padding, and documents end at their own length. The row maxima are stored in a workspace,
+and a second kernel sums them, for a chunk of documents at a time.
 """
 
 from __future__ import annotations
@@ -23,30 +23,35 @@ from ..tuning.sm90_configs import RowMaximaChoice
 from .generic import GluonPlan
 
 _log = logging.getLogger("lik_ops")
-# Of a workspace of 32 MiB: for maxima and what masks become, a bit a token; or documents without what masks leave out,
-# of 16 bytes or more a token, the 4 bytes that say which it is, and maxima.
+# Shares of a workspace of 32 MiB. It holds either maxima and masks of one bit for each token, or copies of kept tokens,
+# their 4-byte positions, and maxima. A token has at least 16 bytes.
 _MAX_MAXIMA_BYTES, _MAX_MASK_BYTES = 24 * 2**20, 8 * 2**20
 _MAX_TOKEN_BYTES, _MAX_COPY_MAXIMA_BYTES = 20 * 2**20, 7 * 2**20
-_PATCH_STEP_TILES = 8  # of a step of `maxsim_patches`
-_COPY_BLOCK_TOKENS = 64  # of a program of `maxsim_kept_tokens`
-_MIN_COPY_ROWS = 8192  # query rows for which copying tokens is soon made good by what is not scored
-_MIN_COPY_PAIRS = 4  # of a row tile and a document, that a program then has at least, or all
+_PATCH_STEP_TILES = 8  # tiles of a step of `maxsim_patches`
+_COPY_BLOCK_TOKENS = 64  # tokens of a program of `maxsim_kept_tokens`
+# Query rows from which on the time saved on masked tokens exceeds the cost of copying.
+_MIN_COPY_ROWS = 8192
+# Minimum (row tile, document) pairs of a program with copies, unless one chunk holds all documents.
+_MIN_COPY_PAIRS = 4
 _COVER_BLOCK_ROWS = 128
 _ARGMAX_BLOCK_ROWS = 1024
 
 
 class RowMaximaArgs(NamedTuple):
-    """What is scored: query rows, ``(n, L)`` of them in n groups, and document tokens as rows from 16 bytes on."""
+    """The arguments of the row maxima kernel.
+
+    They are ``(n, L)`` query rows in n groups, and document tokens as rows with at least 16-byte alignment.
+    """
 
     queries: QueryArgs
     groups: tuple[int, int]
     tokens: Tensor  # [Td, d]
     segments: SegmentArgs
     counts: tuple[int, int]  # queries, documents
-    patches: MaskPatchArgs | None = None  # of a mask
+    patches: MaskPatchArgs | None = None  # for documents with a mask
 
     def part(self, k: int, count: int) -> RowMaximaArgs:
-        """`count` documents from the k-th on."""
+        """Return the arguments of `count` documents from the k-th document on."""
         segments, tokens = self.segments, self.tokens
         if segments.offsets is None:
             tokens = tokens[k * segments.d_each :]
@@ -59,8 +64,10 @@ class RowMaximaArgs(NamedTuple):
 
 
 def score_rows(choice: RowMaximaChoice, rows: RowMaximaArgs, scores: Tensor, argmax: Tensor | None, space: int) -> None:
-    """Fill scores ``[queries, documents]`` and winners ``[documents, n * L]``; by way of maxima in `space` bytes, a
-    chunk of documents at a time, unless the kernel sums them itself."""
+    """Fill scores ``[queries, documents]`` and argmax ``[documents, n * L]``.
+
+    Unless the kernel sums the maxima itself, they use a workspace of `space` bytes, for a chunk of documents at a time.
+    """
     if choice.config.SUM_ROWS:
         _launch_row_maxima(choice, rows, RowMaximaOutputArgs(None, scores, scores.stride(0), argmax))
     else:
@@ -71,6 +78,7 @@ def score_rows(choice: RowMaximaChoice, rows: RowMaximaArgs, scores: Tensor, arg
 def _sum_maxima(
     choice: RowMaximaChoice, rows: RowMaximaArgs, scores: Tensor, argmax: Tensor | None, space: int
 ) -> None:
+    """Fill the scores by a launch for the maxima and a launch for their sums."""
     count, (queries, K) = rows.groups[0] * rows.groups[1], rows.counts
     chunk = max(1, min(K, space // (4 * count)))
     chunk = chunk if chunk in (1, K) else chunk // 16 * 16 or chunk
@@ -88,6 +96,7 @@ def _sum_maxima(
 
 
 def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, found: RowMaximaOutputArgs) -> None:
+    """Launch `maxsim_row_maxima`."""
     C, tokens = choice.config, rows.tokens
     described = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).of(
         tokens, list(tokens.shape), [tokens.shape[1], 1]
@@ -101,8 +110,10 @@ def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, found: RowM
 def forward_row_maxima(
     choice: RowMaximaChoice, c: PackedArgs, queries: QueryArgs, segments: SegmentArgs, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    """Scores ``[Nq, Nd]`` and, unless `argmax_dtype` is None, winners ``[Nd, Tq]`` of the cross product of packed
-    tokens."""
+    """Return the scores ``[Nq, Nd]`` of a cross product of packed tokens, and the argmax ``[Nd, Tq]``.
+
+    The argmax is absent if `argmax_dtype` is None.
+    """
     scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
     argmax = None
     with use_device(c.Q.device):
@@ -119,7 +130,7 @@ def forward_row_maxima(
 
 
 def _view_as_dense(queries: QueryArgs, Lq: int) -> QueryArgs:
-    """Packed rows as those of queries of Lq rows each."""
+    """Return packed rows as queries of Lq rows each."""
 
     def each(stride: int | None) -> int | None:
         return None if stride is None else Lq * stride
@@ -129,7 +140,7 @@ def _view_as_dense(queries: QueryArgs, Lq: int) -> QueryArgs:
 
 
 def _mask_gaps(c: PackedArgs, queries: QueryArgs) -> QueryArgs:
-    """`queries` with a mask without rows of no query, which win nothing."""
+    """Return `queries` with a mask that excludes rows of no query, which have no argmax."""
     if c.has_no_gaps:
         return queries
     covered = torch.zeros(c.Tq, dtype=torch.bool, device=c.Q.device)
@@ -140,10 +151,10 @@ def _mask_gaps(c: PackedArgs, queries: QueryArgs) -> QueryArgs:
 
 
 class MaskedPlan(GluonPlan):
-    """Dense documents with masks, a chunk of them at a time.
+    """Dense documents with masks, a chunk of documents at a time.
 
-    For many query rows, the tokens that count are copied to a workspace. For fewer, the kernel reads each document from
-    its first token that counts to the last, and overwrites, where it has copied them to, those between that do not.
+    For many query rows, the kept tokens are copied to a workspace. For fewer rows, the kernel reads each document from
+    its first kept token to the last, and overwrites the masked tokens between them in shared memory.
     """
 
     def __init__(self, choice: RowMaximaChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
@@ -154,7 +165,7 @@ class MaskedPlan(GluonPlan):
         _log.debug("masks of %s: %s, %d documents at a time", self.sizes, self.score_part.__name__, self.chunk)
 
     def _choose(self, D: Tensor) -> tuple[Callable[..., None], int]:
-        """How documents are scored, and how many of them at a time."""
+        """Return the method that scores documents, and the number of documents at a time."""
         Nq, K, Lq, Ld = self.sizes
         chunk = _MAX_TOKEN_BYTES // (Ld * self.d * D.element_size())
         row_tiles = Nq * Lq // sm90_configs.SM90_TILE_ROWS
@@ -173,6 +184,7 @@ class MaskedPlan(GluonPlan):
             self.score_part(queries, x.D[part], x.d_mask[part], scores[:, part], argmax_found)
 
     def _rows(self, queries: QueryArgs, tokens: Tensor, lengths: Tensor) -> RowMaximaArgs:
+        """Return the kernel arguments for some documents."""
         Nq, _, Lq, Ld = self.sizes
         segments = SegmentArgs(None, None, lengths, None, None, Lq, Ld)
         return RowMaximaArgs(queries, (Nq, Lq), tokens.view(-1, self.d), segments, (Nq, tokens.shape[0]))
@@ -180,6 +192,7 @@ class MaskedPlan(GluonPlan):
     def _score_by_patches(
         self, queries: QueryArgs, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None
     ) -> None:
+        """Score documents whose masked tokens are overwritten in shared memory."""
         K, Ld, _ = D.shape
         bits = torch.empty((K, self.choice.config.BN // 32, self.tiles), dtype=torch.int32, device=self.device)
         sources, lengths = torch.empty((2, K), dtype=torch.int32, device=self.device)
@@ -202,6 +215,7 @@ class MaskedPlan(GluonPlan):
     def _score_by_copies(
         self, queries: QueryArgs, D: Tensor, d_mask: Tensor, scores: Tensor, argmax: Tensor | None
     ) -> None:
+        """Score copies of the kept tokens."""
         K, Ld, d = D.shape
         tokens = torch.empty_like(D)
         lengths = torch.empty(K, dtype=torch.int32, device=self.device)

@@ -1,4 +1,7 @@
-"""Dense int8 and FP8 documents on sm_90: `maxsim_forward_specialized` beside query rows of int8 terms or of fp16."""
+"""Dense int8 and FP8 documents on sm_90.
+
+`maxsim_forward_specialized` multiplies the documents by query rows of int8 terms or of fp16.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _plans: dict[tuple, QuantizedPlan | None] = {}
 
 
 class QuantizedArgs(NamedTuple):
-    """The tensors of a call, with all their axes; `scale` expanded to ``[Nd, Ld]``."""
+    """The tensors of a call with all their axes, and `scale` expanded to ``[Nd, Ld]``."""
 
     Q: Tensor
     D: Tensor
@@ -34,9 +37,10 @@ class QuantizedArgs(NamedTuple):
 
 
 class QuantizedPlan(Sm90Plan):
-    """As `Sm90Plan`. Beside int8 row tiles hold 128 query tokens, and parts of a longer query 64.
+    """A plan like `Sm90Plan` for encoded documents.
 
-    Of one term they hold twice as many.
+    For int8 documents with two terms, row tiles hold 128 query tokens, and a part of a longer query holds 64. With one
+    term they hold twice as many.
     """
 
     instead = "maxsim_forward_ragged"
@@ -46,7 +50,7 @@ class QuantizedPlan(Sm90Plan):
         self.each_token = choice.config.PRECOMPUTED_SCALES and not choice.config.ENCODING  # type: ignore[union-attr]
 
     def forward(self, x: QuantizedArgs) -> Tensor | None:  # type: ignore[override]
-        """The scores, or None where another kernel has to serve."""
+        """Return the scores, or None if another kernel has to serve."""
         if x.D.data_ptr() % 16 or (self.each_token and x.scale.data_ptr() % 16):
             return None
         scores = self.allocate_scores(self.scores_shape, self.score_strides[2])
@@ -78,8 +82,14 @@ class QuantizedPlan(Sm90Plan):
 
 
 def forward(c: PackedArgs, stored: EncodedTokens) -> Tensor | None:
-    """The scores of the cross product of dense queries, and dense documents without mask; None where
-    `maxsim_forward_ragged` serves. `stored` has the axes of documents."""
+    """Return the scores of the cross product of dense queries and dense documents without a mask.
+
+    Return None if `maxsim_forward_ragged` has to serve.
+
+    Args:
+        c: the call.
+        stored: the documents with their axes.
+    """
     data, scale = stored.data, stored.scale
     data = data if data.dtype == torch.int8 else data.view(torch.int8)
     key = (*make_metadata_key(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride(), stored.format)
@@ -100,5 +110,5 @@ def forward(c: PackedArgs, stored: EncodedTokens) -> Tensor | None:
 
 
 def clear_plans() -> None:
-    """Drop what was worked out from the table of configurations."""
+    """Drop all plans, which were derived from the configuration tables."""
     _plans.clear()

@@ -1,7 +1,8 @@
-"""Forward calls of few long documents: programs share a document, a second launch puts together what they found.
+"""Forward calls of few long documents, which are cut into splits.
 
-Documents are cut evenly into as many sections as keep all multiprocessors reading, by lengths that the device alone
-may know. Bits are those of calls that do not cut.
+Several programs share a document, and a second launch merges their results. Documents are cut evenly into as many
+splits as keep all SMs busy. Their lengths may be known only on the device. The results have the same bits as results
+without splits.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ def score_splits(
     scores: Tensor,
     argmax: Tensor | None,
 ) -> None:
-    """Fill scores ``[Nq, Nd]`` and, unless it is None, winners ``[Nd, Tq]``.
+    """Fill the scores and, unless it is None, the argmax.
 
     Args:
+        choice: the choice of splits.
+        c: the packed call.
         queries: the ``(n, L)`` rows of Q in n groups, for their sums.
         rows: n and L.
+        scores: output ``[Nq, Nd]``.
+        argmax: output ``[Nd, Tq]``, or None.
     """
     config, most = choice.launch.config, choice.most
     maxima = torch.empty((most, c.Tq), dtype=torch.float32, device=c.Q.device)
@@ -54,7 +59,7 @@ def score_splits(
     norms = torch.empty(c.Tq, dtype=torch.float32, device=c.Q.device) if config.NORMALIZE else None
     cut = SplitArgs(maxima, argmax_found, kept, norms, argmax, most, choice.each)
     segments, documents = make_segment_args(c), make_packed_document_args(c, masked=True)
-    packed = make_packed_query_args(c._replace(q_weight=None))  # which the sums have
+    packed = make_packed_query_args(c._replace(q_weight=None))  # the sums apply the weights
     sizes, d = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
     tiles = make_descriptor(c.D, config) if choice.uses_descriptor else None
     args = (packed, documents, tiles, None, None, segments, cut, sizes, d, choice.levels, config)
@@ -63,13 +68,13 @@ def score_splits(
     found = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
     grid = (architectures.cdiv(c.queries, side) * c.columns,)
     launcher.launch(row_sums.maxsim_row_sums, grid, (*found, *choice.sums, config), choice.make_sum_options)
-    _log.debug("sections of %s documents, %s tokens: %s", c.columns, c.Td, choice)
+    _log.debug("splits of %s documents, %s tokens: %s", c.columns, c.Td, choice)
 
 
 def forward_splits(
     choice: choose.SplitChoice, c: PackedArgs, queries: QueryArgs, argmax: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Scores ``[Nq, Nd]`` of packed tokens; and, unless it is None, `argmax`, filled with the winners ``[Nd, Tq]``."""
+    """Return scores ``[Nq, Nd]`` of packed tokens and, unless it is None, `argmax` after filling it ``[Nd, Tq]``."""
     scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
     with use_device(c.Q.device):
         score_splits(choice, c, queries, (1, c.Tq), scores, argmax)
@@ -77,14 +82,16 @@ def forward_splits(
 
 
 class DocumentSplitPlan(DensePlan):
-    """Dense documents."""
+    """A call of dense documents that are cut into splits."""
 
     def __init__(self, choice: choose.SplitChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.choice = choice
 
     def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:
-        q_mask = x.q_mask if x.q_mask is None or has_even_stride(x.q_mask) else None  # a mask only spares work there
+        q_mask = (
+            x.q_mask if x.q_mask is None or has_even_stride(x.q_mask) else None
+        )  # in this kernel a query mask only saves work
         c = choose.make_cut(x.Q, x.D, q_mask, x.d_mask)
         queries = make_query_args(x.Q, x.q_mask, x.q_weight)
         score_splits(self.choice, c, queries, (self.sizes.Nq, self.sizes.Lq), scores, argmax)

@@ -1,4 +1,7 @@
-"""The best of scores by the Triton backend: levels, each of which keeps the best of blocks, until one block is left."""
+"""Top-k selection by the Triton backend.
+
+Each pass keeps the best scores of each block, until a single block is left.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,26 @@ from ..tuning.architectures import cdiv
 
 BLOCK_SCORES, SMALL_BLOCK_SCORES = 8192, 1024
 _WARPS = {BLOCK_SCORES: 16, SMALL_BLOCK_SCORES: 4}
-_MAX_TOP_K = 256  # kept of each row
-_MAX_COLUMNS = 2**30  # they are counted in 32 bits
+_MAX_TOP_K = 256  # scores kept for each row
+_MAX_COLUMNS = 2**30  # the kernel counts columns in 32 bits
 
 
 def _supports_kernel(rows: int, n: int, k: int) -> bool:
-    """Whether the kernel takes them; AMD's barriers do not promise that other threads see what was stored."""
+    """Return whether the kernel supports a selection.
+
+    The barriers of AMD GPUs do not guarantee that other threads see stored values.
+    """
     return torch.version.hip is None and rows > 0 and n <= _MAX_COLUMNS and 0 < k <= _MAX_TOP_K
 
 
 def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `portable_topk.best`, the same bits, beside the scores in memory for some percent of them."""
+    """Return the same bits as `portable_topk.best`, with additional memory of a few percent of the scores.
+
+    Args:
+        scores: scores `[rows, n]`.
+        top_k: number of scores to keep for each row.
+        indices: int64 indices `[rows, n]`, or None for the column numbers.
+    """
     rows, n = scores.shape
     k = min(top_k, n)
     if scores.dtype != torch.float32 or not _supports_kernel(rows, n, k):
@@ -41,7 +53,7 @@ def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Ten
 
 
 def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """As `portable_topk.best_of_parts`: one launch, which reads the message as it is."""
+    """Return the result of `portable_topk.best_of_parts` in one launch, which reads the message without a copy."""
     parts, _, rows, width = received.shape
     n = parts * width
     k = min(top_k, n)
@@ -54,7 +66,10 @@ def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _launch(X: TopKInputArgs, sizes: tuple[int, int, int], blocks: int, kept: int) -> tuple[Tensor, Tensor]:
-    """The `kept` of each row that are among the k best of one of `blocks`; in order, of one. `sizes`: rows, n, k."""
+    """Return the `kept` scores of each row that are among the k best of one of `blocks` blocks.
+
+    The result is in order if there is one block. `sizes` has rows, n, and k.
+    """
     rows, n, k = sizes
     device = X.scores.device
     scores = torch.empty((rows, kept), dtype=torch.float32, device=device)

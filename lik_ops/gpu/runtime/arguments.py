@@ -1,4 +1,4 @@
-"""Tensors as kernel arguments: the device's table entry, groups, sizes, offsets' widths, tensor descriptors, grids."""
+"""Conversion of tensors to kernel arguments: architecture, groups, sizes, offset widths, descriptors, and grids."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from ..tuning.architectures import ARCHITECTURES, INTERPRETER, Architecture
 
 _INT32_MAX = 2**31 - 1
 _NO_STRIDES = (None, None, None)
-# None where torch was built without CUDA and ROCm.
+# None if torch was built without CUDA and ROCm.
 current_device: Callable = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
 
 
 def _is_interpreting() -> bool:
+    """Return whether Triton runs kernels in its interpreter."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def unavailable(device: torch.device) -> str | None:
-    """None if the kernels can run on `device`, else the reason why not."""
+    """Return None if the kernels can run on `device`, else the reason."""
     if device.type == "cpu" and _is_interpreting():
         return None
     if device.type != "cuda":
@@ -39,17 +40,18 @@ def unavailable(device: torch.device) -> str | None:
 
 @functools.cache
 def architecture(device: torch.device) -> Architecture:
-    """The entry of the configuration table for `device`; a GPU that has none gets its own shared memory size.
+    """Return the architecture of `device`, including rules of the table in ``LIK_OPS_TABLE`` if they fit.
 
-    With the rules of the table that ``LIK_OPS_TABLE`` names, if they are for this architecture.
+    A GPU that is not in `ARCHITECTURES` gets its own shared memory size.
     """
     return measured_tables.add_measured_rules(_get_builtin_architecture(device))
 
 
 def _get_builtin_architecture(device: torch.device) -> Architecture:
+    """Return the architecture of `device` without measured rules."""
     if device.type == "cpu":
         return INTERPRETER
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some fields
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]
         found = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, threads_per_warp=properties.warp_size))
@@ -61,65 +63,76 @@ def _get_builtin_architecture(device: torch.device) -> Architecture:
 
 
 def use_device(device: torch.device):
-    """Make the tensors' device the current one for a launch: Triton launches on the current device."""
+    """Return a context that makes the tensors' device current, because Triton launches on the current device."""
     if device.index is not None and device.index != current_device():
         return torch.cuda.device(device)
     return contextlib.nullcontext()
 
 
 def get_strides(per_token: Tensor | None) -> tuple[int | None, ...]:
+    """Return the strides of a mask or weight with two axes, or Nones without one."""
     return (None, None) if per_token is None else per_token.stride()
 
 
 def make_query_args(Q: Tensor, mask: Tensor | None, weight: Tensor | None) -> QueryArgs:
+    """Return dense query tokens with mask and weight as a kernel argument."""
     if mask is None and weight is None:
         return QueryArgs._make((Q, *Q.stride(), *_NO_STRIDES, *_NO_STRIDES))
     return QueryArgs._make((Q, *Q.stride(), mask, *get_strides(mask), weight, *get_strides(weight)))
 
 
 def get_owner_strides(x: Tensor | None, candidates: bool) -> tuple[int | None, ...]:
-    """Strides beginning with that of the owner, which is 0 in the cross product."""
+    """Return strides beginning with the owner stride, which is 0 in the cross product."""
     if x is None:
         return _NO_STRIDES
     return x.stride() if candidates else (0, *x.stride())
 
 
 def make_document_args(D: Tensor, mask: Tensor | None) -> DocumentArgs:
+    """Return dense document tokens with their mask as a kernel argument."""
     candidates = D.dim() == 4
     return DocumentArgs._make((D, *get_owner_strides(D, candidates), mask, *get_owner_strides(mask, candidates)))
 
 
 def get_row_args(x: Tensor | None) -> tuple:
-    """Of a mask or weight of packed rows: itself and its strides between queries or documents, and between rows."""
+    """Return a mask or weight of packed rows, its stride between queries or documents, and its row stride."""
     return (None, None, None) if x is None else (x, 0, x.stride(-1))
 
 
 def make_packed_query_args(c: PackedArgs) -> QueryArgs:
+    """Return packed query tokens with mask and weight as a kernel argument."""
     return QueryArgs._make((c.Q, 0, *c.Q.stride()[-2:], *get_row_args(c.q_mask), *get_row_args(c.q_weight)))
 
 
 def make_packed_document_args(c: PackedArgs, masked: bool = False) -> DocumentArgs:
-    """Without their mask unless `masked`: masked tokens win nothing."""
+    """Return packed document tokens as a kernel argument, with their mask only if `masked`.
+
+    The backward needs no mask, because a masked token is never an argmax.
+    """
     mask = (None,) * 4 if c.d_mask is None or not masked else (c.d_mask, 0, 0, c.d_mask.stride(-1))
     return DocumentArgs._make((c.D, 0, 0, *c.D.stride()[-2:], *mask))
 
 
 def make_segment_args(c: PackedArgs) -> SegmentArgs:
+    """Return the segment arrays of a packed call as a kernel argument."""
     return SegmentArgs._make((*c.indices, c.q_each, c.d_each))
 
 
 def has_even_stride(x: Tensor) -> bool:
-    """Whether the rows of all queries or documents lie at one distance, so that they can be taken for packed ones."""
+    """Return whether all rows are evenly spaced, so that a dense tensor can be read as packed rows."""
     return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def make_size_args(Q: Tensor, D: Tensor) -> SizeArgs:
+    """Return the sizes of a dense call."""
     return SizeArgs(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])
 
 
 def choose_offset_width(Q: Tensor, D: Tensor) -> int:
-    """`Config.WIDE_OFFSETS`: whether offsets of a document's tokens, or even of a token's features, may exceed 32
-    bits."""
+    """Return `KernelConfig.WIDE_OFFSETS` of a dense call.
+
+    The value says whether offsets of a document's tokens, or even of a token's features, may exceed 32 bits.
+    """
     features = get_feature_reach(Q, D)
     if choose_row_offset_width(features) == 2:
         return 2
@@ -127,17 +140,21 @@ def choose_offset_width(Q: Tensor, D: Tensor) -> int:
 
 
 def choose_row_offset_width(features: int) -> int:
-    """`Config.WIDE_OFFSETS` of a kernel that finds rows with 64 bits, of `get_feature_reach`."""
+    """Return `KernelConfig.WIDE_OFFSETS` of a kernel that locates rows with 64 bits.
+
+    Args:
+        features: the result of `get_feature_reach`.
+    """
     return 2 if features > _INT32_MAX else 1
 
 
 def get_feature_reach(Q: Tensor, D: Tensor) -> int:
-    """How far the features of a token reach."""
+    """Return the distance in elements that the features of a token span."""
     return D.shape[-1] * max(abs(Q.stride(-1)), abs(D.stride(-1)))
 
 
 def make_descriptor(D: Tensor, config: KernelConfig) -> TensorDescriptor | None:
-    """All document tokens as rows for the tensor memory access unit, or None where it cannot read them."""
+    """Return a TMA descriptor of all document tokens as rows, or None if TMA cannot read them."""
     if not supports_descriptor(D) or D.data_ptr() % 16:
         return None
     d = D.shape[-1]
@@ -145,27 +162,28 @@ def make_descriptor(D: Tensor, config: KernelConfig) -> TensorDescriptor | None:
 
 
 def supports_descriptor(D: Tensor) -> bool:
-    """Whether the tensor memory access unit can read the document tokens, if they begin at a multiple of 16 bytes."""
+    """Return whether TMA can read the document tokens if they start at a multiple of 16 bytes."""
     rows, d = D.numel() // D.shape[-1], D.shape[-1]
     return 0 < rows <= _INT32_MAX and d * D.element_size() % 16 == 0 and D.is_contiguous()
 
 
 def supports_query_descriptor(Q: Tensor) -> bool:
-    """The same of query tokens, in blocks of several queries."""
+    """Return whether TMA can read blocks of several queries if the tokens start at a multiple of 16 bytes."""
     strides = [stride * Q.element_size() for stride in Q.stride()[:2]]
-    # Strides are non-zero and below 2^40 there.
+    # TMA strides are nonzero and less than 2^40 bytes.
     return Q.stride(2) == 1 and max(Q.shape) <= _INT32_MAX and all(0 < s < 2**40 and s % 16 == 0 for s in strides)
 
 
 def check_grid(programs: int) -> tuple[int]:
+    """Return a one-dimensional grid, or raise ValueError if it has too many programs."""
     if programs > _INT32_MAX:
         raise ValueError(f"lik_ops: {programs} programs in one launch; a CUDA grid holds {_INT32_MAX}: score in parts")
     return (programs,)
 
 
 def is_tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether inputs are fp32 and the user allowed TF32 for their matrix products, by any of torch's settings.
+    """Return whether inputs are fp32 and any PyTorch setting allows TF32 for their matrix products.
 
-    The older `is_tf32_allowed` follows this one, and raises once a newer setting was used.
+    The older ``torch.backends.cuda.matmul.allow_tf32`` follows this setting, and raises once a newer setting was used.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -1,10 +1,11 @@
-"""Calls of several launches made again: with the memory and the launches of an earlier call like them.
+"""Capture and replay of calls: allocations and launches are recorded once and repeated with new pointers.
 
-What a backend does with tensors hangs on their metadata alone, so a second call of the same metadata takes the same
-memory and launches the same kernels: only pointers differ. The second call is recorded; later ones need little of the
-host's time. What cannot be replayed, as an operation of torch that is no allocation, is not recorded, and runs as ever.
+A backend's work depends only on the metadata of its tensors. A second call with the same metadata therefore allocates
+the same memory and launches the same kernels, with different pointers. The second call is captured, and later calls
+replay it with little host time. A call with an operation that cannot be replayed, such as a PyTorch operation other
+than an allocation, is not captured and runs as usual.
 
-A recorded call is written down as a Python function, which takes half the time of going through what was recorded.
+A captured call becomes a generated Python function, which costs half the time of interpreting the recorded steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .memory import is_deterministic, makers, raw_stream
 
 _log = logging.getLogger("lik_ops")
 _MAX_CALLS = 1024
-_MAX_DESCRIPTORS = 64  # that a launch keeps
+_MAX_DESCRIPTORS = 64  # cached for each launch
 _aten = torch.ops.aten
 _EMPTY_OPS = {
     _aten.empty.memory_format,
@@ -41,13 +42,13 @@ _ZERO_OPS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.defa
 _FILL_OPS = {_aten.zero_.default, _aten.fill_.Scalar}
 
 Tensors = Sequence[Tensor | None]
-# What a call does, for other tensors of the same metadata: it returns the results, or None where the call has to be
-# made in full; nothing is launched then.
+# Replays a call for other tensors of the same metadata. Returns the results, or None if the call has to run in full. In
+# that case nothing was launched.
 Replay = Callable[[Tensors], Any]
 
 
 class _Allocation(NamedTuple):
-    """A tensor that a call makes, and what it is filled with, if with anything."""
+    """A tensor that a call allocates, and its fill value, if any."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,41 +57,47 @@ class _Allocation(NamedTuple):
 
 
 def _get_memory_range(x: Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends."""
+    """Return the first address of a tensor's memory and the address after its end."""
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
 
 
 def _can_record(given: Tensors) -> bool:
-    """Whether pointers tell which tensor they are of, and begin where those of most calls do."""
+    """Return whether pointers identify the tensors and have the usual 16-byte alignment.
+
+    Pointers identify tensors if no two tensors overlap in memory.
+    """
     spans = sorted(_get_memory_range(x) for x in given if x is not None and x.numel())
     apart = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     return apart and all(x is None or x.data_ptr() % 16 == 0 for x in given)
 
 
 class _RecordedFill(NamedTuple):
+    """A fill of a tensor that the call allocated."""
+
     slot: int
     value: float
 
 
 class _PointerOffset(NamedTuple):
-    """Which tensor an argument points into, and how many bytes behind its beginning."""
+    """The tensor that an argument points into, and the offset from its start in bytes."""
 
     slot: int
     offset: int
 
 
 class _DescriptorTemplate(NamedTuple):
-    """A tensor descriptor but for its tensor, and what earlier ones were encoded to, by where that begins."""
+    """A tensor descriptor without its tensor, and earlier encodings by the tensor's address."""
 
-    place: int  # among the arguments
-    n: int  # among the descriptors
+    place: int  # position among the arguments
+    n: int  # position among the descriptors
     slot: int
     made: Callable[[Tensor], Any]
     bound: launcher.CompiledKernel
     encoded: dict[int, tuple]
 
     def encode(self, pointer: int, tensor: Tensor) -> tuple:
+        """Encode the descriptor of `tensor` and cache the result."""
         if len(self.encoded) >= _MAX_DESCRIPTORS:
             self.encoded.clear()
         found = self.encoded[pointer] = self.bound.encoded(self.n, self.made(tensor))
@@ -98,7 +105,7 @@ class _DescriptorTemplate(NamedTuple):
 
 
 class _RecordedLaunch(NamedTuple):
-    """Arguments with None for pointers, groups of them as lists, and where pointers go."""
+    """A launch: arguments with None for pointers, groups as lists, and the positions of the pointers."""
 
     bound: launcher.CompiledKernel
     grid: tuple[int, int, int]
@@ -106,14 +113,14 @@ class _RecordedLaunch(NamedTuple):
     pointers: list[tuple[int, _PointerOffset]]
     groups: list[tuple[int, list[tuple[int, _PointerOffset]]]]
     descriptors: list[_DescriptorTemplate]
-    last: list[int]  # slots of memory that no later launch reads
+    last: list[int]  # slots of memory that no later launch uses
 
 
 class _CallRecorder:
-    """Record allocations, fills and launches of a call.
+    """Recorder of a call's allocations, fills, and launches.
 
-    The handler of torch's operators is inherited rather than defined by the mode itself: a mode that defines it imports
-    `torch._dynamo`, sympy and FSDP at its first operator, which takes seconds.
+    The handler of PyTorch operators is in this base class, not in the mode itself. A mode that defines the handler
+    imports `torch._dynamo`, sympy, and FSDP at its first operator, which costs seconds.
     """
 
     def __init__(self, given: Tensors) -> None:
@@ -121,31 +128,34 @@ class _CallRecorder:
         self.given = [x is not None for x in given]
         self.count = len(given)
         self.steps: list[_Allocation | _RecordedFill | _RecordedLaunch] = []
-        self.spans: dict[int, tuple[int, int]] = {}  # of what is alive: where a slot's memory begins and ends
+        self.spans: dict[int, tuple[int, int]] = {}  # address range of each live slot
         self.made = 0
         self.obstacle = ""  # why the call cannot be replayed
         self.spans |= {slot: _get_memory_range(x) for slot, x in enumerate(given) if x is not None and x.numel()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator, and record it or note that it prevents replay."""
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY_OPS or func in _ZERO_OPS:
             self._make(result, 0 if func in _ZERO_OPS else None)
         elif func in _FILL_OPS:
             self._fill(*args)
         elif not func.is_view:
-            self.obstacle = self.obstacle or f"{func} is no allocation"
+            self.obstacle = self.obstacle or f"{func} is not an allocation"
         return result
 
     def _make(self, x: Tensor, value: float | None) -> None:
+        """Record an allocation."""
         begin = x.data_ptr()
         end = begin + x.untyped_storage().nbytes()
-        # What was there before is gone.
+        # Slots whose memory overlaps the new tensor have been freed.
         self.spans = {slot: span for slot, span in self.spans.items() if span[1] <= begin or end <= span[0]}
         self.spans[self.count + self.made] = begin, end
         self.made += 1
         self.steps.append(_Allocation(tuple(x.shape), x.stride(), x.dtype, value))
 
     def _fill(self, x: Tensor, value: float = 0) -> None:
+        """Record a fill of a whole tensor."""
         if x.numel():
             begin = x.data_ptr()
             whole = begin, begin + x.numel() * x.element_size()
@@ -153,20 +163,21 @@ class _CallRecorder:
             if len(slots) == 1:
                 self.steps.append(_RecordedFill(slots[0], value))
             else:
-                self.obstacle = self.obstacle or "a part of a tensor is filled"
+                self.obstacle = self.obstacle or "only part of a tensor is filled"
 
     def _pointer(self, x: Tensor) -> _PointerOffset:
+        """Return the tensor and offset of an argument."""
         pointer = x.data_ptr()
         found = [
             _PointerOffset(slot, pointer - begin) for slot, (begin, end) in self.spans.items() if begin <= pointer < end
         ]
         if len(found) != 1:
-            self.obstacle = self.obstacle or f"an argument lies in {len(found)} of the call's tensors"
+            self.obstacle = self.obstacle or f"an argument points into {len(found)} of the call's tensors"
             return _PointerOffset(0, 0)
         return found[0]
 
     def launched(self, bound: launcher.CompiledKernel | None, grid: tuple[int, ...], args: tuple, values: list) -> None:
-        """Called by `launcher.launch` for each kernel."""
+        """Record a kernel launch on behalf of `launcher.launch`."""
         if bound is None or bound.direct is None:
             self.obstacle = self.obstacle or "not launched directly"
             return
@@ -189,6 +200,7 @@ class _CallRecorder:
         self.steps.append(_RecordedLaunch(bound, (x, y, z), template, pointers, groups, descriptors, []))
 
     def _descriptor(self, place: int, n: int, descriptor: Any, bound: launcher.CompiledKernel) -> _DescriptorTemplate:
+        """Return the template of a descriptor argument."""
         slot, offset = self._pointer(descriptor.base)
         if offset:
             self.obstacle = self.obstacle or "a descriptor begins within a tensor"
@@ -197,7 +209,7 @@ class _CallRecorder:
         return _DescriptorTemplate(place, n, slot, partial(kind, **but_base), bound, {})
 
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
-        """What makes the call again; None where that cannot be."""
+        """Return a function that replays the call, or None if the call cannot be replayed."""
         if not any(isinstance(step, _RecordedLaunch) for step in self.steps):
             self.obstacle = self.obstacle or "nothing was launched"
         slots: list[int] = []
@@ -216,6 +228,7 @@ class _CallRecorder:
         return _ReplayWriter(self.given, device).write_function(self.steps, slots)
 
     def _output(self, x: Tensor, taken: list[int]) -> int:
+        """Return the slot of a result that the call allocated."""
         expected = tuple(x.shape), x.stride(), x.dtype
         memory = [step for step in self.steps if isinstance(step, _Allocation)]
         for n in reversed(range(self.made)):
@@ -223,12 +236,12 @@ class _CallRecorder:
             known = span is not None and span[0] == x.data_ptr() and memory[n][:3] == expected
             if known and self.count + n not in taken:
                 return self.count + n
-        self.obstacle = self.obstacle or "a result is no memory of its own"
+        self.obstacle = self.obstacle or "a result has no memory of its own"
         return 0
 
 
 class RecordingMode(_CallRecorder, TorchDispatchMode):
-    """The mode that observes a call: memory by way of torch, launches by way of `launcher`."""
+    """The mode that observes a call: allocations through PyTorch, launches through `launcher`."""
 
     def __enter__(self):
         launcher.thread_state.active_recorder = self
@@ -241,14 +254,15 @@ class RecordingMode(_CallRecorder, TorchDispatchMode):
 
 @lru_cache(maxsize=256)
 def _compile_source(source: str) -> CodeType:
+    """Compile the source of a replay function."""
     return compile(source, "<replay>", "exec")
 
 
 class _ReplayWriter:
-    """Writes the function that makes a call again. Calls that differ in numbers alone have the same source: numbers and
-    all else that is known are constants, by name.
+    """Generator of the function that replays a call.
 
-    Of slot n, the tensor is ``t<n>`` and where it begins ``p<n>``.
+    All values, including numbers, are named constants. Calls that differ only in numbers therefore have the same
+    source. For slot n, the tensor is ``t<n>`` and its pointer is ``p<n>``.
     """
 
     def __init__(self, given: list[bool], device: torch.device) -> None:
@@ -258,6 +272,7 @@ class _ReplayWriter:
         self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(self._keep_constant, named)
 
     def write_function(self, steps: list, outputs: list[int]) -> Replay:
+        """Return the replay function for the recorded steps and the slots of the results."""
         slots = [n for n, is_given in enumerate(self.given) if is_given]
         body = [f"{', '.join(f't{n}' for n in range(len(self.given)))}, = given"] if self.given else []
         body += [f"p{n} = t{n}.data_ptr()" for n in slots]
@@ -284,10 +299,12 @@ class _ReplayWriter:
         return found["make"](*self.constants)
 
     def _keep_constant(self, constant: Any) -> str:
+        """Store a constant and return its name."""
         self.constants.append(constant)
         return f"c{len(self.constants) - 1}"
 
     def _memory(self, slot: int, memory: _Allocation) -> list[str]:
+        """Return the lines that allocate a tensor."""
         shape, strides, dtype, value = memory
         lines = [
             f"t{slot} = new({self._keep_constant(shape)}, {self._keep_constant(strides)}, {self._keep_constant(dtype)})"
@@ -297,6 +314,7 @@ class _ReplayWriter:
         return [*lines, f"p{slot} = t{slot}.data_ptr()"]
 
     def _launch(self, launch: _RecordedLaunch) -> list[str]:
+        """Return the lines that launch a kernel."""
         lines = []
         written = {n: self._pointer(pointer) for n, pointer in launch.pointers}
         for n, places in launch.groups:
@@ -309,14 +327,15 @@ class _ReplayWriter:
         lines.append(
             f"{self._keep_constant(launch.bound.direct)}({grid}, stream, {self._list(launch.values, written)})"
         )
-        # Nothing keeps memory beyond its last launch.
+        # Free memory after the last launch that uses it.
         return lines + [f"t{slot} = None" for slot in launch.last]
 
     def _pointer(self, pointer: _PointerOffset) -> str:
+        """Return the expression of a pointer argument."""
         return f"p{pointer.slot} + {self._keep_constant(pointer.offset)}" if pointer.offset else f"p{pointer.slot}"
 
     def _list(self, values: list, written: dict[int, str]) -> str:
-        """A list of what is `written` for some places, and of `values` for the others."""
+        """Return a list expression with `written` at some positions and `values` at the others."""
         parts: list[str] = []
         known: list = []
         for n, value in enumerate(values):
@@ -333,17 +352,24 @@ class _ReplayWriter:
 
 
 class Calls:
-    """Calls of one function, by all that decides what it does but where its tensors lie."""
+    """Captured calls of one function, keyed by everything that affects the call except tensor addresses."""
 
     every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self._found: dict[tuple, Replay | bool] = {}  # True once a call was seen, False where none is replayed
+        self._found: dict[tuple, Replay | bool] = {}  # True after the first call, False if calls cannot be replayed
         Calls.every.add(self)
 
     def run(self, key: tuple, given: Tensors, device: torch.device, function: Callable, *arguments: Any) -> Any:
-        """What ``function(*arguments)`` returns: a sequence of tensors that it makes. It is called unless a call of
-        this key can be replayed."""
+        """Return the result of ``function(*arguments)``, replayed if a call with this key was captured.
+
+        Args:
+            key: everything that affects the call except tensor addresses.
+            given: the input tensors.
+            device: device of the tensors.
+            function: the function to run, which returns a sequence of newly allocated tensors.
+            *arguments: arguments of `function`.
+        """
         found = self._found.get(key)
         if callable(found):
             results = found(given)
@@ -360,12 +386,12 @@ class Calls:
         return function(*arguments)
 
     def replay(self, key: tuple) -> Replay | None:
-        """What `run` calls for `key`, once that is known."""
+        """Return the replay function for `key`, or None if no call was captured."""
         found = self._found.get(key)
         return found if callable(found) else None
 
     @classmethod
     def forget(cls) -> None:
-        """Drop all that was recorded."""
+        """Drop all captured calls."""
         for calls in cls.every:
             calls._found.clear()

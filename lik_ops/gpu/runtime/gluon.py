@@ -1,4 +1,4 @@
-"""The kernels of sm_90 that are written in Gluon, and document tokens as these read them."""
+"""Gluon kernels for sm_90 and the tensor descriptors of their document tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("lik_ops")
 
 
 class GluonModules(NamedTuple):
-    """The modules of the Gluon kernels, and what lays out and describes tokens for them."""
+    """Modules of the Gluon kernels, the tile layout function, and the descriptor class."""
 
     specialized: ModuleType
     wide: ModuleType
@@ -30,7 +30,7 @@ class GluonModules(NamedTuple):
 
 @functools.cache
 def load_kernels() -> GluonModules | None:
-    """The Gluon kernels, or None with a triton that has not the Gluon they are written in, or a newer one."""
+    """Return the Gluon kernels, or None if the installed Triton has another Gluon or is newer than tested."""
     if not triton_versions.is_tested_version():
         return None
     try:
@@ -49,25 +49,27 @@ def load_kernels() -> GluonModules | None:
 
 
 def require_kernels() -> GluonModules:
-    """The same where a choice says that there are some."""
+    """Return the Gluon kernels after a choice has established that they exist."""
     modules = load_kernels()
     assert modules is not None
     return modules
 
 
 class TileDescriptor(NamedTuple):
-    """How the tensor memory access unit reads a block of tokens into shared memory."""
+    """Factory of TMA descriptors that copy one block of tokens into shared memory."""
 
     block: list[int]
     layout: Any
     descriptor: Any
 
     def of(self, x: Tensor, shape: list[int], strides: list[int]) -> Any:
+        """Return the descriptor of `x` with the given shape and strides."""
         return self.descriptor(x, shape, strides, self.block, self.layout)
 
 
 @functools.cache
 def make_tile_descriptor(block: tuple[int, ...], dtype: torch.dtype) -> TileDescriptor:
+    """Return the descriptor factory for blocks of a shape and dtype."""
     modules = require_kernels()
     layout = modules.layout(list(block), str(dtype).removeprefix("torch."))
     return TileDescriptor(list(block), layout, modules.descriptor)

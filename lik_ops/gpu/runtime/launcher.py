@@ -1,24 +1,23 @@
-"""Launching compiled kernels with little host time, and without compiling one again for another size.
+"""Launch of compiled kernels with little host time and without a new compilation for each size.
 
-Triton's own ``kernel[grid](...)`` takes tens of microseconds for our many grouped arguments, and compiles anew whenever
-an integer becomes 1 or a multiple of 16. Here the first launch compiles through Triton for a description of the
-arguments, and later launches that fit the description call the compiled kernel.
+Triton's own ``kernel[grid](...)`` costs tens of microseconds for many grouped arguments. It also compiles a kernel
+again whenever an integer becomes 1 or a multiple of 16. Here the first launch compiles through Triton for a description
+of the arguments. Later launches that fit the description call the compiled kernel.
 
-What a compiled kernel knows of an argument:
+A compiled kernel depends on these properties of its arguments:
 
-- a tensor: its dtype, and whether it begins at a multiple of 16 bytes;
-- an integer of its own, unless marked ``do_not_specialize``: whether it is 1 or a multiple of 16, as in Triton;
-- integers of a group (a named tuple): of those that `VECTOR_STRIDES` names for it, whether all are multiples of 16, so
-that
-  loads can be vectorised; of those in `UNIT_STRIDES`, whether it is 1; of others nothing but their width;
-- compile-time arguments and None: themselves; a tensor descriptor: dtype, block and layout.
+- tensor: the dtype, and whether the pointer is a multiple of 16 bytes.
+- single integer, unless marked ``do_not_specialize``: whether it is 1 or a multiple of 16, as in Triton.
+- integers of a group (a named tuple): their widths. Also whether all fields in `VECTOR_STRIDES` are multiples of 16, so
+  that loads can be vectorized, and whether each field in `UNIT_STRIDES` is 1.
+- constexpr arguments and None: the value.
+- tensor descriptor: dtype, block, and layout.
 
-A group of tensors begins with one or None; other tuples are groups of integers, and compile-time arguments.
+A group of tensors begins with a tensor or None. Other tuples are groups of integers, and constexpr arguments.
 
-The shortest way needs private parts of Triton, which differ between versions: it is taken for the versions in
-`triton_versions.DIRECT_LAUNCHERS` on NVIDIA GPUs and while no launch hook is set (profilers set them). Else the
-compiled kernel is launched as Triton does it, and where even that does not fit, and in the interpreter, by
-``kernel[grid](...)``.
+The direct launch needs private parts of Triton, which differ between versions. It is used for the versions in
+`triton_versions.DIRECT_LAUNCHERS` on NVIDIA GPUs, unless a launch hook is set, as profilers do. Otherwise Triton
+launches the compiled kernel. If that does not fit either, and in the interpreter, ``kernel[grid](...)`` launches it.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from .. import triton_versions
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
-_MAX_DESCRIPTORS = 256  # kept of each kernel
+_MAX_DESCRIPTORS = 256  # cached for each kernel
 _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
 class _ThreadState(threading.local):
-    """`by`: who sees the launches of this thread, besides hooks: a `replay.Recorder`."""
+    """State of a thread: the active `capture.RecordingMode`, and whether the thread has a CUDA context."""
 
     active_recorder: Any = None
     has_context = False
@@ -55,8 +54,10 @@ thread_state = _ThreadState()
 
 
 def ensure_cuda_context() -> None:
-    """Give this thread a CUDA context: Triton encodes descriptors in one, and a thread of autograd that has launched
-    nothing yet has none."""
+    """Give this thread a CUDA context.
+
+    Triton needs a context to encode descriptors. An autograd thread that has launched nothing yet has none.
+    """
     if not thread_state.has_context:
         if torch.cuda.is_available():
             torch.cuda.Event().record()
@@ -64,30 +65,33 @@ def ensure_cuda_context() -> None:
 
 
 def has_launch_hooks() -> bool:
-    """Whether somebody, a profiler most likely, wants to see each launch."""
+    """Return whether a recorder or a launch hook, such as a profiler's, observes each launch."""
     if thread_state.active_recorder is not None:
         return True
     before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     try:
         return bool(before.calls or after.calls)
-    except AttributeError:  # None or a function in place of the chain of hooks
+    except AttributeError:  # a hook is None or a function instead of a chain of hooks
         return any(hook is not None and getattr(hook, "calls", True) for hook in (before, after))
 
 
 @functools.cache
 def _find_stride_fields(group: type) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The places in a group that `VECTOR_STRIDES` and `UNIT_STRIDES` name for its class; a group without a class has
-    none."""
+    """Return the positions of the fields that `VECTOR_STRIDES` and `UNIT_STRIDES` name for a group class.
+
+    A group without a class has none.
+    """
     names: tuple[str, ...] = getattr(group, "_fields", ())
     vector, unit = (tuple(names.index(n) for n in of.get(group, ())) for of in (VECTOR_STRIDES, UNIT_STRIDES))
     return vector, unit
 
 
-_parameters: dict[int, tuple[JITFunction, list[tuple[bool, bool]]]] = {}  # by kernel, which is kept
+# Keyed by the id of the kernel, which the value keeps alive.
+_parameters: dict[int, tuple[JITFunction, list[tuple[bool, bool]]]] = {}
 
 
 def _get_parameters(kernel: JITFunction) -> list[tuple[bool, bool]]:
-    """Of each parameter of a kernel: whether it is a compile-time one, and whether integers are specialised."""
+    """Return for each kernel parameter whether it is a constexpr and whether its integers are specialized."""
     known = _parameters.get(id(kernel))
     if known is None:
         found = [(p.is_constexpr, not p.do_not_specialize) for p in kernel.params]
@@ -96,10 +100,12 @@ def _get_parameters(kernel: JITFunction) -> list[tuple[bool, bool]]:
 
 
 def is_descriptor(x: object) -> bool:
+    """Return whether an argument is a tensor descriptor."""
     return hasattr(x, "block_shape")
 
 
 def _has_vector_strides(group: tuple, places: tuple[int, ...]) -> bool:
+    """Return whether the fields of a group at these positions are all multiples of 16."""
     merged = 0
     for n in places:
         merged |= group[n] or 0
@@ -107,17 +113,21 @@ def _has_vector_strides(group: tuple, places: tuple[int, ...]) -> bool:
 
 
 def describe_args(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
-    """What a compiled kernel has to know of `args`: one is compiled for each description. And `args` with pointers for
-    tensors.
+    """Return the description of `args` that selects a compiled kernel, and `args` with pointers for tensors.
 
-    Of each the description begins with what says how many entries it has: no other arguments have the same one.
+    Each part of the description begins with an entry that determines how many entries follow. Different arguments
+    therefore never have the same description.
+
+    Args:
+        kernel: the kernel.
+        args: all of its arguments, in order.
     """
     found: list = []
     values: list = []
     for x, (constant, specialised) in zip(args, _get_parameters(kernel), strict=True):
         kind = type(x)
         if constant:
-            found.append((kind, x))  # equal constants of other types, as 1 and True, are other code
+            found.append((kind, x))  # equal constants of different types, such as 1 and True, give different code
             values.append(x)
         elif kind is int:
             found.append(x > _INT32_MAX)
@@ -144,7 +154,7 @@ def describe_args(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
 
 
 def _describe_group(group: tuple, kind: type, found: list) -> list:
-    """Add to `found` what is known of a group's members; they are returned, with pointers for tensors."""
+    """Add the description of a group's members to `found`, and return the members with pointers for tensors."""
     values: list = []
     merged = 0
     for y in group:
@@ -164,7 +174,7 @@ def _describe_group(group: tuple, kind: type, found: list) -> list:
             found.append((type(y), y))
             values.append(y)
     vector, unit = _find_stride_fields(kind)
-    if not 0 <= merged <= _INT32_MAX:  # some integer takes 64 bits: which?
+    if not 0 <= merged <= _INT32_MAX:  # some integer needs 64 bits: record which one
         found.append(tuple([type(y) is int and y > _INT32_MAX for y in group]))
     found.append(_has_vector_strides(group, vector))
     found += [group[n] == 1 for n in unit]
@@ -172,7 +182,7 @@ def _describe_group(group: tuple, kind: type, found: list) -> list:
 
 
 def _make_representative_group(group: tuple) -> tuple:
-    """A group that Triton specialises as `describe_args` does."""
+    """Return a group that Triton specializes in the same way as `describe_args`."""
     vectors, unit = _find_stride_fields(type(group))
     vector = _has_vector_strides(group, vectors)
 
@@ -186,7 +196,10 @@ def _make_representative_group(group: tuple) -> tuple:
 
 
 def _make_representatives(kernel: JITFunction, args: tuple) -> list:
-    """`args` with other integers of the same description: what Triton makes of these fits every such call."""
+    """Return `args` with other integers of the same description.
+
+    The kernel that Triton compiles for the result fits every call of this description.
+    """
     return [
         _make_representative_group(x) if isinstance(x, tuple) and not constant else x
         for x, (constant, _) in zip(args, _get_parameters(kernel), strict=True)
@@ -194,7 +207,10 @@ def _make_representatives(kernel: JITFunction, args: tuple) -> list:
 
 
 class KernelCompileError(RuntimeError):
-    """A kernel that Triton cannot compile. Nothing was launched; where another kernel can do the same, it does."""
+    """A kernel that Triton cannot compile.
+
+    Nothing was launched. If another kernel can compute the same result, it does.
+    """
 
     def __init__(self, kernel: str, reason: str) -> None:
         super().__init__(f"lik_ops: {kernel} does not compile with triton {triton.__version__}: {reason}")
@@ -202,20 +218,20 @@ class KernelCompileError(RuntimeError):
 
 
 def warn_fallback(error: KernelCompileError, instead: str) -> None:
-    """Say, once for each kernel, that `instead` computes what another cannot."""
+    """Warn, once for each kernel, that `instead` computes the result of a kernel that does not compile."""
     if error.kernel not in fallback_messages:
         fallback_messages[error.kernel] = f"{error}; {instead} computes instead, more slowly"
         warnings.warn(fallback_messages[error.kernel], RuntimeWarning, stacklevel=3)
 
 
-fallback_messages: dict[str, str] = {}  # what was said of kernels
+fallback_messages: dict[str, str] = {}  # warnings issued, by kernel
 
 
 class CompiledKernel:
     """A kernel compiled for arguments of one description on one device.
 
-    `direct` is None where only Triton's own launch fits; else ``direct(x, y, z, stream, values)`` takes the arguments
-    with pointers for tensors, and with what `encoded` returns in place of a descriptor (its items, not the tuple).
+    `direct` is None if only Triton's own launch fits. Otherwise ``direct(x, y, z, stream, values)`` launches the
+    kernel. `values` has pointers in place of tensors, and the items of `encoded` in place of each descriptor.
     """
 
     __slots__ = ("_descriptor_metadata", "_encode", "_encoded", "compiled", "device", "direct")
@@ -229,7 +245,7 @@ class CompiledKernel:
             try:
                 self._prepare_direct_launch()
             except (AttributeError, ImportError, KeyError) as error:
-                _log.warning("triton %s is not as expected, launches take longer: %r", triton.__version__, error)
+                _log.warning("triton %s is not as expected, launches are slower: %r", triton.__version__, error)
 
     def _prepare_direct_launch(self) -> None:
         if triton_versions.needs_launch_work(self.compiled.run):  # loads the kernel
@@ -240,9 +256,10 @@ class CompiledKernel:
         self.direct = direct(self.compiled)
 
     def encoded(self, n: int, descriptor: Any) -> tuple:
-        """The n-th descriptor as the kernel takes it.
+        """Return the n-th descriptor in the encoding of the kernel.
 
-        It holds a pointer, shape and strides and nothing of the memory, so it serves every later tensor at that place.
+        The encoding holds a pointer, a shape, and strides, but no memory. It serves every later tensor at the same
+        address.
         """
         key = (n, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
         found = self._encoded.get(key)
@@ -254,7 +271,7 @@ class CompiledKernel:
         return found
 
     def launch(self, grid: tuple[int, ...], args: tuple, values: list) -> None:
-        """Launch on the current stream; `values` are `args` as `describe_args` returns them."""
+        """Launch on the current stream with `args` and with `values`, their form returned by `describe_args`."""
         x, y, z = grid = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         if self.direct is None or has_launch_hooks():
             self.compiled[grid](*args)
@@ -276,23 +293,29 @@ class CompiledKernel:
 
 
 _compiled_kernels: dict[tuple, CompiledKernel] = {}  # by kernel and description
-_compile_failures: dict[tuple, str] = {}  # by description: why it does not compile
+_compile_failures: dict[tuple, str] = {}  # by description: the reason
 
 
 def _get_compile_state() -> tuple:
-    """What besides arguments and options Triton compiles anew for."""
+    """Return the state, besides arguments and options, that makes Triton compile a kernel again."""
     return torch._C._cuda_getDevice(), _runtime.debug, _compilation.instrumentation_mode
 
 
 def get_compiled_kernel(
     kernel: JITFunction, args: tuple, options: dict[str, Any]
 ) -> tuple[CompiledKernel | None, list]:
-    """The compiled kernel for `args` on the current device, compiled now if need be; and `args` as values.
+    """Return the compiled kernel for `args` on the current device, and `args` with pointers for tensors.
 
-    None if compiling gave nothing to keep, as when a hook takes compilation over.
+    The kernel is compiled if necessary. It is None if Triton returns no kernel, for example if a hook compiles it
+    instead.
+
+    Args:
+        kernel: the kernel to compile.
+        args: all of its arguments, in order.
+        options: launch options.
 
     Raises:
-        DoesNotCompile: Triton cannot compile it; nothing was launched.
+        KernelCompileError: Triton cannot compile the kernel. Nothing was launched.
     """
     description, values = describe_args(kernel, args)
     key = (id(kernel), *_get_compile_state(), *options.items(), *description)
@@ -305,10 +328,10 @@ def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], k
     more = triton_versions.add_compile_options(options)
     try:
         compiled = kernel.warmup(*_make_representatives(kernel, args), grid=(1, 1, 1), **more)
-        if not hasattr(compiled, "_init_handles"):  # None, or still being compiled
+        if not hasattr(compiled, "_init_handles"):  # None, or compilation has not finished
             return None
         bound = _compiled_kernels[key] = CompiledKernel(compiled, torch._C._cuda_getDevice())
-    except Exception as error:  # whatever a compiler's pass, ptxas or the driver raises
+    except Exception as error:  # compiler passes, ptxas, and the driver raise many types
         said = str(error).strip().splitlines() or [""]
         _compile_failures[key] = f"{type(error).__name__}: {said[-1]}"
         raise KernelCompileError(kernel.__name__, _compile_failures[key]) from error
@@ -317,12 +340,19 @@ def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], k
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> CompiledKernel | None:
-    """``kernel[grid](*args, **options)`` on the current device and stream. `args` are all of the kernel's, in order.
+    """Run ``kernel[grid](*args, **options)`` on the current device and stream.
 
-    Returns what was launched, for callers that launch it again; None where Triton looks it up itself.
+    Args:
+        kernel: the kernel to launch.
+        grid: one to three grid sizes.
+        args: all arguments of the kernel, in order.
+        options: launch options.
+
+    Returns:
+        The launched kernel, for callers that launch it again, or None if Triton looked it up itself.
 
     Raises:
-        DoesNotCompile: Triton cannot compile it; nothing was launched.
+        KernelCompileError: Triton cannot compile the kernel. Nothing was launched.
     """
     if isinstance(kernel, JITFunction):
         ensure_cuda_context()
@@ -339,7 +369,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
 
 
 def describe_launch_path() -> str:
-    """How kernels are launched here, for people."""
+    """Describe as text how kernels are launched on this machine."""
     if triton.knobs.runtime.interpret:
         return "in Triton's interpreter"
     if not triton_versions.launches_directly():

@@ -1,7 +1,7 @@
-"""What the choice of a configuration is made of: architectures, launches, and what all tables ask.
+"""Common parts of all configuration tables: architectures, launch configurations, and kernel keys.
 
-The choices are in `forward_configs`, `gluon_configs` and `backward_configs`: static, so that no call ever benchmarks
-anything. Every configuration is correct for every shape; they find one that is fast and fits the device.
+The tables are in `forward_configs`, `sm90_configs`, and `backward_configs`. They are static, so no call benchmarks
+anything. Every configuration is correct for every shape. The tables select one that is fast and fits the device.
 """
 
 from __future__ import annotations
@@ -17,32 +17,36 @@ from .forward_table import TileRule
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the choice depends on: the shared memory that one program may take, and the kind of matrix unit."""
+    """Properties of a GPU that the choice depends on, mainly shared memory and the type of tensor core."""
 
     name: str  # "sm_90", "gfx942"
-    shared_memory_bytes: int  # bytes
+    shared_memory_bytes: int  # maximum for one program
     threads_per_warp: int = 32
-    registers: int | None = None  # of a thread, where ptxas must be told its limit or spills to run more warps
-    measured: tuple[TileRule, ...] = field(
-        default=(), compare=False
-    )  # of a table made by `lik_ops.tune`: they come first
-    processors: int = field(default=1, compare=False)  # multiprocessors of a device
-    gpu: str = field(default="", compare=False)  # its name
+    # Register limit of a thread. Without the limit, ptxas spills on some targets to run more warps.
+    registers: int | None = None
+    # Rules of a table written by `lik_ops.tune`, which precede `FORWARD_RULES`.
+    measured: tuple[TileRule, ...] = field(default=(), compare=False)
+    processors: int = field(default=1, compare=False)  # SMs of the device
+    gpu: str = field(default="", compare=False)  # name of the device
 
     @property
     def unit(self) -> str:
-        """The matrix unit, by which tiles are chosen."""
+        """Return the tensor core type, which selects the tiles."""
         if self.is_amd:
             return "mfma"
         return {"sm_90": "wgmma", "interpreter": "interpreter"}.get(self.name, "mma")
 
     @property
     def has_descriptors(self) -> bool:
-        """Whether documents are read by Hopper's tensor memory access unit. Later ones have it too: not measured."""
+        """Return whether documents are read by Hopper's TMA.
+
+        Later architectures have TMA too, but were not measured.
+        """
         return self.name in ("sm_90", "interpreter")
 
     @property
     def is_amd(self) -> bool:
+        """Return whether this is an AMD GPU."""
         return self.name.startswith("gfx")
 
 
@@ -59,12 +63,13 @@ ARCHITECTURES = {
     )
 }
 
-# Runs every program in numpy, custom reductions element by element: small tiles, on the code path of sm_90.
+# The interpreter runs programs in NumPy, and custom reductions element by element. It therefore has small tiles, on the
+# code path of sm_90.
 INTERPRETER = Architecture("interpreter", 2**31)
 
 
 class KernelKey(NamedTuple):
-    """What every choice hangs on, beside sizes that differ from kernel to kernel."""
+    """The properties of a call that every choice depends on, besides sizes that differ between kernels."""
 
     arch: Architecture
     dtype: torch.dtype
@@ -75,14 +80,16 @@ class KernelKey(NamedTuple):
 
     @property
     def half(self) -> bool:
+        """Return whether the dtype is a half-precision dtype."""
         return self.dtype != torch.float32
 
     @property
     def has_vector_loads(self) -> bool:
+        """Return `supports_vector_loads` for this call."""
         return supports_vector_loads(self.d, self.wide)
 
     def config(self, BM: int, BN: int, BD: int, **more: Any) -> KernelConfig:
-        """A kernel's configuration. Its products are of sums, in fp32, unless `more` says otherwise."""
+        """Return a kernel configuration with products of fp32 sums unless `more` overrides `PRECISION`."""
         usual = {"ROWS_PER_QUERY": 1, "LANES": 1, "PRECISION": choose_precision(torch.float32, self.arch, False)}
         own = {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE_OFFSETS": self.wide}
         return KernelConfig(BM=BM, BN=BN, BD=BD, SINGLE_STEP=self.d <= BD, **{**usual, **own, **more})
@@ -90,58 +97,63 @@ class KernelKey(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """A kernel's compile-time configuration with its warps and pipeline stages."""
+    """A kernel's constexpr configuration with its number of warps and pipeline stages."""
 
     config: KernelConfig
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # None: ptxas decides, which on some targets spills a few to run more warps
-    walkers: int = 0  # programs that the device runs at a time, where each walks from document to document
+    max_registers: int | None = None  # None: ptxas decides, and on some targets spills a few to run more warps
+    walkers: int = 0  # programs that the device runs at a time, if programs are persistent
 
     def options(self, arch: Architecture) -> dict[str, int]:
-        """Triton's launch options."""
+        """Return Triton's launch options."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.max_registers and not arch.is_amd:
             options["maxnreg"] = self.max_registers
         return options
 
     def tile(self) -> str:
-        """What a program scores at a time, for people."""
+        """Describe the tile of a program as text."""
         c = self.config
         return f"{c.BM} rows x {c.BN} tokens x {c.BD} features, {self.num_warps} warps, {self.num_stages} stages"
 
     def make_non_persistent(self) -> LaunchConfig:
-        """The same with a program for each document: for what a walk cannot do."""
+        """Return this configuration with one program for each document, for calls that cannot be persistent."""
         return replace(self, config=self.config._replace(PERSISTENT=False), walkers=0)
 
     def programs(self, Nq: int, K: int) -> int:
-        """How many programs score K documents, of each query for candidates."""
+        """Return the number of programs that score K documents, or K candidates of each query."""
         row_tiles = Nq if self.config.CANDIDATES else cdiv(Nq * self.config.ROWS_PER_QUERY, self.config.BM)
         if not self.config.PERSISTENT:
             return row_tiles * K
-        # As many as run at a time; if many row tiles would not share those evenly, several times as many.
+        # The number that runs at a time, or a multiple if the row tiles would share the programs unevenly.
         waves = 1 if 16 * row_tiles <= self.walkers else 4
         return row_tiles * min(K, max(1, waves * self.walkers // max(row_tiles, 1)))
 
 
 def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def cdiv(a: int, b: int) -> int:
+    """Return `a / b` rounded up."""
     return -(-a // b)
 
 
 def choose_precision(dtype: torch.dtype, arch: Architecture, allow_tf32: bool) -> str:
-    """How tl.dot multiplies fp32 operands: as fp32 unless the user allowed TF32 in torch; half types ignore it."""
+    """Return the precision of tl.dot with fp32 operands: fp32 unless the user allowed TF32 in PyTorch.
+
+    Half-precision operands ignore the precision.
+    """
     if arch.is_amd:
         return "ieee"
     return "tf32" if allow_tf32 and dtype == torch.float32 else "tf32x3"
 
 
 def supports_vector_loads(d: int, wide: int) -> bool:
-    """Whether a kernel knows that rows begin at multiples of 16 features: it loads several of them at a time.
+    """Return whether a kernel knows that rows start at multiples of 16 features, so that it can use vector loads.
 
-    Else each feature takes an address of its own, in registers: steps must be smaller.
+    Without vector loads each feature needs an address of its own in registers, so steps must be smaller.
     """
     return d % 16 == 0 and wide < 2

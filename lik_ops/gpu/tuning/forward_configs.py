@@ -1,6 +1,6 @@
-"""Which tile a forward takes of `forward_table`, or of a table that was measured.
+"""Selection of the forward tile from `forward_table` or from a measured table.
 
-The choice depends on Lq, d, dtype and architecture, so a score has the same bits whatever batch it is computed in.
+The choice depends on Lq, d, dtype, and architecture. A score therefore has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ from .architectures import (
 )
 from .forward_table import FORWARD_RULES, UNLIMITED, TileConfig
 
-FP32_SPLIT_UNITS = ("wgmma", "interpreter")  # units that multiply fp32 as sums of fp16 terms
-_MEASURED_SMS = 132  # of an H100 or H200
-_MAX_FEW_DOCUMENTS = 3_000  # documents of one query, beyond which an H100 is busy for long
-# Ragged documents that are all at work at a time: the longest decides, so pipelines are deep.
+# Tensor core types for which fp32 rows are split into fp16 terms.
+FP32_SPLIT_UNITS = ("wgmma", "interpreter")
+_MEASURED_SMS = 132  # SMs of an H100 or H200
+_MAX_FEW_DOCUMENTS = 3_000  # with more documents of one query, an H100 is busy for a long time
+# Maximum number of packed documents that all run at a time. The longest one determines the time, so pipelines are deep.
 MAX_RESIDENT_DOCUMENTS = 8 * _MEASURED_SMS
-MIN_ROWS_PER_QUERY = 16  # rows of a query of ragged layouts
-_MAX_PACKED_TILE_ROWS = 128  # query rows of a tile of ragged layouts, at most
-_MAX_CODE_TILE_ROWS = 512  # that decoded codes meet
-_INT8_MMA_FEATURES = 32  # features of one instruction of the matrix unit
-INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1}  # of a query row, by `Config.STORED`
+MIN_ROWS_PER_QUERY = 16  # for packed layouts
+_MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
+_MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
+_INT8_MMA_FEATURES = 32  # features of one tensor core instruction
+INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1}  # terms of a query row, by `KernelConfig.ENCODING`
 _FP8_REGISTERS = 96
-_MAX_INT8_FEATURES = 256  # features whose products of int8 terms are sums of 32 bits
+_MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
 
 
 def select_tiles(
     arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
 ) -> tuple[TileConfig, ...]:
-    """The tiles of the rule that covers a call. Rows that are loaded feature by feature take those of wide offsets."""
+    """Return the tiles of the rule that covers a call.
+
+    Rows that are loaded feature by feature use the tiles of wide offsets.
+    """
     if not supports_vector_loads(d, wide):
         wide = 2
     for rule in (*arch.measured, *FORWARD_RULES):
@@ -55,19 +59,19 @@ def select_tiles(
 def select_tile(
     tiles: tuple[TileConfig, ...], Nq: int, Lq: int, candidates: bool, documents: int
 ) -> tuple[TileConfig, int]:
-    """The tile of a call among those of its rule, and the rows that each query has in it."""
+    """Return the tile of a call among the tiles of its rule, and the rows per query in the tile."""
     most = tiles[-1].rows
     slot = min(next_power_of_2(max(Lq, 1)), most)
     rows = slot if candidates else min(Nq * slot, most)
     serving = [tile for tile in tiles if tile.rows >= slot and tile.documents >= documents]
     tile = next(tile for tile in serving if tile.rows >= rows)
     if not candidates and cdiv(Nq * slot, tile.rows) * documents < _MEASURED_SMS:
-        tile = serving[0]  # else most multiprocessors would idle
+        tile = serving[0]  # otherwise most SMs would idle
     return tile, slot
 
 
 def make_forward_config(kind: KernelKey, tile: TileConfig, slot: int, *, tf32: bool) -> KernelConfig:
-    """What a tile, and the rows that a query has in it, say of a forward."""
+    """Return the forward configuration of a tile with `slot` rows per query."""
     BD = min(max(next_power_of_2(kind.d), 16), tile.features)
     lanes = 4 if kind.arch.unit in ("wgmma", "interpreter") else 1
     products = choose_precision(kind.dtype, kind.arch, tf32)
@@ -77,9 +81,17 @@ def make_forward_config(kind: KernelKey, tile: TileConfig, slot: int, *, tf32: b
 def configure_forward(
     kind: KernelKey, Nq: int, Lq: int, *, tf32: bool, documents: int = UNLIMITED, argmax: bool = False
 ) -> LaunchConfig:
-    """The tile of a forward: it holds whole queries, each in a slot of the next power of two, or a part of one.
+    """Return the launch of a forward, whose tile holds whole queries or a part of one query.
 
-    `documents` are all that are scored: Nd, or Nq * K candidates.
+    Each query has a power of two of rows in the tile.
+
+    Args:
+        kind: properties of the call.
+        Nq: number of queries.
+        Lq: number of tokens of a query.
+        tf32: whether TF32 is allowed.
+        documents: number of all scored documents: Nd, or Nq * K candidates.
+        argmax: whether the call returns an argmax.
     """
     arch, dtype, d, candidates, normalize, wide = kind
     tiles = select_tiles(arch, dtype, Lq, d, normalize, wide)
@@ -87,20 +99,23 @@ def configure_forward(
     config = make_forward_config(kind, tile, slot, tf32=tf32)
     splits = dtype == torch.float32 and arch.unit in FP32_SPLIT_UNITS and not (tf32 or normalize) and config.SINGLE_STEP
     config = config._replace(
-        BN=min(tile.tokens, 32 if arch.name == "sm_100" else 64) if argmax else tile.tokens,  # winners take registers
+        BN=min(tile.tokens, 32 if arch.name == "sm_100" else 64) if argmax else tile.tokens,  # argmax costs registers
         TOKENS_FIRST=tile.tokens_first,
         PERSISTENT=tile.walkers > 0 and not splits and config.SINGLE_STEP and Lq <= slot and not candidates,
-        # Where it changes nothing it is set on mma and to split rows, for which ptxas spills without the loop.
+        # On mma and for split rows the loop is compiled even if it is not needed, because ptxas spills without it.
         LONG_QUERIES=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
         SPLIT_FP32=splits,
     )
-    stages = 1 if splits and argmax else tile.stages  # winners take registers
+    stages = 1 if splits and argmax else tile.stages  # argmax costs registers
     return LaunchConfig(config, tile.warps, stages, tile.registers or arch.registers, tile.walkers)
 
 
 def adjust_for_h100(launch: LaunchConfig, arch: Architecture, documents: int) -> LaunchConfig:
-    """The forward of scores alone. An H100 is faster with fewer programs that each ask further ahead: its memory is
-    slower than that of the H200, which the table was measured on."""
+    """Return the launch of a forward without argmax, adjusted for an H100.
+
+    Its memory is slower than the memory of the H200 on which the table was measured. An H100 is faster with fewer
+    programs that each prefetch more.
+    """
     few = launch.config.TOKENS_FIRST and launch.num_stages == 1 and not arch.measured
     return (
         replace(launch, num_stages=2 if documents <= _MAX_FEW_DOCUMENTS else 3)
@@ -110,14 +125,19 @@ def adjust_for_h100(launch: LaunchConfig, arch: Architecture, documents: int) ->
 
 
 def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:
-    """The forward where winners are wanted: a program for each document. Beside one tile of one query, as many programs
-    share a multiprocessor as without them."""
+    """Return the launch of a forward with argmax, which has one program for each document.
+
+    With one tile of few query rows, as many programs share an SM as without argmax.
+    """
     few = reads_tiles and launch.config.TOKENS_FIRST and launch.num_stages == 1 and launch.config.BD <= 128
     return replace(launch.make_non_persistent(), max_registers=64) if few else launch.make_non_persistent()
 
 
 def adjust_for_fp32_split(launch: LaunchConfig, Lq: int) -> LaunchConfig:
-    """The forward on rows that are split already: its registers serve deeper pipelines and more rows."""
+    """Return the launch of a forward on rows that are already split.
+
+    Its free registers allow deeper pipelines and more rows.
+    """
     config = launch.config
     if Lq > config.ROWS_PER_QUERY:
         return replace(launch, num_stages=2)
@@ -125,7 +145,10 @@ def adjust_for_fp32_split(launch: LaunchConfig, Lq: int) -> LaunchConfig:
 
 
 def _adjust_for_terms(launch: LaunchConfig, arch: Architecture, d: int, terms: int) -> LaunchConfig:
-    """The forward of int8 documents, by int8 terms of each query row: two take registers as for twice the rows."""
+    """Return the launch of a forward of int8 documents with `terms` int8 terms of each query row.
+
+    Two terms cost as many registers as twice the rows.
+    """
     BD = max(launch.config.BD, next_power_of_2(d), _INT8_MMA_FEATURES)
     config = launch.config._replace(BD=BD, SINGLE_STEP=True, INT8_TERMS=terms)
     if arch.unit == "wgmma" and config.BM > 32:
@@ -135,19 +158,19 @@ def _adjust_for_terms(launch: LaunchConfig, arch: Architecture, d: int, terms: i
 
 
 class _PackedTileRules(NamedTuple):
-    """What registers of the ragged kernel hang on, beside the dense tile that it begins with."""
+    """The properties that determine the registers of the packed kernel, besides the dense tile that it starts with."""
 
     unit: str
     argmax: bool
     sums_squares: bool
     few: bool
-    bare: bool  # nothing is asked for that takes registers
-    converts: bool  # numbers of documents to fp32
+    bare: bool  # no option that costs registers
+    converts: bool  # converts encoded documents to fp32
     codes: bool  # decodes residual codes
-    crowded: bool  # the same beside winners or offsets of 64 bits
+    crowded: bool  # decodes residual codes with argmax or 64-bit offsets
 
     def rows(self, launch: LaunchConfig, arch: Architecture) -> LaunchConfig:
-        """Bounds that are read take registers: fewer rows than elsewhere."""
+        """Limit the rows of a tile, because the segment bounds that a program reads cost registers."""
         if launch.config.BM <= _MAX_PACKED_TILE_ROWS:
             return launch
         config = launch.config._replace(
@@ -157,20 +180,20 @@ class _PackedTileRules(NamedTuple):
         return replace(launch, config=config, num_warps=warps, num_stages=stages, max_registers=arch.registers)
 
     def spills(self, config: KernelConfig) -> bool:
-        """Whether ptxas spills with as many tokens in a step as elsewhere, whatever documents are kept as."""
+        """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
         split = config.SPLIT_FP32 and config.BM < _MAX_PACKED_TILE_ROWS
         argmax = self.argmax and (self.unit == "mma" or (self.crowded and not config.TOKENS_FIRST))
         return split or argmax
 
     def tokens(self, config: KernelConfig) -> int:
-        """Of a step."""
+        """Return the document tokens of a step."""
         if self.unit == "mma" and (self.converts or self.crowded):
             return 16
         most = 64 if self.codes and not config.SINGLE_STEP else config.BN
         return min(config.BN, 32 if self.converts or self.spills(config) else most)
 
     def warps(self, launch: LaunchConfig, stored: Any) -> LaunchConfig:
-        """With as many as ptxas does not spill in."""
+        """Set the number of warps with which ptxas does not spill."""
         wgmma = self.unit == "wgmma"
         if self.crowded or (self.codes and wgmma):
             many = launch.config.BM == _MAX_PACKED_TILE_ROWS or (wgmma and not launch.config.SINGLE_STEP)
@@ -179,8 +202,10 @@ class _PackedTileRules(NamedTuple):
         return replace(launch, num_warps=8) if self.converts and stored == "bits" and wgmma else launch
 
     def registers(self, launch: LaunchConfig, stored: Any) -> LaunchConfig:
-        """FP8 beside few rows: five programs share a multiprocessor, not four, where ptxas does not spill, as that of
-        Triton 3.9 does."""
+        """Limit the registers for FP8 documents and few query rows, so that five programs share an SM, not four.
+
+        The limit is set only for versions of ptxas that do not spill then. The ptxas of Triton 3.9 spills.
+        """
         few_rows = launch.config.TOKENS_FIRST and launch.config.SINGLE_STEP and self.unit == "wgmma"
         shares = (
             is_fp8(stored)
@@ -192,18 +217,22 @@ class _PackedTileRules(NamedTuple):
         return replace(launch, max_registers=_FP8_REGISTERS) if shares else launch
 
     def stages(self, launch: LaunchConfig) -> LaunchConfig:
+        """Set the number of pipeline stages."""
         config = launch.config
         if config.TOKENS_FIRST and self.unit == "wgmma" and self.few and not self.codes:
             return replace(launch, num_stages=4)
         if self.codes and not config.SINGLE_STEP:
-            return replace(launch, num_stages=1)  # each further stage would hold centroids' rows, of fp32 too
+            return replace(launch, num_stages=1)  # each further stage would hold rows of centroids, perhaps in fp32
         if config.SPLIT_FP32 and self.argmax and self.spills(config) and triton_versions.get_triton_release() >= (3, 9):
-            return replace(launch, num_stages=2)  # one stage spills there, two before
+            return replace(launch, num_stages=2)  # ptxas spills with one stage here, and with two before 3.9
         return launch
 
 
 def _adjust_for_codes(launch: LaunchConfig, arch: Architecture, Nq: int, normalize: bool) -> LaunchConfig:
-    """The forward of residual codes in words, without winners: what is decoded meets as many rows as fit."""
+    """Return the launch of a forward of residual codes in words, without argmax.
+
+    Decoded tokens are scored against as many query rows as fit.
+    """
     config = launch.config
     if arch.unit != "wgmma":
         walkers = 1 if arch.unit == "interpreter" else 8 * _MEASURED_SMS
@@ -216,14 +245,17 @@ def _adjust_for_codes(launch: LaunchConfig, arch: Architecture, Nq: int, normali
 
 
 def _needs_squares(dtype: torch.dtype, normalize: bool, stored: Any) -> bool:
-    """Whether ragged layouts take the tiles of `normalize`, as fp32 queries beside what is stored do."""
+    """Return whether packed layouts use the tiles of `normalize`.
+
+    They do for `normalize` without encoded documents, and for fp32 queries with encoded documents.
+    """
     return (normalize and not stored) or (bool(stored) and dtype == torch.float32)
 
 
 def get_packed_tree_rows(
     arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, stored: Any, normalize: bool = False, wide: int = 0
 ) -> int:
-    """The rows of a query whose maxima ragged layouts add up as one tree."""
+    """Return the rows of a query whose maxima packed layouts add as one tree."""
     return select_tiles(arch, dtype, Lq, d, _needs_squares(dtype, normalize, stored), wide)[-1].rows
 
 
@@ -239,12 +271,22 @@ def configure_packed_forward(
     bare: bool = False,
     stored: Any = "",
 ) -> tuple[LaunchConfig, int]:
-    """The tile of ragged layouts whose queries have `Lq` tokens in the mean, and the levels of the trees of their sums.
+    """Return the launch for packed layouts, and the levels of the trees of its sums.
 
-    No query has more tokens than `longest`, if it is known. One takes as many steps of the slot as it needs. Bounds
-    that are read take registers: fewer rows than elsewhere. `few`: at most `OPERAND_IN_REGISTERS` documents are scored.
-    `bare`: there is no mask, no weight and no length of a query. `stored`: `Config.STORED`. The norms of such documents
-    are in what their numbers count as.
+    A query uses as many steps of ROWS_PER_QUERY rows as it needs. The segment bounds that a program reads cost
+    registers, so tiles have fewer rows than in dense layouts. For encoded documents the dequantization scales already
+    include the norms.
+
+    Args:
+        kind: properties of the call.
+        Nq: number of queries.
+        Lq: mean number of tokens of a query.
+        tf32: whether TF32 is allowed.
+        argmax: whether the call returns an argmax.
+        longest: maximum number of tokens of a query, or None if unknown.
+        few: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
+        bare: whether the call has no mask, no weight, and no query lengths.
+        stored: `KernelConfig.ENCODING`.
     """
     arch, dtype, d, candidates, normalize, wide = kind
     sums_squares = _needs_squares(dtype, normalize, stored)
@@ -265,7 +307,7 @@ def configure_packed_forward(
     if words and launch.config.SINGLE_STEP and not (argmax or candidates):
         launch = _adjust_for_codes(launch, arch, Nq, normalize)
     config = launch.config
-    # Where it changes nothing it is set as in `configure_forward`.
+    # Set for the same reason as in `configure_forward` even if it is not needed.
     long = longest is None or longest > config.ROWS_PER_QUERY or arch.unit == "mma" or config.SPLIT_FP32
     config = config._replace(
         BN=choice.tokens(config), SHORT_DOCUMENTS=True, LONG_QUERIES=long, EVEN_D=words and d % config.BD == 0
@@ -277,8 +319,10 @@ def configure_packed_forward(
 def configure_row_sums(
     arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
 ) -> tuple[int, int]:
-    """Rows of a query that `maxsim_row_sums` adds at a time, and the levels of its trees, for the bits of
-    `configure_forward`."""
+    """Return the rows of a query that `maxsim_row_sums` adds at a time, and the levels of its trees.
+
+    The sums have the bits of `configure_forward`.
+    """
     most = select_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
     slot = min(max(next_power_of_2(Lq), MIN_ROWS_PER_QUERY), most)
     return slot, (most // slot).bit_length() - 1

@@ -1,5 +1,4 @@
-"""The table of forward tiles: `FORWARD_RULES`, whose rules say which ones `maxsim_forward` takes on which matrix
-unit."""
+"""Table of forward tiles: `FORWARD_RULES` lists the tiles of `maxsim_forward` for each tensor core type."""
 
 from __future__ import annotations
 
@@ -9,11 +8,12 @@ import torch
 
 UNLIMITED = 2**62
 HALF_DTYPES, _FP32_DTYPES = (torch.float16, torch.bfloat16), (torch.float32,)
-_MAX_FEW_DOCUMENTS = 330  # documents that leave most of the 132 multiprocessors of an H200 with two programs or less
+# With so many documents, most of the 132 SMs of an H200 have two programs or fewer.
+_MAX_FEW_DOCUMENTS = 330
 
 
 class TileConfig(NamedTuple):
-    """Query rows, document tokens and features of a step of `maxsim_forward`, with how it is run."""
+    """Query rows, document tokens, and features of a step of `maxsim_forward`, with its launch parameters."""
 
     rows: int
     tokens: int
@@ -22,15 +22,16 @@ class TileConfig(NamedTuple):
     stages: int
     registers: int | None = None
     tokens_first: bool = False
-    documents: int = UNLIMITED  # serves at most so many
-    walkers: int = 0  # see Launch
+    documents: int = UNLIMITED  # maximum number of documents that the tile serves
+    walkers: int = 0  # persistent programs, see `LaunchConfig`
 
 
 class TileRule(NamedTuple):
-    """What a kernel is asked for at most, and its tiles by ascending rows and documents.
+    """Upper limits of a call, and the tiles for it in ascending order of rows and documents.
 
-    Of the tiles, which give the same bits, the first that holds all rows and documents is taken, or the last. The last
-    one's rows are the most that a query is summed over at once. The rule depends on neither Nq nor Nd.
+    All tiles of a rule give the same bits. The first tile that holds all rows and documents is selected, or else the
+    last tile. The rows of the last tile are the maximum that a query is summed over at once. The rule depends on
+    neither Nq nor Nd.
     """
 
     unit: str
@@ -40,23 +41,28 @@ class TileRule(NamedTuple):
     normalize: bool
     wide: int
     tiles: tuple[TileConfig, ...]
-    above_d: int = 0  # what a rule is asked for at least, exclusive
-    above_Lq: int = 0
+    above_d: int = 0  # exclusive lower limit of d
+    above_Lq: int = 0  # exclusive lower limit of Lq
 
     def covers(self, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int) -> bool:
+        """Return whether the rule applies to a call."""
         fits = self.above_d < d <= self.d and self.above_Lq < Lq <= self.Lq
         return fits and dtype in self.dtypes and normalize <= self.normalize and wide <= self.wide
 
 
-# The first rule that covers a call holds.
-# wgmma takes 64 or more of what stands first: up to 32 rows stand second. Few programs need deep pipelines to keep the
-# memory busy; of many, eight with one stage each share a multiprocessor. Where rows are many, a program that walks
-# reads them once, not once for each document; as many walk as an H200 runs at a time. 256 rows with 128 registers share
-# a multiprocessor by two; a query longer than a tile needs more. Beyond 128 features the rows are read again for every
-# tile of tokens: larger ones. On mma the accumulators leave fewer registers: smaller steps where a kernel needs many.
-# Splitting fp32 rows takes registers too: with 256 rows, or with 32 as second, ptxas spills.
-# Rules for wide = 2 serve all rows that are loaded feature by feature: what they change cures spills. The last tile of
-# half types without `normalize` keeps its 256 rows, by which the specialised kernel cuts its sums too.
+# The first rule that covers a call applies. Reasons for the tiles:
+# - The first operand of wgmma has at least 64 rows. Up to 32 query rows are therefore the second operand.
+# - Few programs need deep pipelines to keep the memory busy. With many programs, eight programs with one stage each
+#   share an SM.
+# - With many query rows, a persistent program reads them once, not once for each document. There are as many persistent
+#   programs as an H200 runs at a time.
+# - Two programs with 256 rows and 128 registers share an SM. A query longer than a tile needs more registers.
+# - Beyond 128 features the query rows are read again for every token tile, so the tiles are larger.
+# - With mma the accumulators leave fewer registers. A kernel that needs many registers has smaller steps.
+# - Splitting fp32 rows costs registers too. ptxas spills with 256 rows, or with 32 rows as the second operand.
+# - Rules for wide = 2 serve all rows that are loaded feature by feature. Their differences avoid spills.
+# - The last tile of half-precision dtypes without `normalize` has 256 rows, because the sm_90 kernel also cuts its sums
+#   by 256 rows.
 # fmt: off
 FORWARD_RULES = (
     #    unit   dtypes d     Lq    normalize wide    rows tokens features warps stages registers

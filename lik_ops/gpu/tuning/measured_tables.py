@@ -1,7 +1,7 @@
-"""Tables of tiles that `lik_ops.tune` measured on one GPU: their JSON, and the one that ``LIK_OPS_TABLE`` names.
+"""JSON tables of tiles that `lik_ops.tune` measured on one GPU, and the table that ``LIK_OPS_TABLE`` names.
 
-A table adds rules in front of those in `forward_table.FORWARD`. It is read once in a process, when the first kernel is
-chosen. A table for another architecture is not used: a warning says so once, as processes may see several kinds of GPU.
+The rules of a table precede `forward_table.FORWARD_RULES`. The table is read once in a process, when the first kernel
+is chosen. A table for another architecture is ignored with one warning, because a process may use several kinds of GPU.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ ENVIRONMENT_VARIABLE = "LIK_OPS_TABLE"
 FORMAT_VERSION = 1
 _UNLIMITED = forward_table.UNLIMITED
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_TILE_MINIMA = {"rows": 16, "tokens": 16, "features": 16, "warps": 1, "stages": 1}  # of a tile, with the least of each
+_TILE_MINIMA = {"rows": 16, "tokens": 16, "features": 16, "warps": 1, "stages": 1}  # of a tile
 _log = logging.getLogger("lik_ops")
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """What a file says: rules for one architecture, where and with what they were measured."""
+    """The contents of a table file: rules for one architecture, and the environment of the measurement."""
 
     gpu: str
     architecture: str
     versions: Mapping[str, str]
     rules: tuple[TileRule, ...]
-    measured: list[dict[str, Any]] = field(default_factory=list, compare=False)  # times, for people
+    measured: list[dict[str, Any]] = field(default_factory=list, compare=False)  # times, for information
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -45,7 +45,7 @@ class TileTable:
 
 
 def to_json(table: TileTable) -> str:
-    """`table` as the text of a file that `parse_table` reads."""
+    """Return `table` as the text of a file that `parse_table` reads."""
     record = {
         "format": FORMAT_VERSION,
         "gpu": table.gpu,
@@ -58,6 +58,7 @@ def to_json(table: TileTable) -> str:
 
 
 def _make_rule_record(rule: TileRule) -> dict[str, Any]:
+    """Return the JSON object of a rule."""
     return {
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in rule.dtypes],
         "d": [rule.above_d + 1, rule.d],
@@ -67,15 +68,18 @@ def _make_rule_record(rule: TileRule) -> dict[str, Any]:
 
 
 def _encode_limit(n: int) -> int | None:
+    """Return the JSON value of a limit: null if unlimited."""
     return None if n >= _UNLIMITED else n
 
 
 def _expect(condition: bool, where: str, expected: str, found: object) -> None:
+    """Raise ValueError unless `condition` holds."""
     if not condition:
         raise ValueError(f"{where}: expected {expected}, got {found!r}")
 
 
 def _check_members(record: object, names: set[str], where: str) -> dict[str, Any]:
+    """Return a JSON object after checking that its members have exactly these names."""
     _expect(isinstance(record, dict), where, "an object", record)
     assert isinstance(record, dict)
     _expect(set(record) == names, where, f"the members {sorted(names)}", sorted(record))
@@ -83,14 +87,17 @@ def _check_members(record: object, names: set[str], where: str) -> dict[str, Any
 
 
 def _is_count(x: object, least: int = 1) -> bool:
+    """Return whether `x` is an integer of at least `least`."""
     return isinstance(x, int) and not isinstance(x, bool) and x >= least
 
 
 def _is_range(x: object) -> bool:
+    """Return whether `x` is an ascending pair of counts."""
     return isinstance(x, list) and len(x) == 2 and all(map(_is_count, x)) and x[0] <= x[1]
 
 
 def _parse_tile(record: object, where: str) -> TileConfig:
+    """Return the tile of a JSON object."""
     values = _check_members(record, set(TileConfig._fields), where)
     for name, least in _TILE_MINIMA.items():
         value = values[name]
@@ -105,6 +112,7 @@ def _parse_tile(record: object, where: str) -> TileConfig:
 
 
 def _parse_rule(record: object, arch: Architecture, where: str) -> TileRule:
+    """Return the rule of a JSON object."""
     values = _check_members(record, {"dtypes", "d", "Lq", "tiles"}, where)
     names = values["dtypes"]
     known = isinstance(names, list) and len(names) > 0 and all(name in _DTYPES for name in names)
@@ -123,8 +131,13 @@ def _parse_rule(record: object, arch: Architecture, where: str) -> TileRule:
 
 
 def _check_sums(rule: TileRule, arch: Architecture, where: str) -> None:
-    """A rule must sum a query in the same parts as the built-in tiles, or its scores would have other bits."""
-    served = range(architectures.cdiv(rule.above_d + 1, 16) * 16, rule.d + 1, 16)  # others take tiles of wide offsets
+    """Raise ValueError unless a rule sums a query in the same parts as the built-in tiles.
+
+    Other parts would change the bits of the scores.
+    """
+    served = range(
+        architectures.cdiv(rule.above_d + 1, 16) * 16, rule.d + 1, 16
+    )  # other d use the tiles of wide offsets
     _expect(len(served) > 0, f"{where}: d", "a range that holds a multiple of 16", [rule.above_d + 1, rule.d])
     for dtype in rule.dtypes:
         splits = dtype == torch.float32 and arch.unit in forward_configs.FP32_SPLIT_UNITS and arch.unit != "interpreter"
@@ -138,10 +151,14 @@ def _check_sums(rule: TileRule, arch: Architecture, where: str) -> None:
 
 
 def parse_table(text: str, source: str) -> TileTable:
-    """The table that `text` holds.
+    """Return the table in `text`.
+
+    Args:
+        text: the contents of a table file.
+        source: name of the file in messages.
 
     Raises:
-        ValueError: it holds none; names the member, what was expected and what was found.
+        ValueError: `text` is not a table. The message names the member, the expected value, and the value found.
     """
     try:
         record = json.loads(text)
@@ -161,6 +178,7 @@ def parse_table(text: str, source: str) -> TileTable:
 
 
 def _find_architecture(name: str) -> Architecture:
+    """Return the architecture of a name, with no shared memory if it is unknown."""
     if name == architectures.INTERPRETER.name:
         return architectures.INTERPRETER
     return architectures.ARCHITECTURES.get(name, Architecture(name, 0))
@@ -168,10 +186,10 @@ def _find_architecture(name: str) -> Architecture:
 
 @functools.cache
 def load_table() -> TileTable | None:
-    """The table that ``LIK_OPS_TABLE`` names, read once in a process; None where it names none.
+    """Return the table that ``LIK_OPS_TABLE`` names, read once in a process, or None if the variable is unset.
 
     Raises:
-        ValueError: the file cannot be read, or holds no table.
+        ValueError: the file cannot be read or is not a table.
     """
     path = os.environ.get(ENVIRONMENT_VARIABLE)
     if not path:
@@ -186,7 +204,7 @@ def load_table() -> TileTable | None:
 
 
 def add_measured_rules(arch: Architecture) -> Architecture:
-    """`arch` with the rules of the loaded table, if it is for `arch`."""
+    """Return `arch` with the rules of the loaded table if the table is for `arch`."""
     table = load_table()
     if table is None:
         return arch
@@ -198,4 +216,5 @@ def add_measured_rules(arch: Architecture) -> Architecture:
 
 @functools.cache
 def _warn_mismatch(expected: str, found: str) -> None:
+    """Log once that the table is for another architecture."""
     _log.warning("%s is for %s: not used on %s", ENVIRONMENT_VARIABLE, expected, found)

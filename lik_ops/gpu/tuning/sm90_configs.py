@@ -1,5 +1,7 @@
-"""Which calls the Gluon kernels serve, and how: `maxsim_row_maxima`, `maxsim_forward_specialized` and
-`_make_large_d_config`."""
+"""Choice and configuration of the Gluon kernels.
+
+The kernels are `maxsim_row_maxima`, `maxsim_forward_specialized`, and `maxsim_forward_wide`.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,33 @@ from . import forward_configs
 from .architectures import Architecture, cdiv, next_power_of_2, supports_vector_loads
 from .forward_table import HALF_DTYPES
 
-_ACCUMULATORS = 4  # of 64 rows, of a program of `maxsim_forward_specialized` unless rows are few
-SM90_TILE_ROWS, LARGE_D_TILE_ROWS = (
-    64 * _ACCUMULATORS,
-    128,
-)  # of a program of `maxsim_forward_specialized`, `maxsim_forward_wide`
-_MAX_WORKSPACE_ROWS = 6 * 2**20  # whose maxima in one document fill the workspace of `maxsim_row_maxima`
-_MAX_ROWS_PER_QUERY = 128  # rows of a query that it sums itself
-_MIN_PRECOMPUTED_ROW_TILES = 6  # row tiles that pay for a launch that finds the norms of document tokens
+# Accumulators of 64 rows in a program of `maxsim_forward_specialized`, except in the small-M kernel.
+_ACCUMULATORS = 4
+# Query rows of a program of `maxsim_forward_specialized` and `maxsim_forward_wide`.
+SM90_TILE_ROWS, LARGE_D_TILE_ROWS = 64 * _ACCUMULATORS, 128
+# With so many rows, the maxima of one document fill the workspace of `maxsim_row_maxima`.
+_MAX_WORKSPACE_ROWS = 6 * 2**20
+# Maximum rows per query that `maxsim_row_maxima` sums itself.
+_MAX_ROWS_PER_QUERY = 128
+# Minimum row tiles for which a separate launch that computes the norms of document tokens pays off.
+_MIN_PRECOMPUTED_ROW_TILES = 6
 _SMALL_TILE_TOKENS, _LARGE_TILE_TOKENS = 64, 128  # tokens of a tile of `maxsim_forward_specialized`
-_MAX_PADDING_RATIO = 1.07  # what larger tiles may multiply beside what smaller ones do, where winners are found
-MAX_QUERY_NORMS = 2**21  # in a workspace, for wide features
-# (row tile, document) pairs per SM from which these kernels beat `maxsim_forward`. One pair is enough for queries of
-# more than `MAX_WHOLE_QUERY_TOKENS` tokens, which `maxsim_forward` scores one part after the other, and for wide
-# features and documents of `_MIN_LARGE_D_TOKENS` tokens. Measured on H100 and H200, 2026-11-26:
-# `benchmarks/results/sweep_pairs.json`.
+# With argmax, large tiles may multiply at most 7 % more than small tiles.
+_MAX_PADDING_RATIO = 1.07
+MAX_QUERY_NORMS = 2**21  # in a workspace of the large-d kernel
+# (row tile, document) pairs per SM from which these kernels are faster than `maxsim_forward`. One pair is enough for
+# queries of more than `MAX_WHOLE_QUERY_TOKENS` tokens, which `maxsim_forward` scores one part after the other. One pair
+# is also enough for the large-d kernel and documents of `_MIN_LARGE_D_TOKENS` tokens.
+# Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
 _MIN_PAIRS_PER_SM, MAX_WHOLE_QUERY_TOKENS, _MIN_LARGE_D_TOKENS = 0.48, 128, 512
-_MIN_FILL_RATIO = 0.9  # of the slots of queries that it sums itself: else packed rows and sums after it are quicker
+# `maxsim_row_maxima` sums rows itself if queries fill this share of ROWS_PER_QUERY. Otherwise packed rows and a second
+# launch for the sums are faster.
+_MIN_FILL_RATIO = 0.9
 
-# Tokens of a tile and stages, and whether registers keep the query rows: of int8 documents, of FP8.
+# (tokens of a tile, stages, whether registers hold the query rows).
 _INT8_TILE, _INT8_LARGE_TILE, _FP8_TILE = (64, 8, True), (128, 6, False), (64, 6, True)
-_MIN_SMALL_M_ROWS, _MAX_SMALL_M_ROWS = 32, 128  # query rows, or terms of them, whose products with a tile are one
-# For few query rows: tokens and stages, and what a token costs beside the smaller tile.
+_MIN_SMALL_M_ROWS, _MAX_SMALL_M_ROWS = 32, 128  # query rows, or their terms, in the single product of a tile
+# For few query rows: (tokens of a tile, stages, cost of a token relative to the smaller tile).
 _SMALL_M_TILES, _INT8_SMALL_M_TILES, _FP8_SMALL_M_TILES = (
     ((64, 3, 1.0),),
     ((64, 6, 1.0),),
@@ -43,7 +50,10 @@ _FP32_SMALL_M_TILES = ((64, 1, 1.0),)
 
 
 class RowMaximaChoice(NamedTuple):
-    """How `maxsim_row_maxima` runs, and the sums after it: rows of a query, queries and documents at a time, levels."""
+    """The configuration of `maxsim_row_maxima` and of the sums after it.
+
+    `sums` has the rows per query, the queries and documents of a program, and the tree levels.
+    """
 
     config: Sm90Config
     programs: int
@@ -51,19 +61,31 @@ class RowMaximaChoice(NamedTuple):
 
     @property
     def kernel(self) -> str:
+        """Return the name of the kernel."""
         return "maxsim_row_maxima"
 
     def tile(self) -> str:
+        """Describe the tile of a program as text."""
         return _format_tile(SM90_TILE_ROWS, self)
 
 
 def configure_row_maxima(
     arch: Architecture, dtype: torch.dtype, rows: int, K: int, Lq: int, d: int, *, argmax: bool, dense: bool = False
 ) -> RowMaximaChoice | None:
-    """The choice for `rows` query rows, of `Lq` in the mean, against K documents; None where another kernel serves.
+    """Choose the row maxima kernel, or return None if another kernel has to serve.
 
-    Rows and K may decide, as all give the same bits. `dense`: each query has Lq rows, so that the kernel may sum them
-    itself, if these fill its slots.
+    All kernels give the same bits, so the choice may depend on `rows` and K.
+
+    Args:
+        arch: architecture that runs the kernel.
+        dtype: dtype of the tokens.
+        rows: number of query rows of all queries.
+        K: number of documents.
+        Lq: mean number of rows of a query.
+        d: number of features.
+        argmax: whether the call returns an argmax.
+        dense: whether each query has exactly Lq rows. The kernel may then sum the rows itself, if they fill most of
+            ROWS_PER_QUERY.
     """
     sums = dense and 2 <= next_power_of_2(Lq) <= _MAX_ROWS_PER_QUERY and Lq >= _MIN_FILL_RATIO * next_power_of_2(Lq)
     row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SM90_TILE_ROWS)
@@ -86,66 +108,73 @@ def configure_row_maxima(
 
 
 class Sm90Choice(NamedTuple):
-    """How a specialised kernel runs: its configuration, and the parts of ROWS_PER_QUERY tokens that a query takes."""
+    """The configuration of an sm_90 kernel, and the number of parts of ROWS_PER_QUERY tokens of a query."""
 
     config: Sm90Config | Sm90LargeDConfig
     parts: int
     row_tiles: int
     programs: int
-    tree: int = 2  # parts whose sums are added as a tree
+    tree: int = 2  # number of parts whose sums are added as a tree
 
     @property
     def has_large_d(self) -> bool:
+        """Return whether this is the large-d kernel."""
         return isinstance(self.config, Sm90LargeDConfig)
 
     @property
     def reads_norms(self) -> bool:
-        """Whether inverse norms of document tokens, and of query tokens of wide features, are found before it."""
+        """Return whether an earlier launch computes inverse norms.
+
+        They are norms of document tokens, and for the large-d kernel also norms of query tokens.
+        """
         given = isinstance(self.config, Sm90LargeDConfig) or self.config.PRECOMPUTED_SCALES
         return self.config.NORMALIZE and given
 
     @property
     def kernel(self) -> str:
+        """Return the name of the kernel."""
         return "maxsim_forward_wide" if self.has_large_d else "maxsim_forward_specialized"
 
     def tile(self) -> str:
+        """Describe the tile of a program as text."""
         if isinstance(self.config, Sm90LargeDConfig):
             return _format_tile(LARGE_D_TILE_ROWS, self)
         return _format_tile(self.config.MMA_ROWS * (1 if self.config.SMALL_M else _ACCUMULATORS), self)
 
 
 def _format_tile(rows: int, choice: Sm90Choice | RowMaximaChoice) -> str:
-    """`tile` of a kernel through whose shared memory documents stream."""
+    """Describe the tile of a kernel that streams documents through shared memory."""
     return f"{rows} rows x {choice.config.BN} tokens, {choice.config.STAGES} stages, {choice.programs} programs"
 
 
-_MAX_SHORT_DOCUMENT_TILE_TOKENS = (
-    128  # tokens of a tile that is longer than a document: masking 256 would spill registers
-)
-# Of `maxsim_forward_wide`: tokens of a tile, stages of its ring, and what a token costs beside one of the largest tile.
+# Maximum tokens of a tile that is longer than a document. Masking 256 tokens would spill registers.
+_MAX_SHORT_DOCUMENT_TILE_TOKENS = 128
+# For `maxsim_forward_wide`: (tokens of a tile, pipeline stages, cost of a token relative to the largest tile).
 _LARGE_D_TILES = ((256, 4, 1.0), (128, 6, 1.05), (64, 8, 1.3))
 
 
 def _select_least_waste(tiles: tuple[tuple[int, int, float], ...], Ld: int, most_packed: int = 0) -> tuple[int, int]:
-    """Tokens and stages of the tile that wastes least on the last tile of a document.
+    """Return the tokens and stages of the tile that wastes least on the last tile of a document.
 
-    A tile of more than `most_packed` tokens may not be longer than a document.
+    A tile with more than `most_packed` tokens may not be longer than a document.
     """
     fitting = [tile for tile in tiles if tile[0] <= max(Ld, most_packed)] or [min(tiles)]
     return min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])[:2]
 
 
 def _make_large_d_config(Lq: int, Ld: int) -> Sm90LargeDConfig:
+    """Return the configuration of the large-d kernel."""
     tokens, stages = _select_least_waste(_LARGE_D_TILES, Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
     slot = min(next_power_of_2(Lq), LARGE_D_TILE_ROWS // 2)
     return Sm90LargeDConfig(BN=tokens, ROWS_PER_QUERY=slot, STAGES=stages, SHORT_DOCUMENTS=tokens > Ld)
 
 
 def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> tuple[int, int, bool]:
-    """Tokens and stages of `maxsim_forward_specialized`, and whether registers keep the query rows.
+    """Return the tokens and stages of `maxsim_forward_specialized`, and whether registers hold the query rows.
 
-    With winners, or norms that are read, a group's way round a tile is longer than the products of 64 tokens. Those of
-    128 hide it, but leave the query rows no registers, nor what finds norms; and may waste more of a last tile.
+    With argmax or precomputed norms, a warp group needs more time for a tile than the products of 64 tokens. Products
+    of 128 tokens hide this time. They leave no registers for the query rows or for the computation of norms, and may
+    waste more of the last tile.
     """
     waste = cdiv(Ld, _LARGE_TILE_TOKENS) * _LARGE_TILE_TOKENS / (cdiv(Ld, _SMALL_TILE_TOKENS) * _SMALL_TILE_TOKENS)
     if (
@@ -160,13 +189,13 @@ def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> tuple[i
 def configure_sm90(
     arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, normalize: bool, argmax: bool
 ) -> Sm90Choice | None:
-    """The choice for documents without mask, or None where `maxsim_forward` serves better or alone.
+    """Choose an sm_90 kernel for documents without a mask, or return None if `maxsim_forward` has to serve.
 
-    Nq and K may decide, as all give the same bits.
+    All kernels give the same bits, so the choice may depend on Nq and K.
     """
     config: Sm90Config | Sm90LargeDConfig
     few = 0
-    if (normalize or d > 128) and not supports_vector_loads(d, 0):  # `maxsim_forward` adds up in another order there
+    if (normalize or d > 128) and not supports_vector_loads(d, 0):  # `maxsim_forward` adds in another order
         return None
     if d <= 128:
         slot, rows = min(next_power_of_2(Lq), 128), SM90_TILE_ROWS
@@ -179,7 +208,7 @@ def configure_sm90(
         tile = (*_select_least_waste(_SMALL_M_TILES, Ld), False) if few else _choose_tile(Ld, argmax, normalize, given)
         config = _make_config(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, PRECOMPUTED_SCALES=given)
     elif argmax or (normalize and Nq * Lq > MAX_QUERY_NORMS):
-        return None  # with winners `maxsim_forward` sums the parts of a query in another order
+        return None  # with argmax `maxsim_forward` sums the parts of a query in another order
     else:
         config, rows = _make_large_d_config(Lq, Ld)._replace(NORMALIZE=normalize), LARGE_D_TILE_ROWS
     parts = cdiv(Lq, config.ROWS_PER_QUERY)
@@ -188,7 +217,7 @@ def configure_sm90(
     fits = (
         Lq >= 2 and Ld >= (1 if d > 128 else config.BN) and pairs < 2**31 and Nq * parts * config.ROWS_PER_QUERY < 2**31
     )
-    # The plain kernel finds norms between its products, this one beside them.
+    # The generic kernel computes norms between its products. This kernel computes norms during its products.
     least = 0 if few else rows // 4 if normalize and d <= 128 else rows // 2
     one_is_enough = Lq > MAX_WHOLE_QUERY_TOKENS or (d > 128 and Ld >= _MIN_LARGE_D_TOKENS)
     enough = one_is_enough or pairs >= int(arch.processors * _MIN_PAIRS_PER_SM)
@@ -199,9 +228,9 @@ def configure_sm90(
 
 
 def configure_small_m_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int) -> Sm90Choice | None:
-    """The choice for few fp32 query rows, which `maxsim_forward` would split, and documents without mask.
+    """Choose the small-M kernel for few fp32 query rows that `maxsim_forward` would split.
 
-    None where that serves.
+    Documents have no mask. Return None if `maxsim_forward` has to serve.
     """
     tile, few = (*_select_least_waste(_FP32_SMALL_M_TILES, Ld), False), _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
     config = _make_config(tile, next_power_of_2(Lq), d, few, ARGMAX=False, SPLIT_FP32=True)
@@ -212,19 +241,25 @@ def configure_small_m_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: in
 
 
 def _count_programs(processors: int, row_tiles: int, pairs: int) -> int:
-    """A program per multiprocessor. Where that many are nearly a multiple of the row tiles, exactly a multiple: then
-    all of a document's programs read it at the same time."""
+    """Return one program per SM, or slightly fewer to get a multiple of the row tiles.
+
+    With a multiple, all programs of a document read it at the same time.
+    """
     aligned = processors // row_tiles * row_tiles
     return min(aligned if aligned >= 0.95 * processors else processors, pairs)
 
 
 def _count_small_m_rows(Nq: int, Lq: int, most: int = _MAX_SMALL_M_ROWS) -> int:
-    """Query rows of the one product of a tile, `most` at most; 0 where there are more."""
+    """Return the query rows of the single product of a tile, or 0 if there are more than `most`."""
     rows = max(_MIN_SMALL_M_ROWS, Nq * next_power_of_2(Lq))
     return next_power_of_2(rows) if rows <= most else 0
 
 
 def _make_config(tile: tuple[int, int, bool], slot: int, d: int, few: int, **options: Any) -> Sm90Config:
+    """Return the configuration of a tile.
+
+    `few` is the number of rows of the small-M kernel, or 0.
+    """
     tokens, stages, resident = tile
     rows = {"MMA_ROWS": few, "SMALL_M": True} if few else {}
     return Sm90Config(
@@ -238,11 +273,11 @@ def _make_config(tile: tuple[int, int, bool], slot: int, d: int, few: int, **opt
 
 
 def _choose_int8_tile(Ld: int, few: int, each_token: bool, terms: int) -> tuple[int, int, bool]:
-    """Tokens and stages, and whether registers keep the query rows. Few rows wait for documents: there the tile whose
-    last one of a document wastes least.
+    """Return the tokens and stages of a tile, and whether registers hold the query rows.
 
-    With two terms a group's way round a tile is longer than its products: larger tiles, where scales of tokens do not
-    take the registers that they need and the last tile of a document wastes nothing.
+    Few query rows wait for documents, so the tile with the least waste is best. With two terms, a warp group needs more
+    time for a tile than its products. Then larger tiles are used if the last tile of a document wastes nothing, and if
+    token scales do not need the registers.
     """
     if few:
         return *_select_least_waste(_INT8_SMALL_M_TILES, Ld), False
@@ -251,9 +286,16 @@ def _choose_int8_tile(Ld: int, few: int, each_token: bool, terms: int) -> tuple[
 
 
 def _supports_encoded(config: Sm90Config, Lq: int, Ld: int, d: int, counts: tuple[int, ...]) -> bool:
-    """Whether a kernel serves dense documents of numbers of 8 bits; `counts`: of what 32 bits have to number.
+    """Return whether a kernel serves dense documents with 8-bit encodings.
 
-    The memory access unit begins at multiples of 16 bytes.
+    TMA needs rows that start at multiples of 16 bytes.
+
+    Args:
+        config: configuration of the kernel.
+        Lq: number of tokens of a query.
+        Ld: number of tokens of a document.
+        d: number of features.
+        counts: numbers of elements that must fit 32 bits.
     """
     return Lq >= 2 and Ld >= config.BN and d <= 128 and d % 16 == 0 and max(counts) < 2**31
 
@@ -261,10 +303,21 @@ def _supports_encoded(config: Sm90Config, Lq: int, Ld: int, d: int, counts: tupl
 def configure_int8(
     arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, each_token: bool, terms: int
 ) -> Sm90Choice | None:
-    """The choice for dense int8 documents without mask, beside query rows of so many int8 terms; None where the kernel
-    of packed documents serves.
+    """Choose an sm_90 kernel for dense int8 documents without a mask.
 
-    Nq and K may decide, as all give the same bits. `each_token`: tokens have scales of their own.
+    Return None if the kernel of packed documents has to serve. All kernels give the same bits, so the choice may depend
+    on Nq and K.
+
+    Args:
+        arch: architecture that runs the kernel.
+        dtype: dtype of the queries.
+        Nq: number of queries.
+        K: number of documents.
+        Lq: number of tokens of a query.
+        Ld: number of tokens of a document.
+        d: number of features.
+        each_token: whether each token has its own scale.
+        terms: number of int8 terms of a query row.
     """
     if arch.name != "sm_90":
         return None
@@ -287,7 +340,10 @@ def configure_int8(
 def configure_fp8(
     arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, kept: str
 ) -> Sm90Choice | None:
-    """The choice for dense FP8 documents without mask, kept as `kept`, likewise."""
+    """Choose an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`.
+
+    Return None if the kernel of packed documents has to serve.
+    """
     if arch.name != "sm_90" or dtype not in HALF_DTYPES:
         return None
     slot, few = min(next_power_of_2(Lq), 128), _count_small_m_rows(Nq, Lq)

@@ -78,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`lik_ops.distributed` is imported when it is first asked for."""
+    """Import `lik_ops.distributed` on first access."""
     if name == "distributed":
         return import_module(".distributed", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

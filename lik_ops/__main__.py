@@ -15,7 +15,7 @@ PROGRAMS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the programs."""
+    """Print the programs of this package."""
     rows = [f"  python -m lik_ops.{name:8} {text}" for name, text in PROGRAMS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m lik_ops",

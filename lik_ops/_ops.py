@@ -1,7 +1,7 @@
-"""The namespace of the operators: the one place that spells it.
+"""The namespace of the operators. No other file spells it.
 
-The builder of the Hugging Face kernels hub writes a module of this name, with these two names in it, so that several
-versions can live in one process. Everything else asks here.
+The builder of the Hugging Face kernels hub generates a module with the same name and the same two names in it. Several
+versions can therefore exist in one process. All other modules use these names.
 """
 
 import torch
@@ -10,5 +10,5 @@ ops = torch.ops.lik
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """The qualified name of an operator."""
+    """Return the qualified name of an operator."""
     return f"lik::{op_name}"

@@ -1,4 +1,4 @@
-"""Who computes: `gpu` launches the Triton kernels, `portable` streams through plain torch on any device."""
+"""Backend selection: `gpu` launches the Triton kernels, `portable` runs plain PyTorch on any device."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ _has_triton = find_spec("triton") is not None
 
 
 def explain_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None if the Triton kernels can compute on `device` in `dtype`, else the reason why not."""
+    """Return None if the Triton kernels can compute on `device` in `dtype`, else the reason why not."""
     if not _has_triton:
         return "triton is not installed"
     if dtype == torch.float64:
@@ -26,7 +26,7 @@ def explain_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def clear_plan_caches() -> None:
-    """Drop what the backends worked out from their tables of configurations."""
+    """Clear the plans that the backends derived from their configuration tables."""
     if f"{__package__}.gpu.backend" in sys.modules:
         from .gpu import backend as cuda
 
@@ -34,10 +34,10 @@ def clear_plan_caches() -> None:
 
 
 def select_backend(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The backend module for tensors of `device` and `dtype` under the current choice.
+    """Return the backend module for tensors of `device` and `dtype`.
 
     Raises:
-        RuntimeError: ``"triton"`` was asked for and cannot run there.
+        RuntimeError: the requested backend is ``"triton"``, and it cannot run there.
     """
     requested = get_requested_backend()
     if requested == "portable" or (requested == "auto" and device.type == "cpu"):

@@ -1,4 +1,4 @@
-"""``python -m lik_ops.info``: versions, devices, and which backend and kernel a call would use on each."""
+"""``python -m lik_ops.info``: print versions, devices, and the backend and kernel of a call on each device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from .portable import backend as portable
 if TYPE_CHECKING:
     from .gpu.tuning.architectures import Architecture
 
-_DOCUMENTS, _TOKENS = 1000, 300  # of the documents whose kernel is asked for
+_DOCUMENTS, _TOKENS = 1000, 300  # default shape of the documents in the report
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _get_version(package: str) -> str:
+    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -34,6 +35,7 @@ def _get_version(package: str) -> str:
 
 
 def _describe_backend() -> str:
+    """Return the requested backend, or the error of ``LIK_OPS_BACKEND``."""
     try:
         return get_requested_backend()
     except ValueError as error:
@@ -41,6 +43,7 @@ def _describe_backend() -> str:
 
 
 def _describe_devices() -> list[tuple[torch.device, str]]:
+    """Return all devices with their names."""
     threads = torch.get_num_threads()
     devices = [(torch.device("cpu"), f"{platform.machine()}, {threads} thread{'' if threads == 1 else 's'}")]
     if torch.cuda.is_available():
@@ -58,8 +61,18 @@ def describe_choice(
     Nd: int = _DOCUMENTS,
     Ld: int = _TOKENS,
 ) -> str:
-    """The backend, and for Triton the kernel with its tile, that scoring Nd documents of Ld tokens would use; of
-    `choose_int8` documents, if they are."""
+    """Return the backend, and for Triton the kernel and its tile, that would score documents of a shape.
+
+    Args:
+        device: the device of Q and D.
+        dtype: the dtype of Q and D.
+        Nq: the number of queries.
+        Lq: the tokens of a query.
+        d: the features of a token.
+        int8: whether documents are quantized to int8.
+        Nd: the number of documents.
+        Ld: the tokens of a document.
+    """
     try:
         backend = backends.select_backend(device, dtype)
     except (RuntimeError, ValueError) as error:  # LIK_OPS_BACKEND
@@ -87,7 +100,7 @@ def _explain_portable(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def describe_gpus() -> str:
-    """Return how many GPUs torch finds, and if none, what is missing."""
+    """Return the number of GPUs that torch finds, or the reason why it finds none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         return f"{count} ({'ROCm ' + torch.version.hip if torch.version.hip else 'CUDA ' + str(torch.version.cuda)})"
@@ -101,7 +114,7 @@ def describe_gpus() -> str:
 
 
 def describe_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
-    """The kernel that scores contiguous tensors of these sizes, without masks or winners, and its tile."""
+    """Return the kernel and tile that score contiguous tensors of these sizes without masks and argmax."""
     from .gpu import choose
 
     Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
@@ -110,7 +123,7 @@ def describe_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq
 
 
 def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
-    """The kernel that scores contiguous int8 documents of these sizes with a scale for each token, likewise."""
+    """Return the kernel and tile that score contiguous int8 documents of these sizes with a scale for each token."""
     from .gpu import choose
 
     Q = torch.empty((Nq, Lq, d), dtype=dtype, device="meta")
@@ -120,7 +133,7 @@ def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: in
 
 
 def describe_table() -> str:
-    """The table of tiles that ``LIK_OPS_TABLE`` names."""
+    """Return the table of tiles that ``LIK_OPS_TABLE`` names."""
     if find_spec("triton") is None:
         return "none: triton is not installed"
     from .gpu.tuning import measured_tables
@@ -133,32 +146,33 @@ def describe_table() -> str:
 
 
 def describe_triton() -> str:
-    """The version of Triton, and whether it is newer than what was tested."""
+    """Return the version of Triton, and whether it is newer than the tested versions."""
     found = _get_version("triton")
     if find_spec("triton") is None:
         return found
     from .gpu import triton_versions
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said here
+        warnings.simplefilter("ignore")  # the report prints it
         known = triton_versions.is_tested_version()
     return found if known else f"{found}: newer than {triton_versions.format_newest()}, so plain kernels compute"
 
 
 def describe_fallbacks() -> list[str]:
-    """What is known of kernels that did not compile in this process."""
+    """Return the messages about kernels that did not compile in this process."""
     launcher = sys.modules.get(f"{__package__}.gpu.runtime.launcher")
     return [] if launcher is None else list(launcher.fallback_messages.values())
 
 
 def _compile_choice(device: torch.device, dtype: torch.dtype, Nq: int, Lq: int, d: int, Nd: int, Ld: int) -> None:
-    """Score what `describe_choice` speaks of, so that a kernel that does not compile is known."""
+    """Score the call of `describe_choice`, so that a kernel that does not compile is reported."""
     Q, D = (torch.zeros((n, L, d), dtype=dtype, device=device) for n, L in ((Nq, Lq), (Nd, Ld)))
     with torch.no_grad():
         maxsim(Q, D)
 
 
 def _parse_size(text: str) -> int:
+    """Return a size of 1 or more, or raise ArgumentTypeError."""
     size = int(text)
     if size < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {size}")
@@ -166,14 +180,14 @@ def _parse_size(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the report; ``--nq``, ``--lq``, ``--nd``, ``--ld`` and ``--d`` name the shape whose kernel is asked for."""
+    """Print the report. ``--nq``, ``--lq``, ``--nd``, ``--ld`` and ``--d`` set the shape of the call."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.info", description=__doc__)
     parser.add_argument("--nq", type=_parse_size, default=256, help="number of queries (default 256)")
     parser.add_argument("--d", type=_parse_size, default=128, help="features of a token (default 128)")
     parser.add_argument("--lq", type=_parse_size, default=32, help="tokens of a query (default 32)")
     parser.add_argument("--nd", type=_parse_size, default=_DOCUMENTS, help="number of documents (default 1000)")
     parser.add_argument("--ld", type=_parse_size, default=_TOKENS, help="tokens of a document (default 300)")
-    parser.add_argument("--compile", action="store_true", help="compile and run these kernels, and say which cannot")
+    parser.add_argument("--compile", action="store_true", help="compile and run these kernels, and report failures")
     args = parser.parse_args(argv)
     sizes = args.nq, args.lq, args.d
     print(f"lik_ops  {__version__}")

@@ -1,8 +1,9 @@
-"""MaxSim as written in the paper, with the whole similarity tensor in memory: the oracle of every test.
+"""MaxSim as written in the paper, with the whole similarity tensor in memory. It is the oracle of every test.
 
-``score[i, j] = sum_s w[i, s] * max_t <Q[i, s], D[j, t]>`` (Khattab and Zaharia, ColBERT, 2020, equation 3), with the
-masks, ties and empty documents of the project's contract. Plain torch, differentiable by autograd; computes in the
-dtype it is given (half precision is widened to fp32), so an oracle is a call with ``.double()`` tensors.
+``score[i, j] = sum_s w[i, s] * max_t <Q[i, s], D[j, t]>`` (Khattab and Zaharia, ColBERT, 2020, equation 3). Masks, ties
+and empty documents follow docs/semantics.md. The functions are plain PyTorch and differentiable by autograd. They
+compute in the dtype of their arguments, and half precision is widened to fp32. An oracle is a call with ``.double()``
+tensors.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ __all__ = [
 
 
 def similarities(Q: Tensor, D: Tensor) -> Tensor:
-    """Every inner product: ``[Nq, Nd, Lq, Ld]`` for ``D [Nd, Ld, d]``, ``[Nq, K, Lq, Ld]`` for ``D [Nq, K, Ld, d]``."""
+    """Return all inner products: ``[Nq, Nd, Lq, Ld]``, or ``[Nq, K, Lq, Ld]`` for candidates ``D [Nq, K, Ld, d]``."""
     return torch.einsum("isd,jtd->ijst" if D.dim() == 3 else "isd,ijtd->ijst", Q, D)
 
 
 def _check(
     Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None, normalize: bool
 ) -> None:
-    """An error where torch would broadcast, or take for true what is no bool: the oracle has no scores for these."""
+    """Raise ValueError or TypeError if torch would broadcast a shape or interpret a value that is not a bool as one."""
     if not isinstance(normalize, bool):
         raise TypeError(f"reference: normalize: expected a bool, got {type(normalize).__name__}")
     is_single = Q.dim() == 2
@@ -45,7 +46,7 @@ def _check(
         raise ValueError(f"reference: Q: expected [Lq, d] or [Nq, Lq, d], got {list(Q.shape)}")
     if D.dim() not in (2, 3, 4) or D.shape[-1] != Q.shape[-1] or (D.dim() == 4 and (is_single or len(D) != len(Q))):
         expected = "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
-        raise ValueError(f"reference: D: expected {expected} beside Q {list(Q.shape)}, got {list(D.shape)}")
+        raise ValueError(f"reference: D: expected {expected} for Q {list(Q.shape)}, got {list(D.shape)}")
     for name, x, of in (("q_mask", q_mask, Q), ("d_mask", d_mask, D), ("q_weight", q_weight, Q)):
         if x is None:
             continue
@@ -57,7 +58,7 @@ def _check(
 
 
 def _prepare_tokens(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The tokens with masked ones zeroed (they may hold NaN), normalised if asked; and the mask, all True if None."""
+    """Return the tokens with masked ones zeroed, normalized if requested, and the mask. Masked tokens may hold NaN."""
     X = X.float() if X.dtype in (torch.float16, torch.bfloat16) else X
     keep = torch.ones(X.shape[:-1], dtype=torch.bool, device=X.device) if mask is None else mask != 0
     X = torch.where(keep[..., None], X, 0)
@@ -67,14 +68,14 @@ def _prepare_tokens(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Te
 def _add_axes(
     Q: Tensor, D: Tensor, *per_token: tuple[Tensor | None, bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Add the axis that a 2-D `Q` or `D` lacks; `per_token` pairs a mask or weight with True if it belongs to Q."""
+    """Add the axis that a 2-D `Q` or `D` lacks. `per_token` pairs a mask or weight with True if it belongs to Q."""
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2
     lifted = [x if x is None or not (q_flat if of_q else d_flat) else x[None] for x, of_q in per_token]
     return (Q[None] if q_flat else Q), (D[None] if d_flat else D), lifted
 
 
 def _drop_axes(x: Tensor, Q: Tensor, D: Tensor) -> Tensor:
-    """Remove from an output ``[Nq, Nd, ...]`` the axes that a 2-D `Q` or `D` did not have."""
+    """Remove the axes that a 2-D `Q` or `D` did not have from an output ``[Nq, Nd, ...]``."""
     x = x.squeeze(1) if D.dim() == 2 else x
     return x.squeeze(0) if Q.dim() == 2 else x
 
@@ -88,7 +89,10 @@ def maxsim_with_argmax(
     q_weight: Tensor | None = None,
     normalize: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]`` (``[Nq, K]`` for 4-D `D`) and winners int64 ``[Nq, Nd, Lq]``, -1 where there is none."""
+    """Return scores ``[Nq, Nd]`` and the int64 argmax ``[Nq, Nd, Lq]``, with K instead of Nd for candidates.
+
+    The argmax is -1 for a masked query token and for a document that keeps no token.
+    """
     _check(Q, D, q_mask, d_mask, q_weight, normalize)
     Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
     Qn, q_keep = _prepare_tokens(Q3, q_mask, normalize)
@@ -97,7 +101,7 @@ def maxsim_with_argmax(
         Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
     d_keep = d_keep[:, :, None] if D3.dim() == 4 else d_keep[None, :, None]  # [Nq | 1, Nd | K, 1, Ld]
     S = similarities(Qn, Dn).masked_fill(~d_keep, float("-inf"))
-    argmax = S.argmax(-1)  # the first index; NaN counts as the maximum
+    argmax = S.argmax(-1)  # the first index; torch orders NaN above all numbers
     best = S.gather(-1, argmax[..., None])[..., 0]
     first_kept = d_keep.int().argmax(-1)
     argmax = torch.where(best == float("-inf"), first_kept, argmax)
@@ -107,7 +111,7 @@ def maxsim_with_argmax(
 
 
 def _sum_maxima(best: Tensor, argmax: Tensor, q_keep: Tensor, q_weight: Tensor | None, d_any: Tensor) -> Tensor:
-    """Sum each query's maxima ``best [Nq, Nd, Lq]`` where there is a winner; -inf for documents that keep nothing."""
+    """Sum the maxima ``best [Nq, Nd, Lq]`` that have an argmax. Documents that keep no token score -inf."""
     terms = torch.where(argmax >= 0, best, 0)
     if q_weight is not None:
         terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
@@ -123,7 +127,7 @@ def maxsim(
     q_weight: Tensor | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """The scores of `maxsim_with_argmax` alone."""
+    """Return the scores of `maxsim_with_argmax`."""
     return maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)[0]
 
 
@@ -137,7 +141,10 @@ def maxsim_soft(
     q_weight: Tensor | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """``score[i, j] = sum_s w[i, s] * tau * logsumexp_t(<Q[i, s], D[j, t]> / tau)`` over kept tokens, as `maxsim`."""
+    """Return ``score[i, j] = sum_s w[i, s] * tau * logsumexp_t(<Q[i, s], D[j, t]> / tau)`` over the kept tokens t.
+
+    Masks and shapes are the same as in `maxsim`.
+    """
     _check(Q, D, q_mask, d_mask, q_weight, normalize)
     if isinstance(temperature, Tensor):
         right = temperature.dim() == 0 and temperature.dtype in _WEIGHTS and temperature.device == Q.device
@@ -169,7 +176,7 @@ def maxsim_from_hidden(
     q_weight: Tensor | None = None,
     normalize: bool = True,
 ) -> Tensor:
-    """`maxsim` of Q and ``D = H W^T + b``, over ``max(||D||, 1e-12)`` if normalising: queries are not."""
+    """Return `maxsim` of Q and ``D = H W^T + b``. With `normalize`, only D is divided by ``max(||D||, 1e-12)``."""
     for name, x in (("H", H), ("W", W), ("b", b)):
         is_right = isinstance(x, Tensor) and x.dtype in _WEIGHTS and x.layout == torch.strided
         if not is_right and not (x is None and name == "b"):
@@ -198,7 +205,7 @@ def maxsim_pairs(
     q_weight: Tensor | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """Query i against document i: ``Q [B, Lq, d]``, ``D [B, Ld, d]`` -> ``[B]``."""
+    """Return the scores ``[B]`` of query i and document i, for ``Q [B, Lq, d]`` and ``D [B, Ld, d]``."""
     if Q.dim() != 3 or D.dim() != 3:
         raise ValueError(f"reference: Q, D: expected [B, Lq, d], [B, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
     _check(Q, D, q_mask, d_mask, q_weight, normalize)
@@ -209,10 +216,10 @@ def maxsim_pairs(
 def maxsim_at(
     Q: Tensor, D: Tensor, argmax: Tensor, *, q_weight: Tensor | None = None, normalize: bool = False
 ) -> Tensor:
-    """Scores with the winners given: ``sum_s w[i, s] * <Q[i, s], D[j, argmax[i, j, s]]>`` over winners >= 0.
+    """Return the scores for a given argmax: ``sum_s w[i, s] * <Q[i, s], D[j, argmax[i, j, s]]>`` where argmax >= 0.
 
-    Differentiable, so it gives the exact gradients at an argmax that a kernel found, which rounding may have moved to
-    another token than the oracle's. `argmax` is ``[Nq, Nd, Lq]``, or ``[Nq, K, Lq]`` for 4-D `D`.
+    The function is differentiable, so it gives the exact gradients for the argmax of a kernel. Due to rounding, a
+    kernel may select another token than the oracle. `argmax` is ``[Nq, Nd, Lq]``, or ``[Nq, K, Lq]`` for 4-D `D`.
     """
     _check(Q, D, None, None, q_weight, normalize)
     expected = (len(Q), D.shape[-3] if D.dim() > 2 else 0, Q.shape[-2])
@@ -220,12 +227,12 @@ def maxsim_at(
         found = f"{argmax.dtype} {list(argmax.shape)}"
         raise ValueError(f"reference: argmax: expected integers {list(expected)}, got {found}")
     won = argmax >= 0
-    if D.shape[-2] == 0:  # indexing needs one token; nothing won it
+    if D.shape[-2] == 0:  # indexing needs one token, which no argmax refers to
         D = F.pad(D, (0, 0, 0, 1))
     index = argmax.clamp(min=0).long()
     rows = torch.arange(Q.shape[0], device=Q.device)[:, None, None]
     columns = torch.arange(argmax.shape[1], device=Q.device)[:, None]
-    # Rows that win nothing are cut out before any arithmetic: they may hold NaN, and 0 * NaN is NaN.
+    # Rows without an argmax are zeroed before any arithmetic. They may hold NaN, and 0 * NaN is NaN.
     Qz = torch.where(won.any(1)[..., None], Q, 0)
     Dz = D[columns, index] if D.dim() == 3 else D[rows, columns, index]
     Dz = torch.where(won[..., None], Dz, 0)
@@ -247,7 +254,7 @@ def maxsim_xtr(
     q_weight: Tensor | None = None,
     normalizer: str = "retrieved",
 ) -> Tensor:
-    """XTR scores ``[Nq, Nd]``: maxima over the tokens among the `top_k` best of the batch, over how many there are."""
+    """Return XTR scores ``[Nq, Nd]``: maxima over the `top_k` best tokens of the batch, divided by their number."""
     _check(Q, D, q_mask, d_mask, q_weight, False)
     Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
     (Qn, q_keep), (Dn, d_keep) = _prepare_tokens(Q3, q_mask, False), _prepare_tokens(D3, d_mask, False)
@@ -281,7 +288,10 @@ def maxsim_token_topk(
     normalize: bool = False,
     reduction: str = "sum",
 ) -> Tensor:
-    """``sum_s w[i, s] *`` the sum of the `top_k` largest similarities of kept tokens, or their mean; as `maxsim`."""
+    """Return ``sum_s w[i, s] *`` the sum, or the mean, of the `top_k` largest similarities of kept tokens.
+
+    Masks and shapes are the same as in `maxsim`.
+    """
     _check(Q, D, q_mask, d_mask, q_weight, normalize)
     Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
     (Qn, q_keep), (Dn, d_keep) = _prepare_tokens(Q3, q_mask, normalize), _prepare_tokens(D3, d_mask, normalize)
@@ -307,7 +317,10 @@ def chamfer_distance(
     p_weight: Tensor | None = None,
     r_weight: Tensor | None = None,
 ) -> Tensor:
-    """``mean_i min_j c(P[i], R[j]) + mean_j min_i c(P[i], R[j])`` of each cloud, as `lik_ops.chamfer_distance`."""
+    """Return ``mean_i min_j c(P[i], R[j]) + mean_j min_i c(P[i], R[j])`` of each pair of clouds.
+
+    The arguments are described at `lik_ops.chamfer_distance`.
+    """
     if P.dim() == 2:
         one = [None if x is None else x[None] for x in (p_lengths, r_lengths, p_weight, r_weight)]
         named = dict(zip(("p_lengths", "r_lengths", "p_weight", "r_weight"), one, strict=True))
@@ -346,7 +359,10 @@ def maxsim_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """``-log_softmax(maxsim(Q, D) / temperature)[i, labels[i]]``: 0 where ignored, NaN where that is no document."""
+    """Return ``-log_softmax(maxsim(Q, D) / temperature)[i, labels[i]]``, summed, averaged, or for each query.
+
+    The loss of an ignored query is 0. A label that is not a document gives NaN.
+    """
     scores = maxsim(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
     if labels.shape != scores.shape[:1] or labels.dtype not in _MASKS[1:]:
         raise ValueError(f"reference: labels: expected integers {[len(Q)]}, got {labels.dtype} {list(labels.shape)}")

@@ -25,17 +25,17 @@ _IDS = tuple(dtype for dtype in MASK_DTYPES if dtype != torch.bool)
 
 
 class MaxSimScorer(nn.Module):
-    """A stateless module around `lik_ops.maxsim`: no parameters, no buffers, picklable.
+    """A stateless module around `lik_ops.maxsim`. It has no parameters and no buffers, and it can be pickled.
 
     Args:
-        normalize: L2-normalise every token first.
+        normalize: whether to L2-normalize every token.
         backward: ``"auto"``, ``"lowmem"`` or ``"unified"``.
-        recompute: find the winners again in the backward instead of keeping them.
-        save: ``"int8"`` to keep documents for the backward as int8, or None.
+        recompute: whether the backward computes the argmax again instead of saving it.
+        save: ``"int8"`` to save documents for the backward as int8, or None.
         pad_id: the token id of padding, for `forward_with_ids`.
 
     Raises:
-        TypeError, ValueError: `backward` or `save` is none of these, `pad_id` no int, or the others are no bools.
+        TypeError, ValueError: an option has a wrong type or value.
 
     Example:
         >>> scorer = lik_ops.MaxSimScorer(normalize=True)
@@ -43,7 +43,7 @@ class MaxSimScorer(nn.Module):
         torch.Size([2, 5])
     """
 
-    save: Save | None = None  # of modules that were pickled before there was such a choice
+    save: Save | None = None  # the default for modules that were pickled before this option existed
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class MaxSimScorer(nn.Module):
         d_mask: Tensor | None = None,
         q_weight: Tensor | None = None,
     ) -> Tensor:
-        """The scores of `lik_ops.maxsim` for these arguments."""
+        """Return the scores of `lik_ops.maxsim` for these arguments."""
         return maxsim(
             Q,
             D,
@@ -88,10 +88,16 @@ class MaxSimScorer(nn.Module):
         )
 
     def forward_with_ids(self, Q: Tensor, D: Tensor, q_ids: Tensor, d_ids: Tensor) -> Tensor:
-        """`forward`, with the tokens left out whose ids, of the shapes of Q and D without d, are `pad_id`.
+        """Return the scores of the tokens whose ids are not `pad_id`.
+
+        Args:
+            Q: query tokens, as in `lik_ops.maxsim`.
+            D: document tokens, as in `lik_ops.maxsim`.
+            q_ids: integer token ids, the shape of Q without d.
+            d_ids: integer token ids, the shape of D without d.
 
         Raises:
-            TypeError, ValueError: as `lik_ops.maxsim`; also a ValueError without a `pad_id`.
+            TypeError, ValueError: as `lik_ops.maxsim`. A module without a `pad_id` raises ValueError.
 
         Example:
             >>> scorer = lik_ops.MaxSimScorer(normalize=True, pad_id=0)
@@ -106,7 +112,7 @@ class MaxSimScorer(nn.Module):
             check_strided("forward_with_ids", of, tokens)
             check_tensor("forward_with_ids", name, ids)
             check_mask("forward_with_ids", name, ids, of, tokens, _IDS)
-        # Short integers are compared modulo their range.
+        # torch would compare short integers modulo their range.
         return self.forward(Q, D, q_ids.long() != self.pad_id, d_ids.long() != self.pad_id)
 
     @torch.no_grad()
@@ -118,7 +124,7 @@ class MaxSimScorer(nn.Module):
         d_mask: Tensor | None = None,
         q_weight: Tensor | None = None,
     ) -> Tensor:
-        """`forward` without gradients, whatever requires them: for inference.
+        """Return the scores of `forward` without gradients, for inference.
 
         Example:
             >>> scorer, Q = lik_ops.MaxSimScorer(normalize=True), torch.randn(2, 32, 128, requires_grad=True)
@@ -130,7 +136,7 @@ class MaxSimScorer(nn.Module):
     def retrieve(
         self, Q: Tensor, D: Any, top_k: int, q_mask: Tensor | None = None, d_mask: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """`lik_ops.retrieve`, which takes `options` too, with the `normalize` of this module.
+        """Return the results of `lik_ops.retrieve` with the `normalize` of this module. `options` are passed on.
 
         Example:
             >>> Q, D = torch.randn(32, 128), torch.randn(50, 300, 128)
@@ -141,5 +147,6 @@ class MaxSimScorer(nn.Module):
         return retrieve(Q, D, top_k, q_mask=q_mask, d_mask=d_mask, normalize=self.normalize, **options)
 
     def extra_repr(self) -> str:
+        """Return the options for the repr of the module."""
         rest = [f", {name}={x!r}" for name, x in (("save", self.save), ("pad_id", self.pad_id)) if x is not None]
         return f"normalize={self.normalize}, backward={self.backward!r}, recompute={self.recompute}{''.join(rest)}"

@@ -1,8 +1,8 @@
-"""Measure tiles of the forward kernel on a GPU: the work behind `lik_ops.tune`.
+"""Measurement of forward tiles on a GPU for `lik_ops.tune`.
 
-For each dtype, number of features and query length, `Tuner` times tiles with few and many query rows and documents, on
-an L2 cache flushed by reading. A tile is accepted only if its scores match the reference and equal the bits of the
-built-in tile, with and without masks, weights and argmax. Nothing is measured inside a call of lik_ops.
+`Tuner` times tiles for each dtype, number of features and query length. It uses few and many query rows and documents,
+and flushes the L2 cache by reading. A tile is accepted only if its scores match the reference and equal the bits of the
+built-in tile. This holds with and without masks, weights and argmax. Nothing is measured inside a call of lik_ops.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .gpu.tuning.forward_table import TileConfig, TileRule
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
 _QUERY_ROWS = (32, 64, 128, 256)
-_MIN_TIME_RATIO = 0.98  # of the time of a tile that serves anyway: what a tile of its own must save
+_MIN_TIME_RATIO = 0.98  # a tile is added to a rule only if it is faster than this ratio of the tile used otherwise
 _FLUSH_BYTES = 512 * 2**20
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 
@@ -37,7 +37,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16
 class DeviceTimer:
     """Median milliseconds of single calls on the device, each on an L2 cache flushed by reading.
 
-    The flush takes longer than the host to queue the call, so launches are not part of its time.
+    The flush runs longer on the device than the host needs to queue the call, so launches are not part of its time.
     """
 
     def __init__(self, device: torch.device, rounds: int) -> None:
@@ -45,6 +45,7 @@ class DeviceTimer:
         self.buffer = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def __call__(self, function: Callable[[], object]) -> float:
+        """Return the median milliseconds of a call of `function`."""
         function(), function()
         times = []
         for _ in range(self.rounds):
@@ -60,7 +61,7 @@ class DeviceTimer:
 
 @dataclass(frozen=True)
 class TuningRegime:
-    """Sizes of the calls that a rule is measured on."""
+    """Sizes of the calls that measure a rule."""
 
     dtype: torch.dtype
     d: int
@@ -68,16 +69,17 @@ class TuningRegime:
     Ld: int
     few: int  # documents that leave most of the device idle
     many: int
-    rows: int  # query rows that are many
+    rows: int  # query rows of a large call
 
     def queries(self, rows: int) -> int:
+        """Return the number of queries that fill `rows` query rows."""
         return max(1, rows // architectures.next_power_of_2(self.Lq))
 
 
 def make_inputs(
     regime: TuningRegime, Nq: int, Nd: int, device: torch.device, candidates: bool = False, masked: bool = False
 ) -> DenseArgs:
-    """Tokens of unit norm, drawn from a fixed seed."""
+    """Return tokens of unit norm, drawn from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -86,7 +88,7 @@ def make_inputs(
 
     documents = (Nq, Nd) if candidates else (Nd,)
     Q, block = draw(Nq, regime.Lq), draw(min(Nd, 64), regime.Ld)
-    D = block[torch.arange(Nd, device=device) % block.shape[0]]  # drawing all would take longer than measuring
+    D = block[torch.arange(Nd, device=device) % block.shape[0]]  # drawing all would cost more time than measuring
     if candidates:
         D = D.expand(*documents, regime.Ld, regime.d).contiguous()
     if not masked:
@@ -96,7 +98,10 @@ def make_inputs(
 
 
 def make_rule(regime: TuningRegime, arch: Architecture, tiles: Iterable[TileConfig]) -> TileRule:
-    """The rule that serves with `tiles` what `regime` stands for: lengths in slots of the same size, as wide rows."""
+    """Return the rule that uses `tiles` for all calls that `regime` represents.
+
+    These calls have the same number of rows per query as `regime`, and a number of features in the same range.
+    """
     d, Lq = regime.d, regime.Lq
     above_d = architectures.next_power_of_2(d) // 2 if d <= 128 else 128
     most = find_built_in_tiles(arch, regime)[-1].rows
@@ -105,14 +110,14 @@ def make_rule(regime: TuningRegime, arch: Architecture, tiles: Iterable[TileConf
 
 
 def find_built_in_tiles(arch: Architecture, regime: TuningRegime) -> tuple[TileConfig, ...]:
-    """The tiles that serve `regime` without a table."""
+    """Return the tiles that `regime` uses without a table."""
     return forward_configs.select_tiles(replace(arch, measured=()), regime.dtype, regime.Lq, regime.d, False, 0)
 
 
 def list_candidate_tiles(
     arch: Architecture, regime: TuningRegime, rows: int, processors: int, quick: bool = False
 ) -> list[TileConfig]:
-    """Tiles of `rows` query rows that a matrix unit takes: 16 or 32 rows of the first operand for each warp."""
+    """Return the tiles of `rows` query rows that tensor cores support: 16 or 32 left-operand rows for each warp."""
     usual = find_built_in_tiles(arch, regime)[-1]
     tokens, stages = ((usual.tokens,), (2, 3)) if quick else ((32, 64, 128), (1, 2, 3, 4))
     features = (usual.features,) if regime.d <= usual.features or quick else (32, 64, 128)
@@ -127,16 +132,17 @@ def list_candidate_tiles(
 
 
 def make_plan(arch: Architecture, x: DenseArgs, argmax: bool = False) -> GenericPlan:
+    """Return the plan of the generic kernel for a call."""
     return make_generic_plan(x.Q, x.D, False, choose_argmax_dtype(x.D.shape[-2]) if argmax else None, arch)
 
 
 def run_plan(plan: GenericPlan, x: DenseArgs) -> tuple[Tensor, Tensor]:
-    """Scores and winners, the latter of size [0] where the plan is for none."""
+    """Return scores and argmax. The argmax has size [0] if the plan does not compute it."""
     return plan.forward(plan.scores_shape, x, returned=True)[0]
 
 
 def is_close_to_reference(scores: Tensor, x: DenseArgs) -> bool:
-    """Whether scores of the first documents are those of the fp64 reference."""
+    """Return whether the scores of the first four documents match the fp64 reference."""
     part = x._replace(D=x.D[:4], d_mask=None if x.d_mask is None else x.d_mask[:4])
     Q, D, *masks, weight = part
     weight = None if weight is None else weight.double()
@@ -145,7 +151,7 @@ def is_close_to_reference(scores: Tensor, x: DenseArgs) -> bool:
 
 
 class Tuner:
-    """Tries tiles on one device; `timer` says how long a call takes, `say` is told what was found."""
+    """Measures tiles on one device. `timer` returns the time of a call, and `say` receives progress messages."""
 
     def __init__(
         self,
@@ -161,21 +167,22 @@ class Tuner:
         self.measured: list[dict[str, Any]] = []
 
     def with_tiles(self, regime: TuningRegime, tiles: Iterable[TileConfig]) -> Architecture:
+        """Return the architecture with a rule that uses `tiles` for `regime`."""
         return replace(self.arch, measured=(make_rule(regime, self.arch, tiles),))
 
     def problem(self, regime: TuningRegime, tile: TileConfig, x: DenseArgs) -> str | None:
-        """What is wrong with the scores of `tile`, None if nothing is."""
+        """Return why the scores of `tile` are wrong, or None if they are right."""
         expected = run_plan(make_plan(self.arch, x), x)[0]
         try:
             scores = run_plan(make_plan(self.with_tiles(regime, [tile]), x), x)[0]
-        except Exception as failure:  # the compiler's and the driver's are of many kinds
+        except Exception as failure:  # compilers and drivers raise many types
             return f"{type(failure).__name__}: {failure}".splitlines()[0][:120]
         if not is_close_to_reference(scores, x):
             return "other scores than the reference"
         return None if torch.equal(scores, expected) else "other bits than the built-in tile"
 
     def accepts(self, regime: TuningRegime, tile: TileConfig) -> bool:
-        """Whether `tile` also serves calls with masks, weights, winners and candidates, with the same bits."""
+        """Return whether `tile` gives the same bits with masks, weights, argmax and candidates."""
         arch = self.with_tiles(regime, [tile])
         for masked, own in itertools.product((False, True), (False, True)):
             x = make_inputs(regime, 2, 3, self.device, own, masked)
@@ -187,12 +194,12 @@ class Tuner:
                 return False
             expected = run_plan(make_plan(self.arch, x, argmax=True), x)
             if not all(map(torch.equal, (*found, plain), (*expected, expected[0]))):
-                self.say(f"    not {tile}: other bits with masks or winners")
+                self.say(f"    not {tile}: other bits with masks or argmax")
                 return False
         return True
 
     def times(self, regime: TuningRegime, tiles: Sequence[TileConfig], Nq: int, Nd: int) -> dict[TileConfig, float]:
-        """Milliseconds of the tiles that give the right scores; all are recorded."""
+        """Return the milliseconds of each tile that gives the right scores, and record all tiles."""
         x, found = make_inputs(regime, Nq, Nd, self.device), {}
         for tile in tiles:
             reason = self.problem(regime, tile, x)
@@ -209,14 +216,14 @@ class Tuner:
         return found
 
     def best(self, regime: TuningRegime, times: dict[TileConfig, float]) -> TileConfig | None:
-        """The fastest tile that serves every kind of call."""
+        """Return the fastest tile that `accepts` every kind of call, or None."""
         for tile in sorted(times, key=times.__getitem__):
             if self.accepts(regime, tile):
                 return tile
         return None
 
     def rule(self, regime: TuningRegime) -> TileRule | None:
-        """A tile for many rows, and smaller ones where they are faster; None if none is right."""
+        """Return a rule with a tile for many rows and smaller tiles if they are faster, or None if no tile is right."""
         usual = find_built_in_tiles(self.arch, regime)
         slot = min(architectures.next_power_of_2(regime.Lq), usual[-1].rows)
         sizes = [usual[-1].rows] if regime.Lq > usual[-1].rows else [rows for rows in _QUERY_ROWS if rows >= slot]
@@ -234,13 +241,14 @@ class Tuner:
         chosen = []
         for rows in (rows for rows in sizes if rows <= last.rows and regime.Lq <= usual[-1].rows):
             chosen += self._find_smaller_tiles(regime, tiles[rows], last)
-        if chosen and chosen[-1].rows == last.rows:  # measured with as many rows as a tile holds: many count more
+        # A tile as large as `last` was measured with the rows of only one tile. The measurement with many rows decides.
+        if chosen and chosen[-1].rows == last.rows:
             chosen = [tile for tile in chosen if tile.rows < last.rows or tile.documents < forward_table.UNLIMITED]
         self.say(f"{say}: {[*chosen, last]}")
         return make_rule(regime, self.arch, [*chosen, last])
 
     def _find_smaller_tiles(self, regime: TuningRegime, tiles: list[TileConfig], last: TileConfig) -> list[TileConfig]:
-        """Tiles for the rows that one of `tiles` holds, for few documents and for many, that beat `last` there."""
+        """Return the tiles that beat `last` on the rows of one of `tiles`, for few documents and for many."""
         found, Nq = [], regime.queries(tiles[0].rows)
         serving = last
         for Nd in (regime.many, regime.few):
@@ -256,7 +264,7 @@ class Tuner:
 def list_regimes(
     dtypes: Sequence[torch.dtype], features: Sequence[int], lengths: Sequence[int], few: int
 ) -> list[TuningRegime]:
-    """What is measured: as many documents as a batch of a reranker has, and as few as leave the device idle."""
+    """Return the regimes to measure, with the documents of a reranking batch and with few documents."""
     grid = itertools.product(dtypes, sorted(set(features)), sorted(set(lengths)))
     return [TuningRegime(dtype, d, Lq, 300, few, 1000, max(1024, 2 * Lq)) for dtype, d, Lq in grid]
 
@@ -271,19 +279,19 @@ def local_architecture() -> Architecture:
 
 
 def check_options(args: argparse.Namespace, arch: Architecture) -> None:
-    """Raise ValueError, naming the option, unless `tune` can measure these on `arch`."""
+    """Raise ValueError, naming the option, unless `tune` can measure these options on `arch`."""
     for name in ("d", "lq"):
         if min(getattr(args, name)) < 1:
             raise ValueError(f"--{name}: expected positive numbers, got {getattr(args, name)}")
     odd = [d for d in args.d if not architectures.supports_vector_loads(d, 0)]
     if odd:
-        raise ValueError(f"--d: expected multiples of 16, got {odd}: others take the built-in tiles")
+        raise ValueError(f"--d: expected multiples of 16, got {odd}: others use the built-in tiles")
     if "float32" in args.dtype and arch.unit in forward_configs.FP32_SPLIT_UNITS:
         raise ValueError(f"--dtype: float32 is not tuned on {arch.name}: its tiles also serve rows split before")
 
 
 def tune(args: argparse.Namespace, arch: Architecture) -> measured_tables.TileTable:
-    """Measure what the checked options ask for on the current GPU, which is an `arch`."""
+    """Measure the regimes of the validated options on the current GPU, whose entry is `arch`."""
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     processors = properties.multi_processor_count

@@ -1,7 +1,7 @@
-"""Compile before the first request, from the command line: ``python -m lik_ops.warmup --device cuda --Lq 32``.
+"""Compile kernels before the first request: ``python -m lik_ops.warmup --device cuda --Lq 32``.
 
-Triton keeps what it compiles on disk, so that a server that starts afterwards finds it. Prints what was called and how
-long it took.
+Triton stores compiled kernels on disk, where a server that starts later finds them. The program prints each call and
+its time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SIZES = {  # default, help
     "--Nq": ([1], "numbers of queries (default 1)"),
     "--Ld": ([32, 300, 1024], "tokens of a document (default 32 300 1024)"),
     "--Nd": ([2, 200], "numbers of documents (default 2 200)"),
-    "--top-k": ([], "also what retrieve needs to find this many documents (default none)"),
+    "--top-k": ([], "also the kernels of retrieve for this many documents (default none)"),
 }
 _FLAGS = {
-    "--candidates": "each query has documents of its own, D [Nq, Nd, Ld, d]",
+    "--candidates": "each query has its own documents, D [Nq, Nd, Ld, d]",
     "--q-mask": "calls pass q_mask",
     "--d-mask": "calls pass d_mask",
     "--q-weight": "calls pass q_weight",
@@ -36,7 +36,7 @@ _FLAGS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Make the calls that the options describe; they are named as the arguments of `lik_ops.warmup`."""
+    """Run the calls that the options describe. The options have the names of the arguments of `lik_ops.warmup`."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.warmup", description=__doc__)
     parser.add_argument("--device", default="cuda", help="where the calls will be (default cuda)")
     parser.add_argument("--dtype", default="bfloat16", choices=_DTYPES, help="of Q and D (default bfloat16)")

@@ -1,7 +1,8 @@
-"""What arguments may be, and the errors when they are not: `op` begins every message, and the argument's name follows.
+"""Validation of arguments. Every error message begins with `op`, followed by the name of the argument.
 
-Dense layouts are told apart by the rank of D: the cross product ``Q [Nq, Lq, d]``, ``D [Nd, Ld, d]`` and the candidates
-``Q [Nq, Lq, d]``, ``D [Nq, K, Ld, d]``. Sizes may be symbolic (torch.compile, torch.export): they are only compared.
+The rank of D selects the dense layout: ``D [Nd, Ld, d]`` is a cross product with ``Q [Nq, Lq, d]``, and
+``D [Nq, K, Ld, d]`` holds candidates of each query. Sizes may be symbolic (torch.compile, torch.export), so they are
+only compared.
 """
 
 import math
@@ -17,9 +18,9 @@ from .._ops import add_op_namespace_prefix
 from .messages import describe_non_tensor, describe_type, format_shape, format_sizes, get_first_sentence, short_repr
 
 Backward: TypeAlias = Literal["auto", "lowmem", "unified"]
-"""How gradients are summed: see `lik_ops.maxsim`."""
+"""Order of the gradient sums: see `lik_ops.maxsim`."""
 Save: TypeAlias = Literal["int8"]
-"""What the backward keeps of documents: see `lik_ops.maxsim`."""
+"""Format in which autograd saves documents: see `lik_ops.maxsim`."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
@@ -30,12 +31,12 @@ _INT16_MAX, _INT64_MAX = 32767, 2**63 - 1
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for every input dtype, fp64 for fp64: scores, weights and their gradients."""
+    """Return the dtype of scores, weights and their gradients: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_same_size(a, b, message) -> None:
-    """Raise ValueError unless two sizes are equal; sizes unknown while tracing become a run-time check."""
+    """Raise ValueError unless two sizes are equal. While tracing, unknown sizes become a run-time check."""
     if isinstance(a, int) and isinstance(b, int):
         if a != b:
             raise ValueError(message())
@@ -46,20 +47,21 @@ def check_same_size(a, b, message) -> None:
 def clamp_to_at_most_one(size: Any) -> Any:
     """Return ``min(size, 1)``, which is 0 in an exported program whose size is 0.
 
-    A tracer takes a symbolic size for 1 or more. It would replace the plain minimum by 1, but keeps this expression.
+    A tracer assumes that a symbolic size is at least 1. It would replace the plain minimum by 1, but keeps this
+    expression.
     """
     return min(size, 1) if isinstance(size, int) else torch.sym_min((size + 1) // 2, 1)
 
 
 def clamp_to_at_least_one(size: Any) -> Any:
-    """Return ``max(size, 1)``, which is 1 in an exported program whose size is 0: see `clamp_to_at_most_one`."""
+    """Return ``max(size, 1)``, which is 1 in an exported program whose size is 0. See `clamp_to_at_most_one`."""
     return max(size, 1) if isinstance(size, int) else size + 1 - clamp_to_at_most_one(size)
 
 
 def require(condition, message) -> None:
-    """Raise ``ValueError(message())`` if `to_mask` is false. A symbolic condition becomes a run-time check.
+    """Raise ``ValueError(message())`` if `condition` is false. A symbolic condition becomes a run-time check.
 
-    `torch._check_value` imports sympy, also for plain booleans. Calls of lik_ops import nothing.
+    `torch._check_value` imports sympy, even for plain booleans. Calls of lik_ops must not import anything.
     """
     if torch.compiler.is_dynamo_compiling():
         torch._check_value(condition)  # torch 2.11 traces no message
@@ -70,7 +72,7 @@ def require(condition, message) -> None:
 
 
 def check_tensor(op: str, name: str, x: Any, or_none: bool = False) -> None:
-    """Raise TypeError, naming the argument, unless it is a tensor, or None where there need not be one."""
+    """Raise TypeError, naming the argument, unless it is a tensor. With `or_none`, it may also be None."""
     if not isinstance(x, Tensor) and not (or_none and x is None):
         raise TypeError(f"{op}: {name}: expected a Tensor{' or None' * or_none}, got {describe_non_tensor(x)}")
 
@@ -82,7 +84,7 @@ def check_flag(op: str, name: str, x: Any) -> None:
 
 
 def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless it is one of a few strings."""
+    """Raise TypeError or ValueError, naming the argument, unless it is one of the strings `choices`."""
     expected = f"{op}: {name}: expected one of {', '.join(choices)}, got"
     if not isinstance(x, str):
         raise TypeError(f"{expected} {describe_type(x)}")
@@ -91,9 +93,9 @@ def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
 
 
 def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless it is an integer of at least `least` that fits int64.
+    """Raise TypeError or ValueError, naming the argument, unless it is an integer from `least` to the int64 maximum.
 
-    Sizes unknown while tracing pass.
+    Sizes that are unknown while tracing pass.
     """
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name}: expected an int, got {describe_type(x)}")
@@ -103,7 +105,12 @@ def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
 
 
 def as_device(op: str, given: Any) -> torch.device:
-    """A device, or what is one by its name; else TypeError or ValueError, naming the argument."""
+    """Return the device that `given` is or names.
+
+    Raises:
+        TypeError: `given` is neither a device nor a name.
+        ValueError: `given` names no device of this torch.
+    """
     if isinstance(given, (str, int, torch.device)) and not isinstance(given, bool):
         try:
             return torch.device(given)
@@ -122,21 +129,21 @@ def check_is_present(op: str, device: torch.device) -> None:
 
 
 def check_options(op: str, normalize: Any, backward: Any = "auto", recompute: Any = False) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless these are what the scoring functions take."""
+    """Raise TypeError or ValueError, naming the argument, unless the scoring functions accept these options."""
     check_flag(op, "normalize", normalize)
     check_choice(op, "backward", backward, BACKWARDS)
     check_flag(op, "recompute", recompute)
 
 
 def check_save(op: str, save: Any, recompute: bool) -> None:
-    """Raise TypeError or ValueError unless documents can be saved so."""
+    """Raise TypeError or ValueError unless documents can be saved in the format `save`."""
     check_choice(op, "save", save, get_args(Save))
     if recompute:
-        raise ValueError(f"{op}: recompute: expected False beside save={save!r}, which keeps the winners, got True")
+        raise ValueError(f"{op}: recompute: expected False with save={save!r}, which saves the argmax, got True")
 
 
 def check_types(op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any) -> None:
-    """`check_tensor` of each."""
+    """Raise TypeError, naming the argument, unless all are tensors. Masks and weights may be None."""
     check_tensor(op, "Q", Q)
     check_tensor(op, "D", D)
     for name, x in (("q_mask", q_mask), ("d_mask", d_mask), ("q_weight", q_weight)):
@@ -174,27 +181,28 @@ def check_fits_memory(op: str, name: str, shape: Sequence) -> None:
 
 
 def check_dtype(op: str, name: str, dtype: Any) -> None:
-    """Raise TypeError, naming the argument, unless it is one that tokens may have."""
+    """Raise TypeError, naming the argument, unless it is a dtype that tokens may have."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         found = dtype if isinstance(dtype, torch.dtype) else describe_type(dtype) + _suggest_dtype(dtype)
         raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
 
 
 def _suggest_dtype(x: Any) -> str:
-    """Name the torch dtype that a string or a numpy dtype stands for, or return an empty string."""
+    """Return a hint with the torch dtype that a string or a numpy dtype names, or an empty string."""
     spelled = x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
     named = getattr(torch, str(spelled).removeprefix("torch."), None)
     return f" {short_repr(spelled)}: pass {named}" if isinstance(named, torch.dtype) and named in DTYPES else ""
 
 
 def check_floats(op: str, name: str, x: Any) -> None:
-    """Raise TypeError, naming the argument, unless it is a dense tensor of such a dtype."""
+    """Raise TypeError, naming the argument, unless it is a dense tensor with a dtype that tokens may have."""
     check_tensor(op, name, x)
     check_strided(op, name, x)
     check_dtype(op, name, x.dtype)
 
 
 def _has_rank(t: Tensor, shape: str) -> bool:
+    """Return whether `t` has the rank of a shape such as ``"[Nq, Lq, d]"`` or ``"[..., L, d]"``."""
     rank = shape.count(",") + 1
     return t.dim() >= rank - 1 if "..." in shape else t.dim() == rank
 
@@ -202,11 +210,15 @@ def _has_rank(t: Tensor, shape: str) -> bool:
 def check_tokens(
     op: str, Q: Tensor, D: Tensor, q_shapes: Sequence[str], d_shapes: Sequence[str], hints: Sequence[str] = ("", "")
 ) -> None:
-    """Raise unless Q and D are embeddings of a rank that `q_shapes` and `d_shapes` spell, alike in dtype, device and d.
+    """Raise ValueError or TypeError unless Q and D are tokens of the given ranks with the same dtype, device and d.
 
     Args:
-        q_shapes, d_shapes: shapes as messages say them: ``("[Lq, d]", "[Nq, Lq, d]")``, or ``("[..., L, d]",)``.
-        hints: text that messages add to the shapes of Q and of D.
+        op: the function that error messages name.
+        Q: query tokens.
+        D: document tokens.
+        q_shapes: shapes of Q as messages spell them, such as ``("[Lq, d]", "[Nq, Lq, d]")`` or ``("[..., L, d]",)``.
+        d_shapes: shapes of D, in the same form.
+        hints: text that messages append to the shapes of Q and of D.
     """
     for name, t, shapes, hint in (("Q", Q, q_shapes, hints[0]), ("D", D, d_shapes, hints[1])):
         check_tensor(op, name, t)
@@ -230,7 +242,7 @@ def check_tokens(
 
 
 def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> None:
-    """Raise ValueError unless `x` has the sizes `expected`, None for any."""
+    """Raise ValueError unless `x` has the sizes `expected`. None matches any size."""
     if x.dim() != len(expected):
         raise ValueError(message())
     for found, size in zip(x.shape, expected, strict=True):
@@ -241,8 +253,17 @@ def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> N
 def check_indices(
     op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, of: str = "Q"
 ) -> None:
-    """Raise unless `x` is an int32 or int64 tensor of the sizes `expected` (None for any), which `format_newest` says,
-    on the device of `of`."""
+    """Raise ValueError or TypeError unless `x` is an int32 or int64 tensor of the expected sizes and device.
+
+    Args:
+        op: the function that error messages name.
+        name: the argument that error messages name.
+        x: the argument.
+        expected: its sizes. None matches any size.
+        spelled: the shape as messages spell it.
+        device: the expected device.
+        of: the tensor that messages name as the owner of `device`.
+    """
     check_tensor(op, name, x)
     if x.dtype not in INDEX_DTYPES:
         raise TypeError(f"{op}: {name}: expected int32 or int64, got {x.dtype}")
@@ -257,14 +278,14 @@ def check_indices(
 def check_cu_seqlens(
     op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]", of: str = "Q"
 ) -> None:
-    """Raise unless these may be the bounds of N packed sequences."""
+    """Raise ValueError or TypeError unless `cu_seqlens` can be the offsets of N packed sequences."""
     check_indices(op, name, cu_seqlens, (None,), spelled, device, of)
     if isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: {name}: expected {spelled}, got {format_shape(cu_seqlens)}")
 
 
 def _check_token_shape(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:
-    """Whether `x` is given; raise unless it then has the shape of its tensor without d, exactly, and its device."""
+    """Return whether `x` is not None. Raise unless it then has the shape of `of` without d, and its device."""
     check_tensor(op, name, x, or_none=True)
     if x is None:
         return False
@@ -286,7 +307,7 @@ def _check_token_shape(op: str, name: str, x: Any, of_name: str, of: Tensor) -> 
 def check_mask(
     op: str, name: str, mask: Any, of_name: str, of: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES
 ) -> None:
-    """Raise unless `mask` is None or a mask of the tokens `of`, of one of `dtypes`."""
+    """Raise ValueError or TypeError unless `mask` is None or a mask of the tokens `of` with one of `dtypes`."""
     if _check_token_shape(op, name, mask, of_name, of) and mask.dtype not in dtypes:
         expected = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
         is_convertible = torch.bool in dtypes and mask.dtype.is_floating_point  # not ids
@@ -295,7 +316,7 @@ def check_mask(
 
 
 def check_weight(op: str, q_weight: Any, Q: Tensor) -> None:
-    """Raise unless `q_weight` is None or weights of the tokens of Q."""
+    """Raise ValueError or TypeError unless `q_weight` is None or has a weight for each token of Q."""
     if _check_token_shape(op, "q_weight", q_weight, "Q", Q) and q_weight.dtype != score_dtype(Q.dtype):
         raise TypeError(f"{op}: q_weight: expected {score_dtype(Q.dtype)} for {Q.dtype} inputs, got {q_weight.dtype}")
 
@@ -303,7 +324,7 @@ def check_weight(op: str, q_weight: Any, Q: Tensor) -> None:
 def check_per_token(
     op: str, Q: Tensor, D: Tensor, q_mask: Any, d_mask: Any, q_weight: Any, mask_dtypes: Sequence = MASK_DTYPES
 ) -> None:
-    """`check_mask` and `check_weight` of what goes with Q and D."""
+    """Raise ValueError or TypeError, naming the argument, unless the masks and weights fit Q and D."""
     check_mask(op, "q_mask", q_mask, "Q", Q, mask_dtypes)
     check_mask(op, "d_mask", d_mask, "D", D, mask_dtypes)
     check_weight(op, q_weight, Q)
@@ -322,7 +343,7 @@ def check_dense(
     check_tokens(op, Q, D, ("[Lq, d]", "[Nq, Lq, d]"), ("[Ld, d]", "[Nd, Ld, d]", "[Nq, K, Ld, d]"))
     if D.dim() == 4:
         if Q.dim() == 2:
-            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {format_shape(Q)}")
+            raise ValueError(f"{op}: Q: expected [Nq, Lq, d] for D [Nq, K, Ld, d], got {format_shape(Q)}")
         check_same_size(
             D.shape[0],
             Q.shape[0],
@@ -333,7 +354,7 @@ def check_dense(
 
 
 def check_dense_batched(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> None:
-    """What the inner ops ask beyond `check_dense`: 3-D Q, 3-D or 4-D D, bool masks."""
+    """Raise ValueError or TypeError unless Q is 3-D, D is 3-D or 4-D, and masks are bool, as operators require."""
     if Q.dim() != 3 or D.dim() not in (3, 4):
         raise ValueError(
             f"{op}: Q, D: expected [Nq, Lq, d] and [Nd, Ld, d] or [Nq, K, Ld, d], got {format_shape(Q)},"
@@ -348,9 +369,9 @@ def check_dense_batched(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_
 def make_metadata_key(
     Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
 ) -> tuple:
-    """All that decides how arguments are checked and computed, but their values: a key for what was found out once.
+    """Return a key of everything except values that determines how arguments are checked and computed.
 
-    Of real tensors only: symbolic sizes would be guarded on.
+    It accepts real tensors only, because symbolic sizes would add guards.
     """
     key = (Q.shape, Q.stride(), Q.dtype, Q.get_device(), D.shape, D.stride(), D.dtype, D.get_device())
     if q_mask is None and d_mask is None and q_weight is None:
@@ -360,19 +381,19 @@ def make_metadata_key(
 
 
 def as_bool(mask: Tensor | None) -> Tensor | None:
-    """Integer masks read as ``!= 0``."""
+    """Return a mask as bool. Integers are read as ``!= 0``."""
     return mask if mask is None or mask.dtype == torch.bool else mask != 0
 
 
 def add_batch_axis(x: Tensor | None, is_flat: bool) -> Tensor | None:
-    """Give a per-query or per-document tensor the leading axis that its 2-D `Q` or `D` lacks."""
+    """Return `x` with a leading axis if `is_flat`, else `x`."""
     return x.unsqueeze(0) if is_flat and x is not None else x
 
 
 def add_batch_axes(
     Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The arguments with all their axes: those of a 2-D `Q` or `D` given one."""
+    """Return the arguments with all their axes. A 2-D `Q` or `D` and its masks and weights get a leading axis."""
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2
     if q_flat:
         Q, q_mask, q_weight = Q.unsqueeze(0), add_batch_axis(q_mask, True), add_batch_axis(q_weight, True)
@@ -380,7 +401,7 @@ def add_batch_axes(
 
 
 def choose_argmax_dtype(Ld) -> torch.dtype:
-    """int16 where every token index of a document is known to fit, else int32; a symbolic Ld stays unguarded."""
+    """Return int16 if every token index of a document is known to fit, else int32. A symbolic Ld gets no guard."""
     if isinstance(Ld, int):
         return torch.int16 if Ld <= _INT16_MAX else torch.int32
     from torch.fx.experimental.symbolic_shapes import statically_known_true

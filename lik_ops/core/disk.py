@@ -1,4 +1,4 @@
-"""How a file reaches the disk: whole, or not at all, and never through a link."""
+"""Atomic file writes: a file reaches the disk completely or not at all, and never through a symbolic link."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def publish_file(directory: Path, name: str, save: Callable[[Path], object]) -> None:
-    """Let `save` write a file in `directory`, and move it up once it is on the disk.
+    """Let `save` write a file in `directory`, and move it one level up once it is on the disk.
 
-    A link of that name one level up is replaced. The file it points to is not touched.
+    A link with this name one level up is replaced. The target of the link does not change.
     """
     temporary, path = directory / name, directory.parent / name
     with add_path_to_errors(path):
         temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask has it; safetensors makes files for the owner alone
+        mode = temporary.stat().st_mode  # the umask's permissions; safetensors creates files that only the owner reads
         save(temporary)
         temporary.chmod(mode)
         fsync_path(temporary)
@@ -91,7 +91,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 def get_path(file: BinaryIO, path: str | os.PathLike[str]) -> str:
     """Return a path of an open file for libraries that open it themselves and accept nothing but UTF-8.
 
-    On Linux, they open the same file even if `path` leads to another one by now.
+    On Linux they open the same file, even if `path` has been replaced in the meantime.
     """
     descriptor = f"/proc/self/fd/{file.fileno()}"
     return descriptor if os.path.exists(descriptor) else os.fspath(path)
@@ -99,7 +99,7 @@ def get_path(file: BinaryIO, path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Give errors of the disk that have no path this one."""
+    """Add `path` to errors of the disk that have no path."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 def fsync_path(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     if os.name == "nt" and path.is_dir():
-        return  # where directories cannot be opened
+        return  # Windows cannot open directories
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# What pip has to install for each extra, without a checkout of lik_ops. No index is known to have lik_ops itself.
+# Packages that pip installs for each extra without a checkout of lik_ops. No index is known to have lik_ops itself.
 PACKAGES = {"haystack": "haystack-ai", "onnx": "onnxscript", "retrieval": "safetensors numpy"}
 
 
@@ -28,6 +28,7 @@ def import_extra(purpose: str, extra: str, *modules: str) -> Any:
     Args:
         purpose: the public function that needs them, which the message names.
         extra: the extra of lik_ops that installs them.
+        *modules: the names of the modules.
 
     Raises:
         ModuleNotFoundError: one of them is not installed.

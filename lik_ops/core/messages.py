@@ -1,4 +1,4 @@
-"""Parts of error messages: values, types and sizes in a few words. Built only when something is raised."""
+"""Parts of error messages: values, types and sizes in a few words. Computed only when an error is raised."""
 
 import reprlib
 import sys
@@ -9,11 +9,12 @@ from torch import Tensor, fx
 
 
 def format_shape(t: Tensor) -> str:
+    """Return the shape of `t` as a list, such as ``[2, 32, 128]``."""
     return str(list(t.shape))
 
 
 def describe_type(x: Any) -> str:
-    """What a value is, in a message that expected another type."""
+    """Return a description of the type of `x` for an error that expected another type."""
     if not isinstance(x, Tensor):
         return type(x).__name__
     return "a nested tensor" if x.is_nested else f"a tensor {format_shape(x)}"
@@ -42,7 +43,7 @@ def get_first_sentence(error: Exception) -> str:
 
 
 def format_sizes(spelled: str, sizes: Sequence) -> str:
-    """Return the shape `format_newest`, followed by its known sizes (not None) unless they are spelled."""
+    """Return the shape `spelled`, followed by its known sizes (not None) unless they are already spelled."""
     if all(n is None or str(n) in spelled for n in sizes):
         return spelled
     return f"{spelled} = [{', '.join('*' if n is None else str(n) for n in sizes)}]"

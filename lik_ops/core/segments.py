@@ -1,7 +1,6 @@
-"""Where the tokens of a call lie: `DenseArgs` and `RaggedArgs` as operators take them, `PackedArgs` as callers have
-them.
+"""Argument records: `DenseArgs` and `RaggedArgs` for operators, and `PackedArgs` for kernels.
 
-Each says which shapes its scores and winners have.
+Each record computes the shapes of its scores and argmax.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Shape = tuple[Any, ...]  # sizes may be symbolic
 
 
 class DenseArgs(NamedTuple):
-    """What the dense operators take: tensors that have all their axes."""
+    """Tensors of the dense operators, with all their axes."""
 
     Q: Tensor  # [Nq, Lq, d]
     D: Tensor  # [Nd, Ld, d] (cross product) or [Nq, K, Ld, d] (candidates)
@@ -26,35 +25,39 @@ class DenseArgs(NamedTuple):
     q_weight: Tensor | None  # the shape of Q without d, fp32 (fp64 for fp64)
 
     def check(self, op: str) -> None:
-        """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+        """Raise ValueError or TypeError, naming the argument, unless all fit together. Messages begin with `op`."""
         check_dense(op, *self)
         check_dense_batched(op, self.Q, self.D, self.q_mask, self.d_mask)
 
     def scores_shape(self) -> Shape:
-        """``(Nq, Nd)`` or ``(Nq, K)``."""
+        """Return the shape of the scores, ``(Nq, Nd)`` or ``(Nq, K)``."""
         return self.Q.shape[0], self.D.shape[-3]
 
     def argmax_shape(self) -> Shape:
-        """``(Nd, Nq, Lq)``, so that the forward and both backwards read and write in order; or ``(Nq, K, Lq)``."""
+        """Return the shape of the argmax, ``(Nd, Nq, Lq)``, or ``(Nq, K, Lq)`` for candidates.
+
+        In this order the forward and both backwards access the argmax sequentially.
+        """
         (queries, columns), Lq = self.scores_shape(), self.Q.shape[1]
         return (queries, columns, Lq) if self.D.dim() == 4 else (columns, queries, Lq)
 
 
 def _compute_ragged_shapes(queries: Any, columns: Any, rows: Any, pairs: Tensor | None, max_seqlen_q: Any) -> tuple:
-    """Of scores and winners, where the queries have `rows` tokens together."""
+    """Return the shapes of the scores and the argmax, for queries with `rows` tokens in total."""
     if pairs is not None:
         return (pairs.shape[0],), (pairs.shape[0], max_seqlen_q)
     return (queries, columns), (columns, rows)
 
 
 class RaggedArgs(NamedTuple):
-    """Packed query and document tokens, how they are cut, and which queries meet which documents.
+    """Tensors of the ragged operators: packed tokens, their segments, and the (query, document) pairs to score.
 
     A segment, offset, length or index that is negative or reaches outside its tensor makes its scores NaN. Documents
-    may overlap and repeat; queries may not: where bounds descend so that they do, winners and gradients are undefined.
+    may overlap and repeat. Queries may not. If descending offsets make queries overlap, argmax and gradients are
+    undefined.
 
-    Scores are ``[Nq, Nd]``; ``[Nq, K]`` for candidates, whose offsets have two axes; ``[P]`` for pairs. Winners,
-    relative to their document, are ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``.
+    Scores are ``[Nq, Nd]``, ``[Nq, K]`` for candidates (2-D offsets), or ``[P]`` for pairs. The argmax is relative to
+    its document, and its shape is ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``.
     """
 
     Q: Tensor  # [Tq, d]
@@ -78,7 +81,7 @@ class RaggedArgs(NamedTuple):
         pairs: Tensor | None,
         *per_token: Tensor | None,
     ) -> RaggedArgs:
-        """Of tensors as a `PackedArgs` has them: dense ones are packed, and bounds become offsets and lengths."""
+        """Return the packed form of the tensors of a `PackedArgs`. Offsets become offsets and lengths."""
         if cu_seqlens_q is None:
             cu_seqlens_q, Q = make_dense_offsets(Q.shape[0], Q.shape[1], Q.device), Q.flatten(0, 1)
         if offsets is None:
@@ -90,19 +93,21 @@ class RaggedArgs(NamedTuple):
 
     @property
     def queries(self) -> int:
+        """Number of queries."""
         return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def columns(self) -> int:
-        """Documents, or candidates of each query."""
+        """Number of documents, or candidates of each query."""
         return self.d_offsets.shape[-1]
 
     @property
     def candidates(self) -> bool:
+        """Return whether each query has its own documents."""
         return self.d_offsets.dim() == 2
 
     def check(self, op: str) -> None:
-        """Raise ValueError or TypeError, naming the argument, unless all fit together; `op` begins the message."""
+        """Raise ValueError or TypeError, naming the argument, unless all fit together. Messages begin with `op`."""
         Q, d_offsets, pairs = self.Q, self.d_offsets, self.pairs
         check_tokens(op, Q, self.D, ("[Tq, d]",), ("[Td, d]",))
         check_cu_seqlens(op, "cu_seqlens_q", self.cu_seqlens_q, Q.device)
@@ -118,20 +123,24 @@ class RaggedArgs(NamedTuple):
         check_per_token(op, Q, self.D, self.q_mask, self.d_mask, self.q_weight, (torch.bool,))
 
     def scores_shape(self) -> Shape:
+        """Return the shape of the scores."""
         return _compute_ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, None)[0]
 
     def argmax_shape(self, max_seqlen_q: Any) -> Shape:
+        """Return the shape of the argmax."""
         return _compute_ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, max_seqlen_q)[1]
 
 
 class PackedArgs(NamedTuple):
-    """What a kernel takes: the tensors of a call as the caller has them, and their sizes. No operation made any of it.
+    """Arguments of a kernel: the caller's tensors, without any operation applied to them, and their sizes.
 
-    - `lengths` None: `offsets` is ``[Nd + 1]``, where documents begin and where the last one ends.
-    - `cu_seqlens_q` None: Q is dense, ``[Nq, Lq, d]``. Given `q_lengths`, only so many tokens of each query count.
-    - `offsets` None: D is dense, ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``. Given `lengths`, only so many tokens count.
+    - If `lengths` is None, `offsets` is ``[Nd + 1]``, the first row of each document and the end of the last one.
+    - If `cu_seqlens_q` is None, Q is dense ``[Nq, Lq, d]``. Then `q_lengths`, if given, limits the tokens of each
+      query.
+    - If `offsets` is None, D is dense ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``. Then `lengths`, if given, limits the
+      tokens of each document.
 
-    The rows of a dense tensor are evenly spaced, those of its mask and weights too.
+    The rows of a dense tensor are evenly spaced, and so are the rows of its mask and weights.
     """
 
     Q: Tensor
@@ -153,51 +162,54 @@ class PackedArgs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
+        """The ten tensors of the call, each may be None."""
         return self[:10]
 
     @property
     def indices(self) -> tuple[Tensor | None, ...]:
-        """Tensors of integers."""
+        """Integer tensors, or None."""
         return self[2:7]
 
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
-        """Masks and weights."""
+        """Masks and weights, or None."""
         return self[7:10]
 
     @property
     def sizes(self) -> tuple:
+        """Sizes and flags, which are not tensors."""
         return self[10:]
 
     def metadata(self) -> tuple:
-        """All that decides how the call is computed but what is in its tensors and where they lie."""
+        """Return a key of everything except values and addresses that determines how the call is computed."""
         each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in self.tensors]
         return self.Q.get_device(), *self.sizes, *each
 
     @property
     def has_no_gaps(self) -> bool:
-        """Whether every row of Q is known to be a query's; bounds may leave gaps."""
+        """Return whether every row of Q is known to belong to a query. Offsets may leave gaps."""
         return self.cu_seqlens_q is None and self.q_lengths is None
 
     @property
     def q_each(self) -> int | None:
-        """Rows that each query has room for, where Q is dense."""
+        """Rows of each query if Q is dense, else None."""
         return self.Q.shape[1] if self.cu_seqlens_q is None else None
 
     @property
     def d_each(self) -> int | None:
+        """Rows of each document if D is dense, else None."""
         return self.D.shape[-2] if self.offsets is None else None
 
     @property
     def items(self) -> int:
-        """Documents, candidates of all queries, or pairs."""
+        """Number of documents, candidates of all queries, or pairs."""
         if self.pairs is not None:
             return self.pairs.shape[0]
         return self.queries * self.columns if self.candidates else self.columns
 
     @classmethod
     def of(cls, r: RaggedArgs, max_seqlen_q: int) -> PackedArgs:
-        """Of an operator's arguments: kernels take contiguous indices."""
+        """Return the kernel's arguments for an operator's arguments. Kernels need contiguous indices."""
         cuts = r.cu_seqlens_q.contiguous(), r.d_offsets.contiguous(), r.d_lengths.contiguous()
         pairs = None if r.pairs is None else r.pairs.contiguous()
         counts, rows = (r.queries, r.columns), (r.Q.shape[0], r.D.shape[0])
@@ -205,25 +217,27 @@ class PackedArgs(NamedTuple):
         return cls(r.Q, r.D, *cuts, pairs, None, *per_token, *counts, r.candidates, *rows, max_seqlen_q)
 
     def ragged(self) -> RaggedArgs:
-        """The operator's arguments for the same call. Without `q_lengths`, which no operator takes."""
+        """Return the operator's arguments for the same call, without `q_lengths`, which operators do not support."""
         return RaggedArgs.of(*self[:6], *self.per_token)
 
     def scores_shape(self) -> Shape:
+        """Return the shape of the scores."""
         return _compute_ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[0]
 
     def argmax_shape(self) -> Shape:
+        """Return the shape of the argmax."""
         return _compute_ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[1]
 
 
 def make_segment_rows(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of some segments behind one another, and where each of them begins there ``[n + 1]``; int64."""
+    """Return the rows of some segments, concatenated, and the offset of each segment in them ``[n + 1]``, in int64."""
     bounds = torch.cat([length.new_zeros(1), length.cumsum(0)])
     shift = (start - bounds[:-1]).repeat_interleave(length)
     return torch.arange(shift.shape[0], device=start.device) + shift, bounds
 
 
 def make_dense_offsets(count, length, device: torch.device) -> Tensor:
-    """Where dense sequences begin once they are packed, and where the last ends: ``[count + 1]``."""
+    """Return the offsets of dense sequences once they are packed, ``[count + 1]``."""
     if isinstance(count, int) and isinstance(length, int) and length > 0:
         return torch.arange(0, count * length + 1, length, device=device)
     return torch.arange(count + 1, device=device) * length

@@ -1,7 +1,7 @@
-"""What a call may be told from outside: environment variables, and context managers that win over them.
+"""Settings of a call: environment variables, and context managers that override them.
 
-``LIK_OPS_BACKEND`` and `use_backend` say who computes, ``LIK_OPS_CHECKS`` and `checks` whether values are looked at.
-``LIK_OPS_NORM_WARNING`` and `norm_warning` say whether tokens that look unnormalized cause a warning.
+``LIK_OPS_BACKEND`` and `use_backend` select the backend. ``LIK_OPS_CHECKS`` and `checks` turn checks of values on.
+``LIK_OPS_NORM_WARNING`` and `norm_warning` turn the warning for tokens that look unnormalized on or off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextvars import ContextVar
 BACKENDS = ("auto", "triton", "portable")
 BACKEND_VARIABLE, CHECKS_VARIABLE, NORM_VARIABLE = "LIK_OPS_BACKEND", "LIK_OPS_CHECKS", "LIK_OPS_NORM_WARNING"
 
-# Below os.environ, whose own look-up takes most of a microsecond of every call.
+# The dictionary behind os.environ. A lookup in os.environ itself costs most of a microsecond in every call.
 _environment = getattr(os.environ, "_data", None)
 _encode = getattr(os.environ, "encodekey", str)
 _backend_key, _checks_key = _encode(BACKEND_VARIABLE), _encode(CHECKS_VARIABLE)
@@ -26,6 +26,7 @@ _norm_warning: ContextVar[bool | None] = ContextVar("lik_ops_norm_warning", defa
 
 
 def _check_backend_name(name: str, source: str) -> str:
+    """Return `name`, or raise TypeError or ValueError, naming `source`, unless it is a backend."""
     expected = f"{source}: expected one of {', '.join(BACKENDS)}, got"
     if not isinstance(name, str):
         raise TypeError(f"{expected} {type(name).__name__}")
@@ -35,7 +36,7 @@ def _check_backend_name(name: str, source: str) -> str:
 
 
 def get_requested_backend() -> str:
-    """The backend asked for now: that of the innermost `use_backend`, else ``LIK_OPS_BACKEND``, else ``"auto"``."""
+    """Return the backend of the innermost `use_backend`, else of ``LIK_OPS_BACKEND``, else ``"auto"``."""
     chosen = _backend.get()
     if chosen is not None:
         return chosen
@@ -46,20 +47,20 @@ def get_requested_backend() -> str:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Choose the backend of every lik_ops call made inside the ``with`` block, in this thread or task.
+    """Select the backend of every lik_ops call inside the ``with`` block, in this thread or task.
 
-    `maxsim_xtr`, `maxsim_token_topk` and `similarity_map` have no kernels: they are plain torch whatever is chosen.
+    `maxsim_xtr`, `maxsim_token_topk` and `similarity_map` have no kernels and always run in plain PyTorch.
 
-    An eager backward pass uses the backend of its forward. A compiled one on CUDA runs in autograd's own threads, which
-    do not see the block: there ``LIK_OPS_BACKEND`` decides.
+    An eager backward pass uses the backend of its forward. A compiled backward on CUDA runs in threads of autograd,
+    which do not see the block. ``LIK_OPS_BACKEND`` selects its backend.
 
     Args:
-        name: ``"auto"`` (Triton where it can run, else portable), ``"triton"`` (an error where it cannot run) or
-            ``"portable"`` (plain torch).
+        name: ``"auto"`` (Triton if it can run, else portable), ``"triton"`` (an error if it cannot run) or
+            ``"portable"`` (plain PyTorch).
 
     Raises:
-        TypeError: `name` is no string.
-        ValueError: `name` is none of these.
+        TypeError: `name` is not a string.
+        ValueError: `name` is not one of these.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(5, 300, 128)
@@ -74,7 +75,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def is_checking_values() -> bool:
-    """Whether values are looked at now: as the innermost `checks` says, else ``LIK_OPS_CHECKS``, else not."""
+    """Return whether values are checked: the innermost `checks`, else ``LIK_OPS_CHECKS``, else False."""
     chosen = _checks.get()
     if chosen is not None:
         return chosen
@@ -100,17 +101,19 @@ def _set_enabled(op: str, variable: ContextVar, enabled: bool) -> Iterator[None]
 
 @contextmanager
 def checks(enabled: bool = True) -> Iterator[None]:
-    """Look at the values of cu_seqlens, offsets, lengths and pairs in every call made inside the ``with`` block.
+    """Check the values of cu_seqlens, offsets, lengths and pairs in every call inside the ``with`` block.
 
-    Without it only types, shapes, dtypes and devices are checked, on every device alike: a segment, offset, length or
-    index that reaches outside its tensor gives NaN for its scores. With it, it is a ValueError that names the argument
-    and its first entry that is wrong. Looking waits for a GPU at every call, and cannot be captured in a CUDA graph: it
-    is for finding mistakes. ``LIK_OPS_CHECKS=1`` does the same for a whole process. Values that each sample of a
-    `vmap` has its own of are not looked at. Offsets that do not cover all rows of a packed tensor are an error too:
+    Without it, calls check only types, shapes, dtypes and devices, on every device. A segment, offset, length or index
+    that reaches outside its tensor then makes its scores NaN. With it, such an entry raises a ValueError that names the
+    argument and the first wrong entry. Offsets that do not cover all rows of a packed tensor are an error too, because
     they are usually lengths.
 
+    The checks synchronize with the GPU in every call and cannot be captured in a CUDA graph, so use them to find
+    mistakes. ``LIK_OPS_CHECKS=1`` turns them on for a whole process. Values that differ between the samples of a `vmap`
+    are not checked.
+
     Args:
-        enabled: whether to look; False inside a block that looks, or beside ``LIK_OPS_CHECKS=1``, does not.
+        enabled: whether to check. False turns the checks off inside another block and under ``LIK_OPS_CHECKS=1``.
 
     Raises:
         TypeError: `enabled` is not a bool.
@@ -127,7 +130,7 @@ def checks(enabled: bool = True) -> Iterator[None]:
 
 
 def is_warning_of_norms() -> bool:
-    """Return whether tokens may cause a warning: as the innermost `norm_warning` says, else the variable, else True."""
+    """Return whether tokens may cause a warning: the innermost `norm_warning`, else the variable, else True."""
     chosen = _norm_warning.get()
     if chosen is not None:
         return chosen
@@ -142,11 +145,12 @@ def norm_warning(enabled: bool = True) -> Iterator[None]:
     """Turn the warning for tokens that look unnormalized on or off inside the ``with`` block.
 
     Late-interaction models are trained with tokens of norm 1. A scoring function without ``normalize=True`` warns once
-    per process if most of a few tokens of Q or D have another norm: it reads them on the CPU, where reading waits for
-    nothing, or under `checks`. ``LIK_OPS_NORM_WARNING=0`` turns the warning off for a whole process.
+    per process if most of the first few tokens of Q or D have another norm. It reads tokens only on the CPU, where
+    reading does not wait for a device, or under `checks`. ``LIK_OPS_NORM_WARNING=0`` turns the warning off for a whole
+    process.
 
     Args:
-        enabled: False turns the warning off.
+        enabled: whether to warn.
 
     Raises:
         TypeError: `enabled` is not a bool.

@@ -1,4 +1,4 @@
-"""The operators of the ``lik::`` library. Importing this package registers them, once per process."""
+"""Operators of the ``lik::`` library. Importing this package registers them, once per process."""
 
 from ..families.chamfer import ops as chamfer_ops  # noqa: F401
 from ..families.head import ops as head_ops  # noqa: F401

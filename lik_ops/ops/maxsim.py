@@ -1,8 +1,8 @@
-"""The MaxSim family: ``lik::maxsim`` over ``lik::maxsim_fwd``, ``lik::maxsim_bwd_lowmem``, ``lik::maxsim_bwd_unified``.
+"""The MaxSim family: ``lik::maxsim``, ``lik::maxsim_fwd``, ``lik::maxsim_bwd_lowmem`` and ``lik::maxsim_bwd_unified``.
 
-`try_maxsim` is composite: what users call, see in exported graphs, and what validates. The other three are opaque
-custom ops whose bodies pick a backend at run time from the real sizes, so eager and compiled code run the same kernel.
-An eager call that nothing watches goes from `try_maxsim` straight to the backend (`eager`).
+``lik::maxsim`` is composite. It validates its arguments, and exported graphs show it. The other three are opaque custom
+operators. Their bodies select a backend at run time from the real sizes, so eager and compiled code run the same
+kernel. An eager call without modes, transforms or subclasses goes from `_composite` straight to the backend (`eager`).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,10 +50,22 @@ _FWD, _LOWMEM, _UNIFIED = map(add_op_namespace_prefix, ("maxsim_fwd", "maxsim_bw
 
 @custom_op(add_op_namespace_prefix("maxsim_fwd"), _FWD_SCHEMA)
 def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]`` (``[Nq, K]``) and, unless `argmax_dtype` is None, each query token's winner.
+    """Return the scores of dense tensors and, if requested, the argmax of each query token.
 
-    The winners are ``[Nd, Nq, Lq]`` (cross product) or ``[Nq, K, Lq]`` (candidates), relative to their document, -1
-    where there is none. `vmap_backward` names the op that its gradient runs.
+    The arguments, in the order of the schema:
+
+    - ``Q``: query tokens ``[Nq, Lq, d]`` in fp16, bf16, fp32 or fp64.
+    - ``D``: document tokens ``[Nd, Ld, d]``, or candidates ``[Nq, K, Ld, d]``, with the dtype and device of ``Q``.
+    - ``q_mask``, ``d_mask``: bool (True = keep), the shapes of ``Q`` and ``D`` without d, or None.
+    - ``q_weight``: fp32 (fp64 for fp64) ``[Nq, Lq]``, or None.
+    - ``normalize``: whether to L2-normalize every token.
+    - ``argmax_dtype``: int16, int32 or int64, or None for no argmax.
+    - ``backward``: ``"auto"``, ``"lowmem"`` or ``"unified"``. It selects the operator that computes the gradients.
+
+    Returns:
+        ``(scores, argmax)``. The scores are fp32 (fp64 for fp64) ``[Nq, Nd]``, or ``[Nq, K]`` for candidates. The
+        argmax is ``[Nd, Nq, Lq]``, or ``[Nq, K, Lq]`` for candidates. It is a token index within the document, or -1
+        for a masked query token and for a document that keeps no token. Without `argmax_dtype` it has size [0].
     """
     call = lookup_once(_FWD, (), (*args[5:], make_metadata_key(*args[:5])), _make_forward_call, args)
     functional.reject_forward_ad(args[0], args[1], args[4])
@@ -61,6 +73,7 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _make_forward_call(args: tuple) -> DenseCall:
+    """Validate the arguments and return the call that computes them."""
     tensors, (normalize, argmax_dtype, backward) = DenseArgs(*args[:5]), args[5:]
     check_forward(_FWD, tensors, argmax_dtype, backward)
     backend = backends.select_backend(tensors.Q.device, tensors.Q.dtype)
@@ -75,7 +88,7 @@ def _(*args):
 
 
 def _unpack_backward_args(op: str, args: tuple) -> tuple[DenseArgs, Sequence[bool]]:
-    """The tensors of a backward, checked, and `needs`. An argmax ``[0]`` stands for winners to be found again."""
+    """Return the validated tensors of a backward, and `needs`. An argmax of size [0] requests recomputation."""
     grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, _, needs = args
     tensors = DenseArgs(Q, D, q_mask, d_mask, q_weight)
     check_gradient(op, grad_scores, tensors, argmax, tensors.argmax_shape() if argmax.dim() != 1 else (0,), needs)
@@ -83,6 +96,7 @@ def _unpack_backward_args(op: str, args: tuple) -> tuple[DenseArgs, Sequence[boo
 
 
 def _compute_gradients(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of the operator `op`."""
     grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs = args
     options = normalize, *needs, make_metadata_key(Q, D, q_mask, d_mask, q_weight)
     run = lookup_once(op, (grad_scores, argmax), options, _make_backward_call, op, args)
@@ -92,27 +106,40 @@ def _compute_gradients(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _make_backward_call(op: str, args: tuple) -> Callable[..., tuple]:
+    """Validate the arguments and return the function that computes the gradients."""
     Q = _unpack_backward_args(op, args)[0].Q
     return plan_backward(op.rpartition("_")[2], backends.select_backend(Q.device, Q.dtype))
 
 
 @custom_op(add_op_namespace_prefix("maxsim_bwd_lowmem"), _BWD_SCHEMA)
 def maxsim_bwd_lowmem(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Q, D and q_weight, each summed by its owner: no atomics, bitwise reproducible.
+    """Return the gradients of Q, D and q_weight without atomics, bitwise reproducible.
 
-    `needs` says which of the three are wanted; the others come back with size [0]. Given an `argmax` of size [0] it
-    finds the winners again, in parts that need no more memory than a constant.
+    One program computes each output element and sums in a fixed order. The arguments, in the order of the schema:
+
+    - ``grad_scores``: the gradient of the scores, with their shape and dtype.
+    - ``Q``, ``D``, ``q_mask``, ``d_mask``, ``q_weight``, ``normalize``: the arguments of `maxsim_fwd`.
+    - ``argmax``: the argmax that `maxsim_fwd` returned. An argmax of size [0] is recomputed in parts that fit a
+      constant workspace.
+    - ``needs``: whether the gradients of Q, D and q_weight are needed.
+
+    Returns:
+        The gradients of Q, D and q_weight, each with the dtype of its input, or with size [0] if not needed.
     """
     return _compute_gradients(_LOWMEM, args)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_bwd_unified"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
 def maxsim_bwd_unified(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `maxsim_bwd_lowmem` in one pass over the winners; on a GPU through fp32 atomic adds."""
+    """Return the gradients of `maxsim_bwd_lowmem` from one pass over the argmax. On a GPU it uses fp32 atomic adds.
+
+    The arguments and results are described at `maxsim_bwd_lowmem`. The result on a GPU is not bitwise reproducible.
+    """
     return _compute_gradients(_UNIFIED, args)
 
 
 def _fake_gradients(op: str, *args: Any) -> tuple[Tensor, ...]:
+    """Return empty gradients of the operator `op` with the right shapes and dtypes."""
     return fake_gradient(*_unpack_backward_args(op, args))
 
 
@@ -141,10 +168,23 @@ def _composite(
     backward: str = "auto",
     recompute: bool = False,
 ) -> Tensor:
-    """Late-interaction scores ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``: `lik_ops.try_maxsim`.
+    """Return late-interaction scores ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``.
 
-    ``[Nq, Nd]`` of Q ``[Nq, Lq, d]`` and D ``[Nd, Ld, d]``, ``[Nq, K]`` of candidates ``[Nq, K, Ld, d]``; 2-D Q or D
-    drop their axis. Differentiable in Q, D and `q_weight`. `lik_ops.try_maxsim` says what each argument is.
+    This is the operator form of `lik_ops.maxsim`, which describes every argument. It is differentiable in Q, D and
+    `q_weight`.
+
+    Args:
+        Q: query tokens ``[Nq, Lq, d]``, or ``[Lq, d]`` for a single query.
+        D: document tokens ``[Nd, Ld, d]``, ``[Ld, d]`` for a single document, or candidates ``[Nq, K, Ld, d]``.
+        q_mask: query tokens to keep, the shape of Q without d, bool or integers read as ``!= 0``.
+        d_mask: document tokens to keep, the shape of D without d, bool or integers read as ``!= 0``.
+        q_weight: a weight for each query token, the shape of Q without d, fp32 (fp64 for fp64).
+        normalize: whether to L2-normalize every token.
+        backward: ``"auto"``, ``"lowmem"`` or ``"unified"``.
+        recompute: whether the backward computes the argmax again instead of saving it.
+
+    Returns:
+        Scores ``[Nq, Nd]``, or ``[Nq, K]`` for candidates, in fp32 (fp64 for fp64). A 2-D Q or D drops its axis.
     """
     scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
@@ -167,11 +207,21 @@ def call_dispatched(
     recompute: bool = False,
     with_argmax: bool = False,
 ) -> list[Tensor]:
-    """Scores and, if asked, int64 winners ``[Nq, Nd, Lq]``, where modes, transforms and subclasses see the call.
+    """Validate, cast and score dense arguments through the dispatcher.
+
+    Modes, transforms and tensor subclasses see this call.
 
     Args:
-        forward: ``maxsim_fwd`` or what leads there.
-        given: Q, D, q_mask, d_mask and q_weight of `lik_ops.try_maxsim`.
+        op: the public function that error messages name.
+        forward: ``maxsim_fwd``, or a function with the same arguments that calls it.
+        given: Q, D, q_mask, d_mask and q_weight of `lik_ops.maxsim`.
+        normalize: whether to L2-normalize every token.
+        backward: ``"auto"``, ``"lowmem"`` or ``"unified"``.
+        recompute: whether the backward computes the argmax again.
+        with_argmax: whether to return the argmax.
+
+    Returns:
+        ``[scores]``, or ``[scores, argmax]`` with the argmax as int64 ``[Nq, Nd, Lq]``.
     """
     Q, D, q_mask, d_mask, q_weight = given
     sharding.register_if_needed()
@@ -194,5 +244,6 @@ def call_dispatched(
 _LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
 _LIBRARY.define(_MAXSIM_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("maxsim", _composite, "CompositeImplicitAutograd")
-_LIBRARY.impl("maxsim", _composite, "FuncTorchBatched")  # else vmap would loop over it instead of opening it
+# Without this kernel, vmap would run the samples one by one instead of tracing into the composite.
+_LIBRARY.impl("maxsim", _composite, "FuncTorchBatched")
 set_docstring("maxsim", _composite.__doc__ or "")

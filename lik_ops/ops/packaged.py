@@ -1,7 +1,7 @@
-"""``lik::maxsim_packaged``: the scores by one Triton kernel that Inductor can compile into a package.
+"""``lik::maxsim_packaged``: the scores from one Triton kernel that Inductor can compile into a package.
 
-A `triton_op` is opened by the compiler, which finds the kernel in its body. Its choices are made while tracing, so they
-hang on nothing but what is fixed then. Imported where it is needed: it needs Triton.
+The compiler traces into a `triton_op` and finds the kernel in its body. All choices are made while tracing, so they
+depend only on values that are known then. Import this module only when it is needed, because it requires Triton.
 """
 
 from typing import Optional
@@ -19,12 +19,12 @@ from .registration.docstrings import set_docstring
 from .registration.family import make_raising_backward
 
 _NAME = add_op_namespace_prefix("maxsim_packaged")
-_DOC = "Scores ``[Nq, Nd]`` or ``[Nq, K]`` of arguments that have all their axes; no winners, no gradient."
+_DOC = "Return the scores ``[Nq, Nd]`` or ``[Nq, K]`` of 3-D and 4-D tensors. There is no argmax and no gradient."
 _MAX_QUERY_ROWS, _TILE_TOKENS = 64, 64
 
 
 def _round_to_power_of_2(size: int | torch.SymInt, most: int) -> int:
-    """The power of two from 16 to `most` that covers `size`, if it is known while tracing; else `most`."""
+    """Return the power of two from 16 to `most` that covers `size`, or `most` if `size` is unknown while tracing."""
     return min(most, max(16, 1 << (size - 1).bit_length())) if isinstance(size, int) else most
 
 
@@ -35,7 +35,7 @@ def _choose_precision(dtype: torch.dtype) -> str:
 
 
 def make_kernel_args(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Tensor) -> tuple[tuple, dict]:
-    """The kernel's arguments, those that a launch reads and those that it is compiled for."""
+    """Return the arguments and the constexprs of the kernel launch."""
     candidates, owner = D.dim() == 4, () if D.dim() == 4 else (0,)
     query_strides = [(0, 0) if x is None else x.stride() for x in (q_mask, q_weight)]
     queries = (Q, *Q.stride(), q_mask, *query_strides[0], q_weight, *query_strides[1])
@@ -56,11 +56,26 @@ def make_kernel_args(Q, D, q_mask, d_mask, q_weight, normalize: bool, scores: Te
 def maxsim_packaged(
     Q: Tensor,
     D: Tensor,
-    q_mask: Optional[Tensor],  # noqa: UP045  (what torch reads the schema from)
+    q_mask: Optional[Tensor],  # noqa: UP045  (torch reads the schema from these annotations)
     d_mask: Optional[Tensor],  # noqa: UP045
     q_weight: Optional[Tensor],  # noqa: UP045
     normalize: bool,
 ) -> Tensor:
+    """Return the scores ``[Nq, Nd]`` or ``[Nq, K]`` of 3-D and 4-D tensors. There is no argmax and no gradient.
+
+    Packages of `lik_ops.export.package` for GPUs contain this operator. CPU tensors and fp64 run ``lik::maxsim_fwd``.
+
+    Args:
+        Q: query tokens ``[Nq, Lq, d]``.
+        D: document tokens ``[Nd, Ld, d]``, or candidates ``[Nq, K, Ld, d]``, with the dtype and device of Q.
+        q_mask: bool ``[Nq, Lq]`` (True = keep), or None.
+        d_mask: bool, the shape of D without d, or None.
+        q_weight: fp32 (fp64 for fp64) ``[Nq, Lq]``, or None.
+        normalize: whether to L2-normalize every token.
+
+    Returns:
+        The scores in fp32 (fp64 for fp64).
+    """
     if Q.device.type != "cuda" or Q.dtype == torch.float64:
         return lik.maxsim_fwd(Q, D, q_mask, d_mask, q_weight, normalize, None, "auto")[0]
     scores = Q.new_empty((Q.shape[0], D.shape[-3]), dtype=torch.float32)

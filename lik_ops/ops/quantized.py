@@ -1,4 +1,4 @@
-"""The family of quantised documents: ``lik::maxsim_quantized_fwd``, the forward of the ragged family for them."""
+"""The family of quantized documents: ``lik::maxsim_quantized_fwd``, a packed forward that dequantizes in the kernel."""
 
 from typing import Any
 
@@ -20,23 +20,25 @@ _SCHEMA = (
     " Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q)"
     " -> (Tensor, Tensor)"
 )
-_ENCODED_SLICE, _FIRST_OPTION = slice(1, 8), 15  # where the operands of documents are, and what is no tensor begins
+# Positions in the schema: the operands that encode the documents, and the first argument after the tensors.
+_ENCODED_SLICE, _FIRST_OPTION = slice(1, 8), 15
 _FWD = add_op_namespace_prefix("maxsim_quantized_fwd")
 
 
 def make_tokens_like(Q: Tensor, shape: Any) -> Tensor:
-    """A tensor that has the metadata of tokens of the dtype of Q, and the memory of one number."""
+    """Return a placeholder of `shape` with the dtype and device of Q that allocates a single element."""
     return Q.new_empty(()).expand(shape)
 
 
 def _unpack_args(args: tuple) -> tuple[RaggedArgs, EncodedTokens]:
-    """The arguments before the options, with a stand-in for D."""
+    """Return the packed arguments, with a placeholder for D, and the encoded documents."""
     Q, stored = args[0], EncodedTokens(*args[_ENCODED_SLICE])
     D = make_tokens_like(Q, (stored.data.shape[0], Q.shape[-1]))
     return RaggedArgs(Q, D, *args[_ENCODED_SLICE.stop : _FIRST_OPTION]), stored
 
 
 def _check_forward_args(r: RaggedArgs, stored: EncodedTokens, argmax_dtype: Any) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
     check_forward(_FWD, r, argmax_dtype, "auto")
     check_choice(_FWD, "format", stored.format, tuple(OPERAND_FORMATS))
     kept = OPERAND_FORMATS[stored.format]
@@ -63,7 +65,7 @@ def _check_forward_args(r: RaggedArgs, stored: EncodedTokens, argmax_dtype: Any)
 
 
 def _check_code_tensors(stored: EncodedTokens, kept: Format, d: Any) -> None:
-    """What residual codes alone have."""
+    """Raise ValueError or TypeError unless the tensors of residual codes fit `kept`, and are None for other formats."""
     dtypes = {"codes": INDEX_DTYPES, "centroids": DTYPES[:3], "weights": (torch.float32,)}
     shapes = {"codes": (stored.data.shape[0],), "centroids": (None, d), "weights": (2**kept.nbits,)}
     for name, of in dtypes.items():
@@ -83,13 +85,25 @@ def _check_code_tensors(stored: EncodedTokens, kept: Format, d: Any) -> None:
 
 @custom_op(add_op_namespace_prefix("maxsim_quantized_fwd"), _SCHEMA)
 def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Scores and winners of quantised documents: of ``data * scale``, with `minimum` added where the format has one.
+    """Return the scores of quantized, packed documents and, if requested, the argmax of each query token.
 
-    `data` is ``[Td, d]`` as `format` keeps it, FP8 as bytes; `scale` and `minimum` are fp32 ``[Td]`` or ``[1]``.
-    Residual codes count as ``(centroids[codes] + weights[data]) * scale``: int32 or int64 `codes` ``[Td]``, `centroids`
-    ``[C, d]`` in fp16, bf16 or fp32, fp32 `weights` by what the bits of a bucket say, the first feature of a byte in
-    its highest. Other formats have None of these. ``"int8_int8"`` is ``"int8"`` beside whose documents a GPU may round
-    queries to int8. All else is as for ``lik::maxsim_ragged_fwd``. There is no gradient.
+    Documents are dequantized in the kernel. There is no gradient. The arguments, in the order of the schema:
+
+    - ``Q``: query tokens ``[Tq, d]``.
+    - ``data``: encoded tokens ``[Td, n]``, where n is d, or fewer if `format` packs several features into a byte. FP8
+      values are passed as uint8.
+    - ``scale``, ``minimum``: fp32 ``[Td]`` or ``[1]``. ``minimum`` is None unless the format has one.
+    - ``format``: the name of the format. With ``"int8_int8"`` documents are int8, and a GPU may round queries to int8.
+    - ``codes``, ``centroids``, ``weights``: int32 or int64 ``[Td]``, fp16, bf16 or fp32 ``[C, d]``, and fp32
+      ``[2 ** nbits]``. They are None unless the format is a residual format.
+    - all others: the arguments of ``lik::maxsim_ragged_fwd``.
+
+    A token is dequantized to ``data * scale``, plus ``minimum`` if the format has one. Residual codes are dequantized
+    to ``(centroids[codes] + weights[data]) * scale``. The bits of a bucket index ``weights``, and the first feature of
+    a byte is in its highest bits.
+
+    Returns:
+        ``(scores, argmax)`` with the shapes and dtypes of ``lik::maxsim_ragged_fwd``.
     """
     (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
     given, options = args[:_FIRST_OPTION], args[_FIRST_OPTION:]

@@ -1,7 +1,7 @@
 """The ragged family: ``lik::maxsim_ragged_fwd`` and ``lik::maxsim_ragged_bwd`` over packed tokens.
 
-One forward for three layouts: every query against every document, each query against its own candidates, and a list of
-pairs. Opaque custom ops, whose bodies pick a backend at run time.
+One forward serves three layouts: a cross product, candidates of each query, and a list of pairs. Both are opaque custom
+operators, and their bodies select a backend at run time.
 """
 
 from typing import Any
@@ -42,18 +42,36 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_ragged_fwd", "maxsim_ragged_b
 
 
 def _check_forward(tensors: RaggedArgs, argmax_dtype: Any, max_seqlen_q: Any, backward: str) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
     check_forward(_FWD, tensors, argmax_dtype, backward)
     require(max_seqlen_q >= 0, lambda: f"{_FWD}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
 
 
 @custom_op(add_op_namespace_prefix("maxsim_ragged_fwd"), _FWD_SCHEMA)
 def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]``, ``[Nq, K]`` or ``[P]`` and, unless `argmax_dtype` is None, each query token's winner.
+    """Return the scores of packed tensors and, if requested, the argmax of each query token.
 
-    The winners are ``[Nd, Tq]`` (cross product), ``[K, Tq]`` (candidates, 2-D `d_offsets`) or ``[P, max_seqlen_q]``
-    (`pairs`), relative to their document, -1 where there is none. A pair whose query is longer than `max_seqlen_q`
-    scores NaN; the other layouts take it for a bound that may be too large. `vmap_ragged_backward` names how gradients
-    are summed; without winners kept, it finds them again.
+    The arguments, in the order of the schema:
+
+    - ``Q``: query tokens ``[Tq, d]``.
+    - ``D``: document tokens ``[Td, d]`` with the dtype and device of ``Q``.
+    - ``cu_seqlens_q``: int32 or int64 ``[Nq + 1]``, the first row of each query and the end of the last one.
+    - ``d_offsets``, ``d_lengths``: the first row and the number of rows of each document, int32 or int64. Their shape
+      is ``[Nd]`` for a cross product and for pairs, and ``[Nq, K]`` for candidates.
+    - ``pairs``: int32 or int64 ``[P, 2]``, (query, document) indices, or None.
+    - ``q_mask``, ``d_mask``: bool ``[Tq]`` and ``[Td]`` (True = keep), or None.
+    - ``q_weight``: fp32 (fp64 for fp64) ``[Tq]``, or None.
+    - ``normalize``: whether to L2-normalize every token.
+    - ``argmax_dtype``: int16, int32 or int64, or None for no argmax. Without an argmax the backward computes it again.
+    - ``max_seqlen_q``: an upper bound of the query lengths. With ``pairs``, a longer query scores NaN.
+    - ``backward``: ``"auto"``, ``"lowmem"`` or ``"unified"``.
+
+    A segment or index that is negative or reaches outside its tensor scores NaN.
+
+    Returns:
+        ``(scores, argmax)``. The scores are fp32 (fp64 for fp64) ``[Nq, Nd]``, ``[Nq, K]`` or ``[P]``. The argmax is
+        ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``. It is a token index within the document, or -1 if there is
+        none. Without `argmax_dtype` it has size [0].
     """
     r, (normalize, argmax_dtype, max_seqlen_q, backward) = RaggedArgs(*args[:9]), args[9:]
     backend = lookup_backend(_FWD, r, args[9:], r.Q, _check_forward, r, argmax_dtype, max_seqlen_q, backward)
@@ -70,15 +88,25 @@ def _(*args):
 
 
 def _check_gradient(grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, needs: Any) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all arguments of the backward fit together."""
     expected = r.argmax_shape(argmax.shape[-1] if argmax.dim() else 0)
     check_gradient(_BWD, grad_scores, r, argmax, expected, needs)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_ragged_bwd"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
 def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Q, D and q_weight; those that `needs` does not ask for come back with size [0].
+    """Return the gradients of Q, D and q_weight for packed tensors.
 
-    Without `unified` each is summed by its owner in a fixed order; with it a GPU may add atomically.
+    The arguments, in the order of the schema:
+
+    - ``grad_scores``: the gradient of the scores, with their shape and dtype.
+    - ``Q`` to ``q_weight`` and ``normalize``: the arguments of `maxsim_ragged_fwd`.
+    - ``argmax``: the argmax that `maxsim_ragged_fwd` returned.
+    - ``unified``: False sums each gradient in a fixed order without atomics. True may use atomic adds on a GPU.
+    - ``needs``: whether the gradients of Q, D and q_weight are needed.
+
+    Returns:
+        The gradients of Q, D and q_weight, each with the dtype of its input, or with size [0] if not needed.
     """
     grad_scores, r, (argmax, normalize, unified, needs) = args[0], RaggedArgs(*args[1:10]), args[10:]
     backend = lookup_backend(_BWD, args[:11], tuple(needs), r.Q, _check_gradient, grad_scores, r, argmax, needs)
@@ -95,7 +123,7 @@ def _(*args):
 
 def _call_backward(grad_scores, tensors, argmax, options, needs):
     normalize, argmax_dtype, max_seqlen_q, backward = options
-    if argmax_dtype is None:  # to be found again
+    if argmax_dtype is None:  # the forward saved no argmax
         dtype = choose_argmax_dtype(tensors[1].shape[0])
         argmax = lik.maxsim_ragged_fwd(*tensors, normalize, dtype, max_seqlen_q, "auto")[1]
     return lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, is_unified(backward), needs)

@@ -1,9 +1,9 @@
 """Training with documents saved as int8: ``lik::maxsim_fwd_int8``, ``lik::maxsim_bwd_int8``.
 
-The forward is that of ``lik::maxsim_fwd``, of documents as they are. In their place autograd keeps int8 numbers and a
-scale for each token: with fp16 and bf16 documents half the bytes, once nothing else holds the documents. The gradient
-of Q sums the tokens that won as int8 has them. That of D is made of Q and the winners alone, so it is exact; with
-`normalize`, but for its way through the norms, which are those of the int8 tokens.
+The forward equals ``lik::maxsim_fwd`` and reads the original documents. Autograd saves int8 documents and a scale for
+each token instead of the originals. For fp16 and bf16 this is half the bytes, once no other reference holds the
+documents. The gradient of Q uses dequantized tokens. The gradient of D needs only Q and the argmax, so it is exact.
+With `normalize` it also passes through the norms, and these are the norms of the dequantized tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,14 @@ _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_fwd_int8", "maxsim_bwd_int8")
 
 @custom_op(add_op_namespace_prefix("maxsim_fwd_int8"), _FWD_SCHEMA)
 def maxsim_fwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores and winners of `maxsim_fwd`; D as int8, and the scale of each token: what the backward needs of it."""
+    """Return the scores and the argmax of `maxsim_fwd`, and an int8 copy of D for the backward.
+
+    The arguments are described at ``lik::maxsim_fwd``, but `argmax_dtype` must not be None.
+
+    Returns:
+        ``(scores, argmax, data, scale)``. ``data`` is int8 with the shape of D. ``scale`` is fp32 with the shape of D
+        without d.
+    """
     tensors, (normalize, argmax_dtype, backward) = DenseArgs(*args[:5]), args[5:]
     backend = lookup_backend(_FWD, args, (), tensors.Q, check_forward, _FWD, tensors, argmax_dtype, backward)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight)
@@ -65,7 +72,7 @@ def _(*args):
 
 
 def _unpack_backward_args(args: tuple) -> DenseArgs:
-    """The tensors of a call, with a stand-in for D; raises unless a backward takes them."""
+    """Return the validated tensors of a backward, with a placeholder for D."""
     grad_scores, Q, data, scale, argmax, q_mask, q_weight, _, _, needs = args
     if data.dtype != torch.int8:
         raise TypeError(f"{_BWD}: data: expected torch.int8, got {data.dtype}")
@@ -80,9 +87,19 @@ def _unpack_backward_args(args: tuple) -> DenseArgs:
 
 @custom_op(add_op_namespace_prefix("maxsim_bwd_int8"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
 def maxsim_bwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of Q, D and q_weight, D being given as `maxsim_fwd_int8` keeps it; [0] where not needed.
+    """Return the gradients of Q, D and q_weight from documents that were saved as int8.
 
-    Without `unified` each is summed by its owner in a fixed order; with it a GPU adds atomically.
+    The arguments, in the order of the schema:
+
+    - ``grad_scores``: the gradient of the scores, with their shape and dtype.
+    - ``Q``, ``q_mask``, ``q_weight``, ``normalize``: the arguments of `maxsim_fwd_int8`.
+    - ``data``, ``scale``, ``argmax``: results of `maxsim_fwd_int8`.
+    - ``unified``: False sums each gradient in a fixed order without atomics. True uses atomic adds on a GPU.
+    - ``needs``: whether the gradients of Q, D and q_weight are needed.
+
+    Returns:
+        The gradients of Q, D and q_weight. The first two have the dtype of Q. A gradient that is not needed has size
+        [0].
     """
     grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, _, needs = args
     run = lookup_once(_BWD, args[:-1], tuple(needs), _select_backward, args)
@@ -91,6 +108,7 @@ def maxsim_bwd_int8(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _select_backward(args: tuple) -> Callable[..., tuple]:
+    """Validate the arguments and return the function that computes the gradients."""
     Q = _unpack_backward_args(args).Q
     return plan_backward("unified" if args[-2] else "lowmem", backends.select_backend(Q.device, Q.dtype))
 
@@ -119,12 +137,15 @@ maxsim_bwd_int8.register_vmap(partial(batching.loop_over_samples, maxsim_bwd_int
 
 
 def forward_saving_int8(*args: Any) -> tuple[Tensor, Tensor]:
-    """`lik::maxsim_fwd`, of which autograd keeps the documents as int8.
+    """Return the results of `lik::maxsim_fwd`, for which autograd saves the documents as int8.
+
+    Args:
+        *args: the arguments of `lik::maxsim_fwd`.
 
     Raises:
-        NotImplementedError: `torch.func` would differentiate it.
+        NotImplementedError: a `torch.func` transform would differentiate the call.
     """
-    if args[6] is None:  # no gradient is wanted
+    if args[6] is None:  # no gradient is needed
         return lik.maxsim_fwd(*args)
     functional.reject_transforms("MaxSim with save='int8'", functional.is_differentiating)
     return lik.maxsim_fwd_int8(*args)[:2]

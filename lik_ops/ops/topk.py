@@ -1,8 +1,8 @@
-"""``lik::maxsim_topk``: the best documents of each query, scored chunk by chunk, so that ``[Nq, Nd]`` never exists.
+"""``lik::maxsim_topk``: the best documents of each query, scored in chunks, so that ``[Nq, Nd]`` never exists.
 
-Scores are put in one total order, so that what is found does not depend on the chunks: NaN first, then from the largest
-to the smallest, -0.0 as 0.0; equal ones by document. `torch.vmap_topk` promises nothing of ties; here no two keys are
-equal.
+Scores have one total order, so the result does not depend on the chunks. NaN comes first, then scores in descending
+order with -0.0 equal to 0.0. Equal scores are ordered by document. `torch.topk` guarantees no order of equal elements.
+Here no two keys are equal.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ _SCHEMA = (
 )
 _NAME = add_op_namespace_prefix("maxsim_topk")
 MiB = 1 << 20
-# Bytes of scores, keys and what torch.topk takes beside them, on any device, and on a GPU with memory to spare.
+# Bytes for scores, keys and the workspace of torch.topk: on any device, and on a GPU with much free memory.
 WORKSPACE_BYTES, LARGE_WORKSPACE_BYTES = 32 * MiB, 256 * MiB
-# Query rows that a program scores in one reading of the documents; bytes of documents over which programs that each
-# read them, for rows of their own, stay close enough to find them in the L2 cache (docs/lab-book.md).
+# The first is the number of query rows that a program scores in one pass over the documents. With more rows, several
+# programs read each document. Up to the second number of document bytes, these programs stay close enough to each
+# other to share the documents in the L2 cache (docs/lab-book.md).
 MAX_ROWS_AT_ONCE, MAX_READ_BYTES = 256, 4096 * MiB
-# Numbers of scores that between them take every kernel of the Triton backend.
+# Numbers of scores that together run every top-k kernel of the Triton backend.
 WARMUP_COLUMNS = (100, 1_000, 8_000, 20_000, 200_000, 1_000_000, 4_000_000)
 
 ScoresAndIndices = tuple[Tensor, Tensor]
-"""Scores and document indices ``[Nq, k]``, the best first."""
+"""Scores and int64 document indices ``[Nq, k]``, best first."""
 
 
 class SearchArgs(NamedTuple):
-    """The arguments of `lik::maxsim_topk`, in the order of its schema."""
+    """Arguments of `lik::maxsim_topk`, in the order of its schema."""
 
     Q: Tensor  # [Nq, Lq, d]
-    D: Any  # [Nd, Ld, d], or [Td, d] with cu_seqlens_d; what `lik_ops.retrieve` takes, before it is a tensor
+    D: Any  # [Nd, Ld, d], or [Td, d] with cu_seqlens_d; in `lik_ops.retrieve` any document source, not only a tensor
     q_mask: Tensor | None
     d_mask: Tensor | None
     cu_seqlens_d: Tensor | None  # [Nd + 1]
@@ -68,33 +69,38 @@ class SearchArgs(NamedTuple):
 
     @property
     def documents(self) -> Any:
+        """Number of documents."""
         return self.D.shape[0] if self.cu_seqlens_d is None else self.cu_seqlens_d.shape[0] - 1
 
 
 def _select_backend(x: Tensor) -> ModuleType:
-    # What is traced are torch's operators.
+    # Tracers record the torch operators of the portable backend.
+    """Return the backend for a tensor, which is the portable backend for tracers and tensor subclasses."""
     if torch.compiler.is_dynamo_compiling() or not is_ordinary_tensor(x):
         return backends.portable
     return backends.select_backend(x.device, x.dtype)
 
 
 def select_first(scores: Tensor, top_k: int) -> ScoresAndIndices:
-    """The `top_k` best of ``scores [Nq, n]`` (all, if they are fewer) and their columns; equal ones by column."""
+    """Return the `top_k` best of ``scores [Nq, n]`` and their columns. Equal scores are ordered by column.
+
+    If n is smaller than `top_k`, all scores are returned.
+    """
     return _select_backend(scores).best(scores, top_k)
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
-    """Run every kernel that finds the `top_k` best of up to 4 million scores of `dtype`, also over some processes."""
+    """Run every kernel that selects the `top_k` best of up to 4 million scores of `dtype`, also across processes."""
     for count in WARMUP_COLUMNS:
         select_first(torch.zeros((1, count), dtype=dtype, device=device), top_k)
-    width = min(top_k, WARMUP_COLUMNS[1])  # more would only take memory
+    width = min(top_k, WARMUP_COLUMNS[1])  # larger messages would only cost memory
     for processes in (2, 8):
         received = torch.zeros((processes, 2, 1, width), dtype=torch.int64, device=device)
         merge_messages(received, [width] * processes, top_k, dtype)
 
 
 def merge_parts(parts: list[ScoresAndIndices], top_k: int) -> ScoresAndIndices:
-    """The best of several parts, which come in the order of their documents, each sorted."""
+    """Return the best of several sorted parts, which are in the order of their documents."""
     if len(parts) == 1:
         return parts[0]
     scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
@@ -102,14 +108,19 @@ def merge_parts(parts: list[ScoresAndIndices], top_k: int) -> ScoresAndIndices:
 
 
 def select_candidates(scores: Tensor, indices: Tensor, top_k: int) -> ScoresAndIndices:
-    """The best of candidates ``[Nq, n]``, of which equal ones are in the order of their documents."""
+    """Return the `top_k` best of candidates ``[Nq, n]``, in which equal scores are in the order of their documents."""
     return _select_backend(scores).best(scores, top_k, indices)
 
 
 def merge_messages(received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype) -> ScoresAndIndices:
-    """The best of int64 messages ``[parts, 2, Nq, width]``: the bits of scores of `dtype`, and their indices.
+    """Return the best of messages from several processes.
 
-    The messages follow each other in the order of their documents; of each the first ``counts[part]`` of a query count.
+    Args:
+        received: int64 ``[parts, 2, Nq, width]``, the bits of the scores and the document indices. The parts are in the
+            order of their documents.
+        counts: the number of valid entries per query in each part.
+        top_k: the number of documents to return for each query.
+        dtype: the dtype of the scores.
     """
     if dtype == torch.float32 and min(counts) == received.shape[3]:
         return backends.select_backend(received.device, dtype).best_of_parts(received, top_k)
@@ -118,9 +129,12 @@ def merge_messages(received: Tensor, counts: list[int], top_k: int, dtype: torch
 
 
 def check_search_args(op: str, s: SearchArgs, whole: bool = True) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless all fit together; Q may be 2-D.
+    """Raise ValueError or TypeError, naming the argument, unless all fit together. Q may be 2-D.
 
-    `whole`: the offsets are the caller's, not part of them.
+    Args:
+        op: the function that error messages name.
+        s: the arguments.
+        whole: whether `cu_seqlens_d` holds the offsets of the whole D, rather than the offsets of a chunk.
     """
     Q, D, cu_seqlens_d = s.Q, s.D, s.cu_seqlens_d
     check_flag(op, "normalize", s.normalize)
@@ -131,21 +145,22 @@ def check_search_args(op: str, s: SearchArgs, whole: bool = True) -> None:
             raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got {list(D.shape)}")
         return
     if D.dim() != 2:
-        raise ValueError(f"{op}: D: expected [Td, d] beside cu_seqlens_d, got {list(D.shape)}")
+        raise ValueError(f"{op}: D: expected [Td, d] with cu_seqlens_d, got {list(D.shape)}")
     if s.d_mask is not None:
-        raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
+        raise ValueError(f"{op}: d_mask: expected None next to cu_seqlens_d (pack the tokens to keep), got a mask")
     check_document_offsets(op, cu_seqlens_d, D.device)
     hints.inspect_offsets(op, "cu_seqlens_d", cu_seqlens_d, "D", D, whole)
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:
+    """Raise ValueError or TypeError unless `top_k` and `chunk` are valid counts. `chunk` may be None."""
     check_count(op, "top_k", top_k)
     if chunk is not None:
         check_count(op, "chunk", chunk, 1)
 
 
 def check_document_offsets(op: str, cu_seqlens_d: Any, device: torch.device) -> None:
-    """Raise unless these may be the bounds of packed documents, on their device or on the CPU."""
+    """Raise ValueError or TypeError unless these can be the offsets of packed documents on `device` or on the CPU."""
     check_tensor(op, "cu_seqlens_d", cu_seqlens_d)
     check_cu_seqlens(op, "cu_seqlens_d", cu_seqlens_d, cu_seqlens_d.device, "[Nd + 1]")
     if cu_seqlens_d.device != device and cu_seqlens_d.device.type != "cpu":
@@ -153,16 +168,22 @@ def check_document_offsets(op: str, cu_seqlens_d: Any, device: torch.device) -> 
 
 
 def _check_operator_args(op: str, s: SearchArgs) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless the operator accepts these arguments."""
     check_search_args(op, s, whole=False)
     check_dense_batched(op, s.Q, s.D if s.cu_seqlens_d is None else s.D.unsqueeze(0), s.q_mask, s.d_mask)
 
 
 def choose_workspace_bytes(device: torch.device) -> int:
-    """Bytes to work in: a constant; more on a GPU with much free memory, unless a CUDA graph is being captured."""
+    """Return the workspace size in bytes.
+
+    The size is constant on a CPU and while a CUDA graph is captured. Otherwise it grows with the free memory of the
+    GPU, up to `LARGE_WORKSPACE_BYTES`.
+    """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return WORKSPACE_BYTES
-    # What torch holds and nobody uses is free too. Neither question waits for the GPU. The statistics in one piece:
-    # `torch.cuda.memory_reserved` and `memory_allocated` each flatten and sort all of them.
+    # Memory that torch has cached but not allocated is free too. Neither query synchronizes with the GPU. The nested
+    # statistics cost less, because `torch.cuda.memory_reserved` and `memory_allocated` each flatten and sort all of
+    # them.
     free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
     if held:
         free += held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"]
@@ -170,8 +191,11 @@ def choose_workspace_bytes(device: torch.device) -> int:
 
 
 def _choose_chunk(s: SearchArgs) -> int:
-    """Documents to score at a time, as many as are kept at least: their scores fit the workspace, and where several
-    programs read each document, it is still in the cache for all of them."""
+    """Return the number of documents to score at a time, at least `top_k`.
+
+    Their scores fit the workspace. If several programs read each document, the chunk is also small enough for them to
+    share documents in the L2 cache.
+    """
     if s.chunk is not None:
         return s.chunk
     chunk = count_fitting_documents(s.Q, s.top_k, s.documents)
@@ -181,7 +205,7 @@ def _choose_chunk(s: SearchArgs) -> int:
 
 
 def count_fitting_documents(Q: Tensor, top_k: int, documents: int) -> int:
-    """Documents whose scores fit the workspace, but as many as are kept at least."""
+    """Return the number of documents whose scores fit the workspace, at least `top_k` and 1."""
     queries, itemsize = max(Q.shape[0], 1), score_dtype(Q.dtype).itemsize
     if queries * portable_topk.estimate_bytes(documents, top_k, itemsize) <= WORKSPACE_BYTES:
         return max(documents, 1)
@@ -195,12 +219,12 @@ def count_fitting_documents(Q: Tensor, top_k: int, documents: int) -> int:
 
 
 def _iterate_scores(s: SearchArgs) -> Iterator[Tensor]:
-    """Scores ``[Nq, n]`` of all documents, a chunk of n at a time."""
+    """Yield the scores ``[Nq, n]`` of all documents in chunks of n."""
     return _iterate_dense_scores(s) if s.cu_seqlens_d is None else _iterate_packed_scores(s, s.cu_seqlens_d)
 
 
 def _iterate_packed_scores(s: SearchArgs, cu_seqlens: Tensor) -> Iterator[Tensor]:
-    """An offset outside D, or below the one before, makes its document NaN."""
+    """Yield the scores of packed documents. An offset outside D or below its predecessor makes the document NaN."""
     (Nq, Lq, _), chunk = s.Q.shape, _choose_chunk(s)
     backend = backends.select_backend(s.Q.device, s.Q.dtype)
     cu_seqlens = cu_seqlens.to(s.D.device, non_blocking=True)
@@ -213,9 +237,10 @@ def _iterate_packed_scores(s: SearchArgs, cu_seqlens: Tensor) -> Iterator[Tensor
 
 
 def _iterate_dense_scores(s: SearchArgs) -> Iterator[Tensor]:
+    """Yield the scores of dense documents."""
     chunk = _choose_chunk(s)
     backend = backends.select_backend(s.Q.device, s.Q.dtype)
-    whole = chunk >= s.documents  # no view then: it would take the host longer than the rest
+    whole = chunk >= s.documents  # skip the views, which would cost the host more time than all other work
     for begin in range(0, s.documents, chunk):
         part = slice(begin, begin + chunk)
         mask = s.d_mask if whole or s.d_mask is None else s.d_mask[part]
@@ -223,6 +248,7 @@ def _iterate_dense_scores(s: SearchArgs) -> Iterator[Tensor]:
 
 
 def _run_search(s: SearchArgs) -> ScoresAndIndices:
+    """Score all chunks and keep the best documents of each query."""
     best: ScoresAndIndices | None = None
     seen = 0
     for scores in _iterate_scores(s):
@@ -237,9 +263,24 @@ def _run_search(s: SearchArgs) -> ScoresAndIndices:
 
 @custom_op(add_op_namespace_prefix("maxsim_topk"), _SCHEMA)
 def maxsim_topk(*args: Any) -> tuple[Tensor, Tensor]:
-    """The best ``min(top_k, Nd)`` scores of each query, and int64 indices of their documents, the best first.
+    """Return the best ``min(top_k, Nd)`` scores of each query and the indices of their documents.
 
-    D is ``[Nd, Ld, d]``, or ``[Td, d]`` with the offsets `cu_seqlens_d`. `chunk` documents are scored at a time.
+    There is no gradient. The arguments, in the order of the schema:
+
+    - ``Q``: query tokens ``[Nq, Lq, d]``.
+    - ``D``: document tokens ``[Nd, Ld, d]``, or packed ``[Td, d]`` with ``cu_seqlens_d``.
+    - ``q_mask``, ``d_mask``: bool (True = keep), the shapes of ``Q`` and ``D`` without d, or None. Packed documents
+      have no mask.
+    - ``cu_seqlens_d``: int32 or int64 ``[Nd + 1]``, the offsets of packed documents on the device of ``D`` or on the
+      CPU, or None.
+    - ``q_weight``: fp32 (fp64 for fp64) ``[Nq, Lq]``, or None.
+    - ``normalize``: whether to L2-normalize every token.
+    - ``top_k``: the number of documents to return for each query.
+    - ``chunk``: the number of documents to score at a time. None scores as many as fit the workspace.
+
+    Returns:
+        ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, best first. The scores are fp32 (fp64 for fp64) and the
+        indices int64. NaN comes first, and equal scores are ordered by document.
     """
     s = SearchArgs(*args)
     _check_operator_args(_NAME, s)
@@ -256,29 +297,31 @@ def _(*args):
 
 
 def reject_derivatives(op: str, *given: Any) -> None:
-    """Raise NotImplementedError where a transform or forward-mode AD would take the scores for constants.
+    """Raise NotImplementedError if a transform or forward-mode AD would treat the scores as constants.
 
-    Not for autograd, which says itself that they require no gradient, nor for what was detached.
+    Reverse-mode autograd is allowed, because the results do not require gradients. Detached tensors are allowed too.
     """
     tensors = [t for t in given if isinstance(t, Tensor)]
     if torch.compiler.is_dynamo_compiling():
-        derived = functional.is_taking_derivatives()  # of these or others: tensors cannot be asked here
+        derived = functional.is_taking_derivatives()  # of any tensor: Dynamo cannot inspect these tensors
     else:
         derived = functional.has_tangents(*tensors)
         derived = derived or (torch.is_grad_enabled() and functional.is_any_differentiated(*tensors))
     if derived:
         raise NotImplementedError(
-            f"{op} has no derivatives, with torch.func or forward-mode AD either: detach what it is given, and score"
-            " what it found with lik_ops.maxsim"
+            f"{op} has no derivatives, not with torch.func or forward-mode AD either: detach its arguments, and score"
+            " the documents that it returns with lik_ops.maxsim"
         )
 
 
-maxsim_topk.register_autograd(make_raising_backward("maxsim_topk", "score what it found with lik_ops.maxsim"))
+maxsim_topk.register_autograd(
+    make_raising_backward("maxsim_topk", "score the documents that it returns with lik_ops.maxsim")
+)
 maxsim_topk.register_vmap(batching.vmap_topk)
 
 
 def search_best(s: SearchArgs) -> ScoresAndIndices:
-    """`lik::maxsim_topk` of a 3-D Q, of arguments that were checked, with masks of any dtype; without gradients."""
+    """Call `lik::maxsim_topk` for a 3-D Q and validated arguments, with masks of any dtype, without gradients."""
     s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
     if not torch.compiler.is_dynamo_compiling() and is_call_direct(*s[:6]):
         return _run_search(s)

@@ -1,8 +1,9 @@
-"""``lik::maxsim_topk_codes``: the best documents of each query as if their tokens were their centroids.
+"""``lik::maxsim_topk_codes``: the best documents of each query, with document tokens replaced by their centroids.
 
-The first stages of PLAID (Santhanam et al., 2022): the products of query tokens and centroids are found once, each
-query token probes the centroids nearest to it, and a document with a token of one of these is scored by looking its
-codes up in the products. Queries and documents come in parts, so that neither all products nor ``[Nq, Nd]`` exist.
+These are the first stages of PLAID (Santhanam et al., 2022). The products of query tokens and centroids are computed
+once. Each query token probes its nearest centroids. A document with a token of a probed centroid is scored by looking
+up its codes in the products. Queries and documents are processed in parts, so neither all products nor ``[Nq, Nd]``
+exist at once.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _SCHEMA = (
     " Tensor? q_weight, bool normalize, SymInt top_k, SymInt? n_probe) -> (Tensor, Tensor)"
 )
 _NAME = add_op_namespace_prefix("maxsim_topk_codes")
-_MAX_TABLE_BYTES = 24 << 20  # of the products of query tokens and centroids at a time
+_MAX_TABLE_BYTES = 24 << 20  # products of query tokens and centroids that exist at a time
 
 
 class CodeSearchArgs(NamedTuple):
-    """The arguments of `lik::maxsim_topk_codes`, in the order of its schema."""
+    """Arguments of `lik::maxsim_topk_codes`, in the order of its schema."""
 
     Q: Tensor  # [Nq, Lq, d]
     codes: Tensor  # [Nd, Ld], or [Td] with cu_seqlens_d
@@ -46,18 +47,20 @@ class CodeSearchArgs(NamedTuple):
     q_weight: Tensor | None
     normalize: bool
     top_k: int
-    n_probe: int | None  # centroids of each query token; None: all
+    n_probe: int | None  # nearest centroids that each query token probes; None: all
 
     @property
     def documents(self) -> Any:
+        """Number of documents."""
         return self.codes.shape[0] if self.cu_seqlens_d is None else self.cu_seqlens_d.shape[0] - 1
 
     def of_queries(self, some: slice) -> CodeSearchArgs:
+        """Return the arguments of some queries."""
         masked, weighted = (None if x is None else x[some] for x in (self.q_mask, self.q_weight))
         return self._replace(Q=self.Q[some], q_mask=masked, q_weight=weighted)
 
     def of_documents(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, -1 where they are masked, and where some documents lie among them: offsets and lengths."""
+        """Return the codes, and the offsets and lengths of documents `begin` to `end` in them. Masked codes are -1."""
         if self.cu_seqlens_d is not None:
             bounds = self.cu_seqlens_d[begin : end + 1].long()
             return self.codes, bounds[:-1], bounds.diff()
@@ -69,6 +72,7 @@ class CodeSearchArgs(NamedTuple):
 
 
 def _check_operator_args(s: CodeSearchArgs) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
     check_tensor(_NAME, "codes", s.codes)
     check_tensor(_NAME, "centroids", s.centroids)
     if s.codes.dtype not in INDEX_DTYPES:
@@ -94,6 +98,7 @@ def _check_operator_args(s: CodeSearchArgs) -> None:
 
 
 def _run_search(s: CodeSearchArgs) -> ScoresAndIndices:
+    """Search for some queries at a time, so that their products fit `_MAX_TABLE_BYTES`."""
     if s.cu_seqlens_d is not None:
         s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
     step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
@@ -103,7 +108,7 @@ def _run_search(s: CodeSearchArgs) -> ScoresAndIndices:
 
 
 def _search_queries(s: CodeSearchArgs) -> ScoresAndIndices:
-    """The best of queries whose products with centroids are held at once."""
+    """Return the best documents of queries whose products with the centroids exist at once."""
     backend, documents = backends.select_backend(s.Q.device, s.Q.dtype), s.documents
     (table, weight, probed), broken = _make_score_table(s)
     none = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)
@@ -117,12 +122,13 @@ def _search_queries(s: CodeSearchArgs) -> ScoresAndIndices:
 
 
 def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
-    """What `code_scores` takes of queries; and of which queries, ``[n, 1]``, something is NaN or infinite.
+    """Return the query operands of `code_scores`, and which queries ``[n, 1]`` have a NaN or infinite value.
 
-    Products of query tokens and centroids, fp32 ``[n, C, Lq]``; weights; and which centroids are probed.
+    The operands are the products of query tokens and centroids (fp32 ``[n, C, Lq]``), the weights, and the probed
+    centroids.
     """
     keep = torch.ones(s.Q.shape[:2], dtype=torch.bool, device=s.Q.device) if s.q_mask is None else s.q_mask
-    # Masked rows may hold anything. Contiguous, because the order of sums hangs on strides.
+    # Masked rows may hold NaN. The tensor is made contiguous, because the order of sums depends on strides.
     Q = torch.where(keep.unsqueeze(-1), s.Q, 0).contiguous()
     Q = (_normalize_rows(Q.float()) if s.normalize else Q).to(s.centroids.dtype)
     products = multiply_by_rows(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
@@ -143,13 +149,26 @@ def _normalize_rows(rows: Tensor) -> Tensor:
 
 @custom_op(add_op_namespace_prefix("maxsim_topk_codes"), _SCHEMA)
 def maxsim_topk_codes(*args: Any) -> ScoresAndIndices:
-    """The best ``min(top_k, Nd)`` documents of each query by their codes alone: scores and int64 indices.
+    """Return the best ``min(top_k, Nd)`` documents of each query, scored by their codes alone.
 
-    ``sum_s w[i, s] max_t <Q[i, s], centroids[codes[j, t]]>`` in fp32, the best first, equal ones by document; `codes`
-    are ``[Nd, Ld]``, or ``[Td]`` with the offsets `cu_seqlens_d`. Documents without a token of a centroid that is among
-    the `n_probe` nearest of a query token have ``-inf``, and so do those without tokens. What has to be looked at more
-    closely is infinite, and so comes first: documents with a code that is no centroid's, and all of a query or weights
-    with what is NaN or infinite in the type of the centroids.
+    The score is ``sum_s q_weight[i, s] * max_t <Q[i, s], centroids[codes[j, t]]>`` in fp32. There is no gradient. The
+    arguments, in the order of the schema:
+
+    - ``Q``: query tokens ``[Nq, Lq, d]``.
+    - ``codes``: int32 or int64 ``[Nd, Ld]``, or packed ``[Td]`` with ``cu_seqlens_d``.
+    - ``centroids``: ``[C, d]`` in fp16, bf16 or fp32.
+    - ``q_mask``, ``d_mask``: bool (True = keep) ``[Nq, Lq]`` and ``[Nd, Ld]``, or None.
+    - ``cu_seqlens_d``: int32 or int64 ``[Nd + 1]``, the offsets of packed documents, or None.
+    - ``q_weight``: fp32 (fp64 for fp64) ``[Nq, Lq]``, or None.
+    - ``normalize``: whether to L2-normalize the query tokens.
+    - ``top_k``: the number of documents to return for each query.
+    - ``n_probe``: the number of nearest centroids that each query token probes. None probes all centroids.
+
+    Returns:
+        ``(scores, indices)``, fp32 and int64 ``[Nq, min(top_k, Nd)]``, best first. Equal scores are ordered by
+        document. A document without tokens, or without a token of a probed centroid, scores ``-inf``. Documents that
+        need an exact score are infinite and come first. These are documents with an invalid code. If the tokens or
+        weights of a query are NaN or infinite in the dtype of the centroids, these are all documents.
     """
     s = CodeSearchArgs(*args)
     _check_operator_args(s)
@@ -166,13 +185,13 @@ def _(*args):
 
 
 maxsim_topk_codes.register_autograd(
-    make_raising_backward("maxsim_topk_codes", "score the tokens of Quantized.dequantize() that it found")
+    make_raising_backward("maxsim_topk_codes", "score the documents that it returns after Quantized.dequantize()")
 )
 maxsim_topk_codes.register_vmap(partial(batching.loop_over_samples, maxsim_topk_codes, 7))
 
 
 def search_best(s: CodeSearchArgs) -> ScoresAndIndices:
-    """`lik::maxsim_topk_codes`, of arguments that were checked, with masks of any dtype."""
+    """Call `lik::maxsim_topk_codes` for validated arguments, with masks of any dtype."""
     s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
     if not torch.compiler.is_dynamo_compiling() and is_call_direct(*s[:7]):
         return _run_search(s)

@@ -1,7 +1,7 @@
 """Warnings and log lines about values that look like a mistake.
 
-Values are read where that waits for nothing, on the CPU, or under `lik_ops.checks`. Dense functions ask once for each
-description of a call, others for their first calls: a call that comes again never pays for it.
+Values are read only if this does not wait for a device, on the CPU, or under `lik_ops.checks`. Dense functions inspect
+the first call with each dispatch key, and other functions their first calls. A repeated call costs nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ..fast_path.watchers import is_dispatch_idle, is_ordinary_tensor
 from . import values
 
 _log = logging.getLogger("lik_ops")
-_MAX_INSPECTED_CALLS = 16  # calls of a function whose tokens are read
-_MAX_INSPECTED_TOKENS = 64  # of a call that are read
-_inspected_calls: dict[str, int] = {}  # calls so far whose tokens were read, by function
-_issued_warnings: set[str] = set()  # warnings that this process had
+_MAX_INSPECTED_CALLS = 16  # inspected calls of each function
+_MAX_INSPECTED_TOKENS = 64  # inspected tokens of each tensor
+_inspected_calls: dict[str, int] = {}  # number of inspected calls by function
+_issued_warnings: set[str] = set()  # kinds of warnings that this process has issued
 
 
 def is_readable(*tensors: Tensor) -> bool:
-    """Return whether the values of these tensors may be read: of eager tensors in host memory that nobody watches."""
+    """Return whether these are ordinary tensors in host memory whose values may be read, without modes or tracers."""
     if torch.compiler.is_compiling() or not is_dispatch_idle():
         return False
     return all(x.device.type == "cpu" and is_ordinary_tensor(x) for x in tensors)
 
 
 def warn_once(kind: str, message: str) -> None:
-    """Warn at the line that called lik_ops, unless this process had a warning of this kind."""
+    """Warn at the line that called lik_ops, and store the kind. Callers skip the kinds in `_issued_warnings`."""
     _issued_warnings.add(kind)
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lik_ops", "torch"):
@@ -42,7 +42,7 @@ def warn_once(kind: str, message: str) -> None:
 
 
 def inspect_offsets(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool) -> None:
-    """Under `lik_ops.checks` raise for wrong offsets, else hint at lengths in their place if they are `whole`."""
+    """Under `lik_ops.checks` raise for wrong offsets. Otherwise warn if `whole` offsets look like lengths."""
     if values.needs_value_checks(cu_seqlens):
         values.check_cu_seqlens(op, name, cu_seqlens, of_name, of, whole)
     elif whole:
@@ -50,7 +50,7 @@ def inspect_offsets(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Te
 
 
 def warn_of_lengths(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor) -> None:
-    """Warn if offsets do not cover a packed tensor, but add up to its rows: then they are certainly its lengths."""
+    """Warn if offsets do not cover a packed tensor but sum to its number of rows, because these are lengths."""
     if not is_readable(cu_seqlens) or "lengths" in _issued_warnings:
         return
     ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
@@ -66,7 +66,7 @@ def warn_of_lengths(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Te
 def inspect_tokens(
     op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, normalize: bool
 ) -> None:
-    """Warn once per process of tokens that look unnormalized, and log calls in which every score is -inf."""
+    """Warn once per process about tokens that look unnormalized, and log calls in which every score is -inf."""
     looked = _inspected_calls.get(op, 0)
     given = [x for x in (Q, D, q_mask, d_mask) if x is not None]
     if looked >= _MAX_INSPECTED_CALLS or not (
@@ -93,7 +93,7 @@ def inspect_tokens(
 
 
 def _has_no_kept_document(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> bool:
-    """Return whether there are scores, and all of them are -inf because no document keeps a token."""
+    """Return whether scores exist and all of them are -inf because no document keeps a token."""
     if 0 in Q.shape[:-1] or 0 in D.shape[:-2]:
         return False
     is_empty = D.shape[-2] == 0 or (d_mask is not None and not bool((d_mask != 0).any()))
@@ -102,7 +102,7 @@ def _has_no_kept_document(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: T
 
 @torch.no_grad()
 def _find_unusual_norm(x: Tensor, mask: Tensor | None) -> float | None:
-    """Return the median norm of the first tokens if most of these norms are far from 1. Zeros are padding."""
+    """Return the median norm of the first tokens if most of them have a norm far from 1. Zeros are padding."""
     while x.dim() > 2 and x.shape[0]:
         x, mask = x[0], None if mask is None else mask[0]
     rows = x[:_MAX_INSPECTED_TOKENS]

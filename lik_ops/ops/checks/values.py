@@ -1,4 +1,4 @@
-"""Checks of values: of offsets, lengths and indices, where `lik_ops.checks` asks for it. The first wrong one raises."""
+"""Checks of the values of offsets, lengths and indices under `lik_ops.checks`. The first wrong value raises."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def needs_value_checks(*tensors: Tensor | None) -> bool:
-    """Whether values are asked for and there are any: not while tracing, nor of fake and meta tensors and those of a
-    transform, which hold one for each sample of a `vmap`."""
+    """Return whether value checks are on and these tensors have values to check.
+
+    Tracers, fake tensors and meta tensors have no values. A tensor inside a transform has values for each sample.
+    """
     if torch.compiler.is_compiling() or not is_checking_values():
         return False
     from torch._subclasses.fake_tensor import FakeTensor
@@ -24,19 +26,20 @@ def needs_value_checks(*tensors: Tensor | None) -> bool:
 
 
 def _find_first(bad: Tensor) -> list[int] | None:
-    """Index of the first True, or None; waits for the device."""
+    """Return the index of the first True, or None. This synchronizes with the device."""
     return bad.nonzero()[0].tolist() if bool(bad.any()) else None
 
 
 def _raise_wrong_value(op: str, name: str, expected: str, x: Tensor, at: list[int]) -> None:
+    """Raise ValueError with the value and the index of the wrong entry."""
     place = ", ".join(map(str, at))
     raise ValueError(f"{op}: {name}: expected {expected}, got {x[tuple(at)].tolist()} at [{place}]")
 
 
 def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool = False) -> None:
-    """Raise ValueError unless these are ascending rows of a packed tensor; if `whole`, from its first to its end.
+    """Raise ValueError unless these are ascending rows of a packed tensor. If `whole`, they must cover the tensor.
 
-    An operator accepts gaps at both ends. From a caller of a function they are usually lengths in place of offsets.
+    Operators accept gaps at both ends. In a call of a public function, a gap usually means that lengths were passed.
     """
     first, last = cu_seqlens[[0, -1]].tolist() if whole else (0, of.shape[0])
     if first > 0:
@@ -50,6 +53,7 @@ def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: T
 
 
 def _raise_lengths(op: str, name: str, first: int, last: int, of_name: str, of: Tensor) -> None:
+    """Raise ValueError for offsets that look like lengths."""
     raise ValueError(
         f"{op}: {name}: expected offsets from 0 to {of.shape[0]}, the rows of {of_name} {format_shape(of)}, "
         f"got {first} to {last}: {LOOKS_LIKE_LENGTHS}"
@@ -57,11 +61,11 @@ def _raise_lengths(op: str, name: str, first: int, last: int, of_name: str, of: 
 
 
 def check_segments(op: str, names: tuple[str, str], offsets: Tensor, lengths: Tensor, of_name: str, of: Tensor) -> None:
-    """Offsets and lengths that lie inside a packed tensor."""
+    """Raise ValueError unless offsets and lengths are inside a packed tensor."""
     rows, (offset_name, length_name) = of.shape[0], names
     if (at := _find_first((offsets < 0) | (offsets > rows))) is not None:
         _raise_wrong_value(op, offset_name, f"rows of {of_name} {format_shape(of)}", offsets, at)
-    # Not offsets + lengths, which may be beyond the largest integer.
+    # The sum of offsets and lengths may overflow.
     if (at := _find_first((lengths < 0) | (lengths > rows - offsets.long()))) is not None:
         rest = rows - int(offsets[tuple(at)])
         _raise_wrong_value(
@@ -70,19 +74,19 @@ def check_segments(op: str, names: tuple[str, str], offsets: Tensor, lengths: Te
 
 
 def check_lengths(op: str, name: str, lengths: Tensor, most: int) -> None:
-    """Lengths of what is padded to `most` tokens."""
+    """Raise ValueError unless the lengths are between 0 and `most`."""
     if (at := _find_first((lengths < 0) | (lengths > most))) is not None:
         _raise_wrong_value(op, name, f"0 to {most} tokens", lengths, at)
 
 
 def check_labels(op: str, labels: Tensor, documents: int, ignore_index: int) -> None:
-    """Indices of documents, or `ignore_index`."""
+    """Raise ValueError unless the labels are document indices or `ignore_index`."""
     if (at := _find_first(((labels < 0) | (labels >= documents)) & (labels.long() != ignore_index))) is not None:
         _raise_wrong_value(op, "labels", f"a document, 0 <= j < {documents}, or {ignore_index}", labels, at)
 
 
 def check_pairs(op: str, pairs: Tensor, queries: int, documents: int) -> None:
-    """Indices of queries and documents."""
+    """Raise ValueError unless the pairs are indices of queries and documents."""
     most = torch.tensor([queries, documents], device=pairs.device)
     if (at := _find_first((pairs < 0) | (pairs >= most))) is not None:
         what = f"a query, 0 <= i < {queries}" if at[1] == 0 else f"a document, 0 <= j < {documents}"
@@ -90,7 +94,7 @@ def check_pairs(op: str, pairs: Tensor, queries: int, documents: int) -> None:
 
 
 def check_max_seqlen(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q: int) -> None:
-    """No query of a pair longer than the bound; indices and segments are right."""
+    """Raise ValueError if the query of a pair is longer than `max_seqlen_q`. The pairs and segments must be valid."""
     lengths = cu_seqlens_q.diff()[pairs[:, 0].long()] if pairs.shape[0] else cu_seqlens_q.new_empty(0)
     if (at := _find_first(lengths > max_seqlen_q)) is not None:
         found = f"{lengths[at[0]].tolist()} tokens of the query at pairs[{at[0]}]"
@@ -100,7 +104,7 @@ def check_max_seqlen(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q:
 
 
 def check_ragged(op: str, r: RaggedArgs, max_seqlen_q: int) -> None:
-    """All values that an operator is given."""
+    """Raise ValueError unless all values of the operator's arguments are valid."""
     if not needs_value_checks(*r[:6]):
         return
     check_cu_seqlens(op, "cu_seqlens_q", r.cu_seqlens_q, "Q", r.Q)

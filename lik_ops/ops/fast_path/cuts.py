@@ -1,4 +1,4 @@
-"""The sizes of a `Cut` of tensors as callers have them, and what has to be so of their strides."""
+"""Sizes of a `PackedArgs` from the caller's tensors, and requirements on their strides."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def infer_sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seqlen_q: Any) -> tuple | None:
-    """The sizes of a `Cut`, or None where they do not fit together.
+    """Return the sizes of a `PackedArgs`, or None if the shapes do not fit together.
 
-    A description leaves out leading sizes and `max_seqlen_q`, so these are checked here, at every call.
+    A dispatch key leaves out leading sizes and `max_seqlen_q`, so every call checks them here.
     """
     if Q is None or D is None:
         return None
@@ -54,23 +54,28 @@ def infer_sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seql
 def _infer_candidate_sizes(
     queries: int, q_shape: tuple, d_shape: tuple, offsets: Any, listed: tuple, q_lengths: Any
 ) -> tuple:
-    """Candidates of each query, whose lengths have the shape `listed`, and the rows of D; None where that is wrong."""
+    """Return the number of candidates of each query and the rows of D, or None for both if the shapes do not fit."""
     if len(listed) != 2 or listed[0] != queries:
         return None, None
     if offsets is not None:
         fits = len(d_shape) == 2 and offsets.shape == listed
         return (listed[1], d_shape[0]) if fits else (None, None)
-    # Padded queries and documents.
+    # Padded queries and documents have no offsets.
     fits = len(d_shape) == 4 and d_shape[:2] == listed and q_lengths is not None and q_lengths.shape == q_shape[:1]
     return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
 
 
 def has_even_rows(x: Tensor, features: int) -> bool:
-    """Whether all axes but the last `features` (1 of tokens, 0 of masks and weights) could be one of even steps."""
+    """Return whether all leading axes could be one axis with a constant stride.
+
+    Args:
+        x: the tensor.
+        features: the number of trailing axes to exclude, 1 for tokens and 0 for masks and weights.
+    """
     shape, stride = x.shape[: x.dim() - features], x.stride()
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
 def is_contiguous_index(x: Tensor | None) -> bool:
-    """Whether indices of these strides are contiguous, however many rows they have."""
+    """Return whether an index tensor with these strides is contiguous for any number of rows."""
     return x is None or x.stride() == (1,) or (x.dim() == 2 and x.stride() == (x.shape[1], 1))

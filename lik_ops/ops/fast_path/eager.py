@@ -1,9 +1,9 @@
-"""The short way of an eager call: straight to the backend where no dispatcher, mode or transform would see the call.
+"""The eager shortcut: call the backend directly if no dispatcher, mode or transform needs to see the call.
 
-What it returns, raises and saves for the backward is what the operators would. What is found out about a call is kept
-by a description of its arguments; later calls of the same description only look it up. `try_maxsim` takes dense
-arguments, `try_maxsim_ragged` takes those of a `PackedArgs`: kernels read what callers have, and no operation runs
-before the launch. `try_maxsim_cross_entropy` makes labels where none are given, and reduces losses by torch.
+Results, errors and saved tensors are identical to the operators'. Decisions about a call are stored by its dispatch
+key, and later calls with the same key only look them up. `try_maxsim` accepts dense arguments, and `try_maxsim_ragged`
+the tensors of a `PackedArgs`. Kernels read the caller's tensors, so no operation runs before the launch.
+`try_maxsim_cross_entropy` creates default labels and reduces losses with torch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _ARG_TYPES = (
     bool,
     str,
     bool,
-)  # of the arguments of `try_maxsim`, past what is unusual
+)  # types of the arguments of `try_maxsim`; other types use the operator
 _fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
-_NULL_CONTEXT = contextlib.nullcontext()  # in place of a block, which takes a microsecond
-_calls: dict[tuple, Any] = {}  # what was found out, by description; None where the call takes the long way
+_NULL_CONTEXT = contextlib.nullcontext()  # replaces a `use_backend` block, which costs a microsecond
+_calls: dict[tuple, Any] = {}  # decisions by dispatch key; None if the call must use the operator
 _recent_calls = {
     "maxsim": RecentCall(),
     "maxsim_with_argmax": RecentCall(),
@@ -56,7 +56,7 @@ _recent_calls = {
 
 
 class _MaxSim(torch.autograd.Function):
-    """A forward with its gradient, without the dispatcher between them where nothing needs it."""
+    """A forward and its gradient, without the dispatcher between them if it is not needed."""
 
     @staticmethod
     def forward(ctx, Q, D, q_weight, call, given):
@@ -76,7 +76,7 @@ class _MaxSim(torch.autograd.Function):
             return (None,) * 5
         call, saved = ctx.call, ctx.saved_tensors
         tensors, kept = saved[: call.tensors], saved[call.tensors :]
-        # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
+        # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
         with _NULL_CONTEXT if get_requested_backend() == call.choice else use_backend(call.choice):
             grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), needs, *kept)
         leaves = tensors[0], tensors[1], tensors[-1]
@@ -88,12 +88,12 @@ class _MaxSim(torch.autograd.Function):
 
 
 def _match_leaf_shape(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """That of a 2-D `leaf` has one more axis."""
+    """Return the gradient in the shape of `leaf`, without the leading axis that a 2-D `leaf` lacks."""
     return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
 
 
 def _store_call(key: tuple, call: Any) -> Any:
-    """Keep what there is to know about calls of a description."""
+    """Store the decisions about calls with this dispatch key, and return them."""
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call
@@ -103,7 +103,7 @@ def _store_call(key: tuple, call: Any) -> Any:
 def try_maxsim(
     Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: Any, backward: Any, recompute: Any
 ) -> Tensor | None:
-    """The scores of dense arguments, those of `lik::maxsim`, or None where the call has to take the dispatcher.
+    """Return the scores of `lik::maxsim` for dense arguments, or None if the call must use the dispatcher.
 
     Raises:
         TypeError, ValueError: as `lik::maxsim`.
@@ -120,8 +120,15 @@ def try_maxsim(
 
 
 def try_maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor] | None:
-    """The scores and int64 winners ``[Nq, Nd, Lq]`` of `try_maxsim`'s arguments; None as there, and where gradients of
-    the scores are wanted: callers may write to winners, which a backward would read."""
+    """Return the scores and the int64 argmax ``[Nq, Nd, Lq]``, or None if the call must use the dispatcher.
+
+    If gradients of the scores are needed, the result is None. A caller may write to the argmax, which a backward would
+    read.
+
+    Args:
+        given: Q, D, q_mask, d_mask and q_weight.
+        options: `normalize`, `backward` and `recompute`.
+    """
     call = _find_call("maxsim_with_argmax", given, options)
     if call is None:
         return None
@@ -130,12 +137,13 @@ def try_maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor
 
 
 def _convert_masks(given: tuple) -> tuple:
+    """Return the tensors with bool masks."""
     Q, D, q_mask, d_mask, q_weight = given
     return Q, D, as_bool(q_mask), as_bool(d_mask), q_weight
 
 
 def _find_call(name: str, given: tuple, options: tuple) -> Any:
-    """What there is to know about a call of dense arguments; None where it has to take the dispatcher."""
+    """Return the decisions about a dense call, or None if the call must use the dispatcher."""
     if _is_compiling():
         return None
     recent, choice = _recent_calls[name], get_requested_backend()
@@ -159,7 +167,7 @@ def _find_call(name: str, given: tuple, options: tuple) -> Any:
 
 
 def _make_call(name: str, *arguments: Any) -> DenseCall | None:
-    """What is found out about calls like this one; None where they take the long way."""
+    """Validate a dense call and return the decisions for its dispatch key, or None if it must use the operator."""
     given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
     Q, D, q_mask, d_mask, q_weight = given
     check_dense(name, Q, D, q_mask, d_mask, q_weight, backward)
@@ -175,18 +183,20 @@ def _make_call(name: str, *arguments: Any) -> DenseCall | None:
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Return whether autograd records a gradient of any of these tensors."""
     return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
-    """`lik_ops.try_maxsim_cross_entropy` at a temperature that is a number; None where the call has to take the
-    operator.
+    """Return the loss of `lik_ops.maxsim_cross_entropy`, or None if the call must use the operator.
+
+    The temperature must be a number, not a tensor.
 
     Args:
-        arguments: Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index and reduction.
+        *arguments: Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index and reduction.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: as `lik_ops.maxsim_cross_entropy`.
     """
     if _is_compiling() or is_checking_values() or not is_dispatch_idle():
         return None
@@ -211,7 +221,7 @@ def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
 
 
 def _make_loss_call(given: tuple) -> LossCall:
-    """What is found out about calls like this one."""
+    """Validate a loss call and return the decisions for its dispatch key."""
     *tensors, normalize, reduction = given
     check_loss_args("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
     x = LossArgs(*tensors)
@@ -221,9 +231,9 @@ def _make_loss_call(given: tuple) -> LossCall:
 
 
 def _make_packed_call(c: PackedArgs, options: tuple, argmax_dtype: Any) -> PackedCall | None:
-    """What is found out about calls like this one, whose sizes fit; None where something is unusual or wrong.
+    """Return the decisions for the dispatch key of a packed call, or None if the operator must handle or reject it.
 
-    It serves calls with other leading sizes, so nothing may be concluded from those.
+    The sizes of `c` fit together. The result serves calls with other leading sizes, so it must not depend on them.
     """
     Q, D, device = c.Q, c.D, c.Q.device
     normalize, backward, recompute, with_argmax, is_bounded, _ = options
@@ -247,7 +257,7 @@ def _make_packed_call(c: PackedArgs, options: tuple, argmax_dtype: Any) -> Packe
     differentiable = needs_gradients(Q, D, c.q_weight)
     keeps = with_argmax or (differentiable and not recompute)
     if keeps and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
-        return None  # nobody knows for how many tokens a pair has winners
+        return None  # the argmax of a pair has an unknown number of columns
     if differentiable and c.q_lengths is not None:
         return None
     backend = backends.select_backend(Q.device, Q.dtype)
@@ -274,9 +284,10 @@ def try_maxsim_ragged(
     max_seqlen_q: Any = None,
     with_argmax: bool = False,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Scores and, if asked, winners as of ``lik::maxsim_ragged_fwd``; None where the call has to take the operator.
+    """Return the scores and, if requested, the argmax of ``lik::maxsim_ragged_fwd``, or None.
 
-    The tensors are those of `PackedArgs`; padded ones, with `q_lengths`, have no gradients here.
+    The result is None if the call must use the operator. The tensors are the fields of `PackedArgs`. Padded tensors,
+    with `q_lengths`, have no gradients here.
     """
     if _is_compiling() or is_checking_values():
         return None
@@ -295,7 +306,7 @@ def try_maxsim_ragged(
     c = PackedArgs(*given, *sizes)
     if description is not None:
         call = _find_packed_call(c, options, description)
-    if call is None or (call.differentiable and is_below_autograd()):  # the long way
+    if call is None or (call.differentiable and is_below_autograd()):
         return None
     if not call.differentiable:
         return call.plan.forward(c)
@@ -304,14 +315,15 @@ def try_maxsim_ragged(
 
 
 def _find_packed_call(c: PackedArgs, options: tuple, description: list) -> Any:
-    """What there is to know about a call; None where it takes the long way."""
+    """Return the decisions about a packed call, or None if the call must use the operator."""
     argmax_dtype = choose_argmax_dtype(c.Td)
     description += argmax_dtype, c.Q.dtype is _fp32 and get_fp32_precision() == "tf32"
     key = tuple(description)
     call = _calls.get(key, key)
     if call is key:
         return _store_call(key, _make_packed_call(c, options, argmax_dtype))
-    # Not with winners, whose dtype hangs on the number of rows; nor with indices that are contiguous as one row is.
+    # `RecentCall` ignores leading sizes. The dtype of the argmax depends on them, and so does the contiguity of some
+    # indices.
     if call is not None and call.argmax_dtype is None and all(map(is_contiguous_index, c.indices)):
         _recent_calls["ragged"].note_result(call, c.tensors, options)
     return call
@@ -327,11 +339,19 @@ def try_maxsim_quantized(
     max_seqlen_q: int | None,
     with_argmax: bool,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Scores and, if asked, winners as of ``lik::maxsim_quantized_fwd``, of arguments that were checked; None where the
-    call has to take the operator.
+    """Return the scores and, if requested, the argmax of ``lik::maxsim_quantized_fwd``, or None.
 
-    `indices` and `per_token` are those of `PackedArgs`, `options` the features of a token, `normalize`, `backward` and
-    `recompute`. Without winners, also of pairs whose queries may have any length.
+    The result is None if the call must use the operator. The arguments must be validated. Without an argmax, the
+    queries of pairs may have any length.
+
+    Args:
+        stored: the encoded documents.
+        Q: query tokens.
+        indices: `PackedArgs.indices`.
+        per_token: `PackedArgs.per_token`.
+        options: the features of a token, `normalize`, `backward` and `recompute`.
+        max_seqlen_q: an upper bound of the query lengths, or None.
+        with_argmax: whether to return the argmax.
     """
     if _is_compiling() or is_checking_values() or not is_dispatch_idle():
         return None
@@ -356,7 +376,7 @@ def try_maxsim_quantized(
 
 
 def _make_quantized_key(tensors: tuple, options: tuple) -> tuple | None:
-    """The key in `_captured_calls` of a call with quantized documents, or None if the call has to take the operator."""
+    """Return the key in `_calls` of a call with quantized documents, or None if the call must use the operator."""
     if not is_dispatch_idle():
         return None
     Q, data, *indices, q_mask, d_mask, q_weight = tensors[:10]
@@ -365,6 +385,7 @@ def _make_quantized_key(tensors: tuple, options: tuple) -> tuple | None:
 
 
 def _store_quantized(stored: EncodedTokens, c: PackedArgs, options: tuple, backend: Any) -> None:
+    """Store that a call with quantized documents may use the shortcut."""
     tensors = *c.tensors, stored.scale, stored.minimum, *stored[4:]
     key = _make_quantized_key(tensors, (*options, stored.format, get_requested_backend()))
     if key is not None and key not in _calls:
@@ -374,9 +395,9 @@ def _store_quantized(stored: EncodedTokens, c: PackedArgs, options: tuple, backe
 def repeat_maxsim_quantized(
     stored: EncodedTokens, Q: Any, indices: tuple, per_token: tuple, options: tuple
 ) -> Tensor | None:
-    """Return the scores if `try_maxsim_quantized` has made a call of the same description before, else None.
+    """Return the scores if `try_maxsim_quantized` has handled a call with the same dispatch key before, else None.
 
-    The arguments need no checks of their own.
+    The arguments need no validation.
     """
     if _is_compiling() or is_checking_values():
         return None
@@ -397,7 +418,7 @@ def repeat_maxsim_quantized(
 
 
 def clear_call_caches() -> None:
-    """Drop what was found out about calls, as when a table of configurations was changed."""
+    """Clear all decisions about calls, for example after a configuration table has changed."""
     _calls.clear()
     for recent in _recent_calls.values():
         recent.forget()

@@ -1,4 +1,4 @@
-"""What is found out once about eager calls of one description, and how these get scores and gradients of a backend."""
+"""Decisions about eager calls with one dispatch key, and the functions that compute their scores and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("lik_ops")
 
 
 class EagerCall:
-    """What is found out once about calls with arguments of one description."""
+    """Decisions about calls with one dispatch key."""
 
     def __init__(
         self,
@@ -36,26 +36,26 @@ class EagerCall:
         self.normalize, self.backward, self.argmax_dtype = normalize, backward, argmax_dtype
         self.differentiable, self.with_argmax = differentiable, with_argmax
         self.plan: Any = None
-        _log.debug("%s beside %s goes straight to %s", *(list(x.shape) for x in given[:2]), backend.__name__)
+        _log.debug("%s with %s goes straight to %s", *(list(x.shape) for x in given[:2]), backend.__name__)
 
-    tensors: int  # how many of what is given are tensors; sizes follow
+    tensors: int  # number of tensors at the beginning of the arguments; sizes follow
 
     def forward(self, given: tuple) -> tuple:
-        """Scores; then winners and what else is kept for `gradients`."""
+        """Return the scores, followed by the argmax and other tensors that `gradients` needs."""
         raise NotImplementedError
 
     def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple:
-        """Those of Q, D and the weights, which are the first two and the last of the tensors."""
+        """Return the gradients of Q, D and the weights, which are the first two tensors and the last one."""
         raise NotImplementedError
 
 
 class DenseCall(EagerCall):
-    """Of dense arguments: Q, D, q_mask, d_mask, q_weight."""
+    """A call with dense arguments: Q, D, q_mask, d_mask, q_weight."""
 
     tensors = 5
 
     def __init__(self, given: tuple, *options: Any, returned: bool = False) -> None:
-        """`returned`: whether something, of size [0], is returned in place of winners that are not asked for."""
+        """Make the plan of the call. With `returned`, `forward` returns an argmax of size [0] if none is requested."""
         super().__init__(given, *options)
         self.returned = returned
         Q, D, q_mask, d_mask, q_weight = given
@@ -65,10 +65,10 @@ class DenseCall(EagerCall):
         if hasattr(self.backend, "forward_plan"):
             args = add_batch_axes(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
             self.plan = self.backend.forward_plan(*args, self.normalize, self.argmax_dtype)
-        self.again: Any = None  # once known: what replays `plan.forward`
+        self.again: Any = None  # replays `plan.forward`, once the plan has captured a call
 
     def forward(self, given: tuple) -> tuple:
-        """Scores, and winners with all their axes if they are asked for. Masks are bool."""
+        """Return the scores and, if requested, the argmax with all its axes. Masks must be bool."""
         found = None if self.again is None else self.again(given)
         if found is not None:
             return found
@@ -78,17 +78,18 @@ class DenseCall(EagerCall):
         scores, argmax = self.backend.forward(*add_batch_axes(*given), self.normalize, self.argmax_dtype)
         for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
             if is_flat:
-                scores.squeeze_(axis)  # in place: autograd lets nobody write to a view that a Function returns
+                scores.squeeze_(axis)  # in place, because users cannot write to a view that a Function returns
         return (scores, argmax) if self.returned or self.argmax_dtype is not None else (scores,)
 
     def restore_axes(self, argmax: Tensor, candidates: bool) -> Tensor:
-        """Winners ``[Nq, Nd, Lq]``, without the axes of 2-D arguments."""
+        """Return the argmax as ``[Nq, Nd, Lq]``, without the axes that 2-D arguments lack."""
         argmax = argmax if candidates else argmax.transpose(0, 1)
         if self.d_flat:
             argmax = argmax.squeeze(1)
         return argmax.squeeze(0) if self.q_flat else argmax
 
     def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None = None) -> tuple:
+        """Return the gradients of Q, D and q_weight."""
         Q, D, *options = add_batch_axes(*given)
         if self.q_flat:
             grad_scores = grad_scores.unsqueeze(0)
@@ -102,7 +103,7 @@ class DenseCall(EagerCall):
 
 
 class PackedCall(EagerCall):
-    """Of the arguments of a `PackedArgs`."""
+    """A call with the arguments of a `PackedArgs`."""
 
     tensors = PackedArgs._fields.index("queries")
 
@@ -111,11 +112,13 @@ class PackedCall(EagerCall):
         self.plan = self.backend.ragged_plan(given, self.normalize, self.argmax_dtype)
 
     def forward(self, given: PackedArgs) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Return the scores and the argmax, or None."""
         return self.plan.forward(given)
 
     def gradients(self, grad_scores: Tensor, given: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
+        """Return the gradients of Q, D and q_weight."""
         c, unified = PackedArgs._make(given), is_unified(self.backward)
-        if argmax is None:  # to be found again
+        if argmax is None:  # recompute it
             _, argmax = self.backend.ragged_plan(c, self.normalize, choose_argmax_dtype(c.Td)).forward(c)
         if is_backward_direct(grad_scores, c.Q, c.D):
             return self.backend.backward_cut(grad_scores, c, argmax, self.normalize, needs, unified)

@@ -1,4 +1,4 @@
-"""Who has to see a call: modes, transforms, tracers, profilers, subclasses. And what is seen of a call's arguments."""
+"""Dispatch state and keys: modes, transforms, tracers, profilers and subclasses that must see a call."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from ..stack import autocast
 
 _INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
 _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
-# The C function below the method, which takes a third less time.
+# The C function of the method, which costs a third less time.
 _get_key_bits = getattr(torch._C.DispatchKeySet.raw_repr, "__func__", torch._C.DispatchKeySet.raw_repr)
-# Names that every call looks up are bound here: a tiny call takes less time than fifty attributes.
+# Names that every call looks up are bound here, because fifty attribute lookups cost more time than a tiny call.
 _Tensor, _Parameter, _dtype = torch.Tensor, torch.nn.Parameter, torch.dtype
 count_function_modes, is_profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _is_autocasting = autocast.is_enabled_anywhere
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
-# The C function below `torch.backends.cuda.matmul.fp32_precision`, which takes half a microsecond.
+# The C function of `torch.backends.cuda.matmul.fp32_precision`, because the property costs half a microsecond.
 get_fp32_precision: Callable[[], str] = (
     partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
     if hasattr(torch._C, "_get_fp32_precision_getter")
     else lambda: torch.backends.cuda.matmul.fp32_precision
 )
 
-# Dispatch keys that every call gets while nothing is going on: modes, transforms and tracing add others.
+# Dispatch keys that every ordinary call includes. Modes, transforms and tracing add others.
 _USUAL_ADDED = [torch._C.DispatchKeySet(key).raw_repr() for key in (_Key.BackendSelect, _Key.ADInplaceOrView)]
 _UNUSUAL_ADDED = ~(_USUAL_ADDED[0] | _USUAL_ADDED[1])
-# One of the keys that are taken away below autograd, where nothing may be recorded.
+# One of the keys that are excluded below autograd, where no gradient may be recorded.
 _AUTOGRAD = torch._C.DispatchKeySet(_Key.AutogradOther).raw_repr()
-_usual_keys: set[int] = set()  # of the dispatch keys of tensors that are only memory on a device
+_usual_keys: set[int] = set()  # dispatch key bits of ordinary tensors
 _OPTION_TYPES = {type(None), bool, str, torch.dtype}
 _known_devices: set[torch.device] = set()
 
 
 def _learn_dispatch_keys(t: Tensor) -> bool:
-    """Learn the dispatch keys of ordinary tensors on a device where some backend reads memory: are those of `t`?"""
+    """Learn the dispatch keys of ordinary tensors on the device of `t`, and return whether `t` has them."""
     device = t.device
     if device in _known_devices or device.type not in ("cpu", "cuda"):
         return False
@@ -47,14 +47,14 @@ def _learn_dispatch_keys(t: Tensor) -> bool:
         with torch.inference_mode(mode):
             made = torch.empty(0, device=device)
         if type(made) is not _Tensor or _is_wrapped(made):
-            return False  # by a mode or transform that goes on: a later call learns
+            return False  # a mode or transform is active, so a later call learns
         _usual_keys.add(_get_key_bits(_KEYS(made)))
     _known_devices.add(device)
     return _get_key_bits(_KEYS(t)) in _usual_keys
 
 
 def is_ordinary_tensor(t: Tensor) -> bool:
-    """Whether `t` is an ordinary tensor: no subclass, transform's wrapper, negated view, fake or functional tensor."""
+    """Return whether `t` is an ordinary tensor: no subclass, wrapper of a transform, negated view or fake tensor."""
     kind = type(t)
     if kind is not _Tensor and kind is not _Parameter:
         return False
@@ -62,7 +62,7 @@ def is_ordinary_tensor(t: Tensor) -> bool:
 
 
 def is_dispatch_idle() -> bool:
-    """Whether neither modes, transforms, tracing, autocast, forward-mode AD nor a profiler have to see the call."""
+    """Return whether no mode, transform, tracer, autocast, forward-mode AD or profiler must see the call."""
     return (
         not _get_key_bits(_INCLUDED()) & _UNUSUAL_ADDED
         and not count_function_modes()
@@ -73,26 +73,26 @@ def is_dispatch_idle() -> bool:
 
 
 def is_below_autograd() -> bool:
-    """Whether the call comes from below autograd, where nothing may be recorded."""
+    """Return whether the call comes from below autograd, where no gradient may be recorded."""
     return bool(_get_key_bits(_EXCLUDED()) & _AUTOGRAD)
 
 
 def is_backward_direct(*tensors: Tensor) -> bool:
-    """Whether a backward of the short way may go past the dispatcher.
+    """Return whether a backward of the eager shortcut may bypass the dispatcher.
 
-    Not with a graph of the backward, whose operator raises for second derivatives.
+    It may not with a graph of the backward, because the operator raises for second derivatives.
     """
     short = not torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
     return short and is_dispatch_idle() and all(map(is_ordinary_tensor, tensors))
 
 
 def make_call_key(tensors: Sequence, options: Sequence) -> list | None:
-    """All that decides how a call is checked and computed but the values in its tensors; None if that cannot be said.
+    """Return the dispatch key of a call, or None if an argument is unusual.
 
-    Of every argument, whatever it is for: of a tensor its shape, strides, dtype, device and whether a gradient of it is
-    recorded, of an option itself. There is no description of a tensor that is not `is_ordinary_tensor`, nor of options
-    of other types than `_OPTION_TYPES`: values that are equal and not the same type, as 1 and True, have to be told
-    apart.
+    The key determines how a call is validated and computed, except for tensor values. A tensor contributes its shape,
+    strides, dtype, device and whether its gradient is recorded. An option contributes itself. There is no key for a
+    tensor that is not `is_ordinary_tensor`, and none for options of types outside `_OPTION_TYPES`. Equal values of
+    other types, such as 1 and True, must not share a key.
     """
     found: list = []
     records = _is_grad_enabled()
@@ -114,8 +114,10 @@ def make_call_key(tensors: Sequence, options: Sequence) -> list | None:
 
 
 def make_operator_key(arguments: Sequence) -> list:
-    """`make_call_key` of what an operator's body is given: the dispatcher has made sure of types, and let nobody but
-    memory through. Whether a gradient is recorded is no matter there."""
+    """Return the `make_call_key` of the arguments of an operator's body.
+
+    The dispatcher has validated the types and passes only plain tensors. Recorded gradients do not matter there.
+    """
     found: list = []
     for x in arguments:
         if x is None or x is True or x is False or not isinstance(x, _Tensor):
@@ -126,10 +128,10 @@ def make_operator_key(arguments: Sequence) -> list:
 
 
 def make_rowless_key(per_token: tuple, indices: tuple, options: tuple) -> list | None:
-    """`make_call_key` of tensors or None, without their leading sizes, which differ from one ragged call to the next.
+    """Return the `make_call_key` of a ragged call without leading sizes, which differ from one ragged call to the next.
 
-    Indices are read as contiguous ones or not at all; which they are hangs on the leading size too. Of three axes or
-    fewer nothing is cut from the shape: a slice takes as long as all the rest.
+    Kernels need contiguous indices, and contiguity may depend on the leading size, so it is part of the key. For three
+    axes or fewer the shape is not sliced, because a slice costs as much time as all other work.
     """
     found: list = []
     records = _is_grad_enabled()
@@ -156,5 +158,5 @@ def make_rowless_key(per_token: tuple, indices: tuple, options: tuple) -> list |
 
 
 def is_call_direct(*tensors: Tensor | None) -> bool:
-    """Whether a call with these arguments, which wants no gradient, may go past the dispatcher."""
+    """Return whether a call with these arguments that needs no gradient may bypass the dispatcher."""
     return is_dispatch_idle() and all(t is None or is_ordinary_tensor(t) for t in tensors)

@@ -1,4 +1,4 @@
-"""Docstrings of operators, for ``help(torch.ops.lik.maxsim)``: torch gives them none."""
+"""Docstrings of operators for ``help(torch.ops.lik.maxsim)``, which torch does not provide."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from ..._ops import ops as lik
 
 
 def set_docstring(name: str, text: str) -> None:
-    """The docstring of an operator and of its overload: its schema, and `text`."""
+    """Set the docstring of an operator and of its overload to its schema and `text`."""
     packet: Any = getattr(lik, name)
     packet.__doc__ = packet.default.__doc__ = f"{packet.default._schema}\n\n{inspect.cleandoc(text)}"

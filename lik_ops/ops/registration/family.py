@@ -1,4 +1,4 @@
-"""What the dense and the ragged operators share: checks, outputs while tracing, and how autograd joins them."""
+"""Functions that all operator families share: checks, outputs while tracing, and autograd registration."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from ..fast_path.watchers import get_fp32_precision, make_operator_key
 
 ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
 _MAX_LOOKUPS = 4096
-_lookups: dict[tuple, Any] = {}  # by operators and descriptions of their arguments
+_lookups: dict[tuple, Any] = {}  # results of `lookup_once` by operator and dispatch key
 T = TypeVar("T")
 
 
 def lookup_once(op: str, given: Sequence, options: tuple, find: Callable[..., T], *arguments: Any) -> T:
-    """What ``find(*arguments)`` returns, which checks the arguments of an operator and finds who computes: once for
-    those of one description.
+    """Return ``find(*arguments)``, computed once for each operator and dispatch key.
+
+    `find` validates the arguments of the operator and selects the function or backend that computes them.
 
     Args:
-        given: tensors and what else an operator's body gets.
-        options: more of that, hashable; or what else describes it.
+        op: the name of the operator.
+        given: the arguments of the operator, tensors or hashable values.
+        options: further hashable arguments, or values that describe them.
+        find: the function to call.
+        *arguments: the arguments of `find`.
     """
     key = (op, options, get_requested_backend(), get_fp32_precision(), *make_operator_key(given))
     found = _lookups.get(key)
@@ -44,30 +48,30 @@ def lookup_once(op: str, given: Sequence, options: tuple, find: Callable[..., T]
 def lookup_backend(
     op: str, given: Sequence, options: tuple, Q: Tensor, check: Callable[..., Any], *arguments: Any
 ) -> ModuleType:
-    """Who computes for the device and dtype of Q, once ``check(*arguments)`` let these pass: see `lookup_once`."""
+    """Return the backend for the device and dtype of Q after ``check(*arguments)``. See `lookup_once`."""
     return lookup_once(op, given, options, _check_and_select, Q, check, arguments)
 
 
 def _check_and_select(Q: Tensor, check: Callable[..., Any], arguments: tuple) -> ModuleType:
+    """Check the arguments and return the backend for the device and dtype of Q."""
     check(*arguments)
     return backends.select_backend(Q.device, Q.dtype)
 
 
 def clear_lookups() -> None:
-    """Drop what was found out, as when a table of configurations was changed."""
+    """Clear all results, for example after a configuration table has changed."""
     _lookups.clear()
 
 
 def check_forward(op: str, tensors: DenseArgs | RaggedArgs, argmax_dtype: Any, backward: str) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless a forward takes these."""
+    """Raise ValueError or TypeError, naming the argument, unless a forward accepts these arguments."""
     tensors.check(op)
     check_choice(op, "backward", backward, BACKWARDS)
     check_argmax_dtype(op, argmax_dtype, tensors.D.shape[-2])
 
 
 def check_argmax_dtype(op: str, argmax_dtype: Any, tokens: Any) -> None:
-    """Raise ValueError or TypeError unless winners among so many document tokens can be of this type; None: there are
-    none."""
+    """Raise ValueError or TypeError unless `argmax_dtype` can index that many tokens. None means no argmax."""
     if argmax_dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{op}: argmax_dtype: expected None, int16, int32 or int64, got {argmax_dtype}")
     if argmax_dtype == torch.int16 and isinstance(tokens, int) and tokens > 32768:
@@ -75,7 +79,7 @@ def check_argmax_dtype(op: str, argmax_dtype: Any, tokens: Any) -> None:
 
 
 def fake_forward(tensors: Any, argmax_shape: Shape, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Scores of a family's tensors, and winners of size [0] where none are asked for."""
+    """Return empty scores and an empty argmax with the right shapes. Without `argmax_dtype` its size is [0]."""
     scores = tensors.Q.new_empty(tensors.scores_shape(), dtype=score_dtype(tensors.Q.dtype))
     if argmax_dtype is None:
         return scores, tensors.Q.new_empty(0, dtype=torch.int32)
@@ -83,7 +87,7 @@ def fake_forward(tensors: Any, argmax_shape: Shape, argmax_dtype: torch.dtype | 
 
 
 def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.device) -> None:
-    """Raise ValueError, naming the argument, unless it has a shape and is on the device of Q."""
+    """Raise ValueError, naming the argument, unless `t` has the expected shape and device."""
     same: Any = t.dim() == len(expected)
     for found, size in zip(t.shape, expected, strict=False):
         same = same and found == size
@@ -93,14 +97,14 @@ def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.de
 
 
 def check_upstream(op: str, name: str, x: Tensor, expected: Shape, Q: Tensor) -> None:
-    """`check_shape` of what has the dtype of scores."""
+    """Raise ValueError or TypeError, naming the argument, unless `x` has the expected shape and the dtype of scores."""
     check_shape(op, name, x, expected, Q.device)
     if x.dtype != score_dtype(Q.dtype):
         raise TypeError(f"{op}: {name}: expected {score_dtype(Q.dtype)}, got {x.dtype}")
 
 
 def check_gradient_exists(op: str, name: str, x: Tensor | None, need: bool) -> None:
-    """Raise ValueError where the gradient of an argument that is None is asked for."""
+    """Raise ValueError if the gradient of an argument that is None is needed."""
     if need and x is None:
         raise ValueError(f"{op}: needs: a gradient of {name} was asked for, and {name} is None")
 
@@ -113,7 +117,7 @@ def check_gradient(
     argmax_shape: Shape,
     needs: Sequence[bool],
 ) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless a backward takes these."""
+    """Raise ValueError or TypeError, naming the argument, unless a backward accepts these arguments."""
     tensors.check(op)
     Q = tensors.Q
     check_upstream(op, "grad_scores", grad_scores, tensors.scores_shape(), Q)
@@ -124,7 +128,7 @@ def check_gradient(
 
 
 def fake_gradient(tensors: DenseArgs | RaggedArgs, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Gradients of Q, D and q_weight, of size [0] where they are not needed."""
+    """Return empty gradients of Q, D and q_weight, with size [0] if not needed."""
     Q, D = tensors.Q, tensors.D
     shapes, dtypes = (Q.shape, D.shape, Q.shape[:-1]), (Q.dtype, D.dtype, score_dtype(Q.dtype))
     return tuple(
@@ -134,6 +138,7 @@ def fake_gradient(tensors: DenseArgs | RaggedArgs, needs: Sequence[bool]) -> tup
 
 
 def _save_everything(inputs: Sequence, output: Sequence) -> tuple:
+    """Return all inputs and the argmax."""
     return *inputs, output[1]
 
 
@@ -144,13 +149,15 @@ def register_autograd(
     kept: Callable[[Sequence, Sequence], tuple] = _save_everything,
     wanted: Sequence[int] | None = None,
 ) -> None:
-    """Give `forward` its gradient. Its arguments begin with the tensors of `layout`; it returns scores and winners.
+    """Register the gradient of `forward`, whose arguments begin with the tensors of `layout`.
 
     Args:
-        gradients: takes the gradient of the scores, the tensors, the winners, the other arguments of `forward`, and
-            which gradients of what is `wanted` are needed; returns these.
-        kept: the tensors and, last, the winners that `gradients` takes, from the tensors of a call and its results.
-        wanted: the places of what has a gradient; None: Q, D and q_weight, which is last.
+        forward: the operator, which returns scores and argmax.
+        layout: the NamedTuple of its tensors.
+        gradients: computes the gradients from the gradient of the scores, the saved tensors, the argmax, the other
+            arguments of `forward`, and the flags of the needed gradients.
+        kept: selects the tensors to save from the inputs and outputs of a call. The argmax is last.
+        wanted: positions of the tensors that have a gradient. None selects Q, D and q_weight, which is last.
     """
     count = len(layout._fields)  # type: ignore[attr-defined]
     wanted = (0, 1, count - 1) if wanted is None else wanted
@@ -158,7 +165,7 @@ def register_autograd(
     def setup_context(ctx, inputs, output) -> None:
         ctx.set_materialize_grads(False)
         ctx.options = inputs[count:]
-        # An eager backward runs on another thread for CUDA tensors, where a `use_backend` block is not seen.
+        # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
         ctx.backend = get_requested_backend()
         ctx.save_for_backward(*kept(inputs[:count], output))
         ctx.mark_non_differentiable(*output[1:])
@@ -179,7 +186,7 @@ def register_autograd(
 
 
 def make_raising_backward(name: str, instead: str, of: str = "gradient") -> Callable[..., NoReturn]:
-    """The derivative of an operator that has none; the error says what to do instead."""
+    """Return a backward for an operator without a gradient. It raises an error that suggests `instead`."""
     message = f"{add_op_namespace_prefix(name)} has no {of}: {instead}"
 
     def raises(ctx, *grads):
@@ -189,5 +196,5 @@ def make_raising_backward(name: str, instead: str, of: str = "gradient") -> Call
 
 
 def make_raising_double_backward(name: str) -> Callable[..., NoReturn]:
-    """The derivative of the backwards of `name`."""
+    """Return a backward for the backward operators of `name` that raises NotImplementedError."""
     return make_raising_backward(name, "compute second derivatives with lik_ops.reference", "double backward")

@@ -1,4 +1,4 @@
-"""Which function sums the gradients: ``"lowmem"`` or ``"unified"``, as a call names it. ``"auto"`` is ``"lowmem"``."""
+"""Selection of the backward: ``"lowmem"`` or ``"unified"``. ``"auto"`` selects ``"lowmem"``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from ..._ops import ops as lik
 
 
 def is_unified(backward: str) -> bool:
+    """Return whether `backward` selects the unified backward."""
     return backward == "unified"
 
 
 def choose_backward(backward: str, backend: ModuleType | None = None) -> Callable[..., tuple]:
-    """The gradients of dense arguments: an operator, or a function of `backend` with the same arguments.
+    """Return the operator, or the function of `backend` with the same arguments, that computes dense gradients.
 
-    Winners that are to be found again are an argmax of size [0] for the operator, None for the function.
+    To request recomputation, pass an argmax of size [0] to the operator, or None to the function.
     """
     name = "unified" if is_unified(backward) else "lowmem"
     if backend is not None:
@@ -24,6 +25,9 @@ def choose_backward(backward: str, backend: ModuleType | None = None) -> Callabl
 
 
 def plan_backward(backward: str, backend: ModuleType) -> Callable[..., tuple]:
-    """`choose_backward` by `backend` for calls of one description, with what it keeps of them, if anything."""
+    """Return the function of `backend` that computes dense gradients for calls with one dispatch key.
+
+    A backend may return a plan that keeps state between these calls.
+    """
     plan = getattr(backend, "GradientPlan", None)
     return choose_backward(backward, backend) if plan is None else plan(is_unified(backward))

@@ -1,7 +1,7 @@
-"""`torch.vmap` of the operators: the batch axis is folded into axes that they have, so that one call serves the batch.
+"""`torch.vmap` of the operators: the batch axis is folded into existing axes, so that one call serves the batch.
 
-Folding copies what the batch shares and the layout cannot. Where that would take more than `MAX_COPIED_BYTES` bytes,
-the samples are computed one by one from the tensors as they are.
+Folding copies tensors that the samples share, unless the layout can express the sharing. If the copies need more than
+`MAX_COPIED_BYTES`, the samples are computed one by one from the original tensors.
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from torch import Tensor
 from ..._ops import ops as lik
 from ...core.arguments import score_dtype
 
-MAX_COPIED_BYTES = 32 << 20  # bytes
+MAX_COPIED_BYTES = 32 << 20
 
 Outputs = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
 
 
 class _VmapBatch:
-    """The arguments of a batch of calls, the batch axis of each first."""
+    """The arguments of a batch of calls, with the batch axis first."""
 
     def __init__(self, size: int, in_dims: tuple, args: tuple) -> None:
         self.size, self.is_batched = size, [dim is not None for dim in in_dims[: len(args)]]
         self.args = tuple(a if dim is None else a.movedim(dim, 0) for a, dim in zip(args, in_dims, strict=False))
 
     def sample_dim(self, i: int) -> int:
+        """Return the rank of argument i in a sample."""
         return self.args[i].dim() - self.is_batched[i]
 
     def stacked(self, i: int) -> Any:
-        """Argument i with the batch axis, expanded where it has none; None stays."""
+        """Return argument i with the batch axis, expanded if the samples share it. None stays None."""
         x = self.args[i]
         return x if x is None or self.is_batched[i] else x.expand(self.size, *x.shape)
 
     def folded(self, i: int, axis: int = 0) -> Any:
-        """Argument i with the batch folded into `axis` of its samples."""
+        """Return argument i with the batch axis folded into `axis` of its samples."""
         x = self.stacked(i)
         return None if x is None else x.movedim(0, axis).flatten(axis, axis + 1)
 
     def fold_only(self, own: tuple[int, ...], among: tuple[int, ...]) -> list:
-        """The arguments `among`, of which only `own` are folded: the batch shares the others."""
+        """Return the arguments `among`, of which only `own` are folded. The samples share the others."""
         return [self.folded(i) if i in own else self.args[i] for i in among]
 
     def any_of(self, *indices: int) -> bool:
+        """Return whether any of these arguments has a batch axis."""
         return any(self.is_batched[i] for i in indices)
 
     def is_too_large_to_copy(self, i: int, times: Any = None) -> bool:
-        """Whether argument i, repeated for the batch (or `times`), is more than may be copied. Symbolic sizes: no."""
+        """Return whether copying argument i for each sample, or `times`, exceeds the limit. Symbolic sizes do not."""
         x = self.args[i]
         if times is None:
             if self.is_batched[i]:
@@ -57,8 +59,9 @@ class _VmapBatch:
         return isinstance(total, int) and times != 1 and total > MAX_COPIED_BYTES
 
     def one_by_one(self, op: Any, *constants: Any) -> Outputs:
+        """Return the stacked outputs of `op` for each sample."""
         args = list(zip(self.args, self.is_batched, strict=True))
-        if not self.size:  # a sample of zeros has the shapes of results
+        if not self.size:  # one sample of zeros determines the shapes of the outputs
             args = [(x.new_zeros((1, *x.shape[1:])) if batched else x, batched) for x, batched in args]
         samples = [op(*(x[b] if batched else x for x, batched in args), *constants) for b in range(self.size or 1)]
         return tuple(torch.stack(x)[: self.size] for x in zip(*samples, strict=True)), (0,) * len(samples[0])
@@ -67,7 +70,7 @@ class _VmapBatch:
 def vmap_forward(
     info: Any, in_dims: tuple, Q, D, q_mask, d_mask, q_weight, normalize: bool, argmax_dtype, backward: str
 ) -> Outputs:
-    """`lik::maxsim_fwd` of a batch."""
+    """Return the outputs of `lik::maxsim_fwd` for a batch."""
     batch, op = _VmapBatch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, q_weight)), lik.maxsim_fwd
     B, constants = batch.size, (normalize, argmax_dtype, backward)
     candidates = batch.sample_dim(1) == 4
@@ -88,14 +91,22 @@ def vmap_forward(
 
 
 def loop_over_samples(op: Any, tensors: int, info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """An operator of a batch, whose first arguments are so many tensors: for operators that fold nothing."""
+    """Return the outputs of an operator for a batch, one sample at a time.
+
+    Args:
+        op: the operator.
+        tensors: the number of tensors at the beginning of its arguments.
+        info: the information that vmap passes.
+        in_dims: the batch axis of each argument, or None.
+        *args: the arguments of the operator.
+    """
     return _VmapBatch(info.batch_size, in_dims, args[:tensors]).one_by_one(op, *args[tensors:])
 
 
 def vmap_topk(
     info: Any, in_dims: tuple, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize: bool, top_k: int, chunk
 ) -> Outputs:
-    """`lik::maxsim_topk` of a batch: queries of several samples are queries of one call, corpora are not."""
+    """Return the outputs of `lik::maxsim_topk` for a batch. One call serves all samples that share the documents."""
     batch = _VmapBatch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight))
     op = lik.maxsim_topk
     if batch.any_of(1, 3, 4):
@@ -106,7 +117,7 @@ def vmap_topk(
 
 
 def _side_forward(batch: _VmapBatch, op: Any, constants: tuple, queries: bool) -> Outputs:
-    """Samples share one side of a cross product: the queries, or documents, of all are those of one call."""
+    """Return the outputs of a cross product whose samples share one side. The other side is folded."""
     own, axis = ((0, 2, 4), 0) if queries else ((1, 3), 1)
     sizes = batch.size, batch.args[axis].shape[-3]
     scores, argmax = op(*batch.fold_only(own, (0, 1, 2, 3, 4)), *constants)
@@ -117,7 +128,7 @@ def _side_forward(batch: _VmapBatch, op: Any, constants: tuple, queries: bool) -
 
 
 def _expand_candidates(batch: _VmapBatch, Nq: Any, candidates: bool) -> tuple[Tensor, Tensor | None]:
-    """The documents and their mask as candidates of each query of each sample."""
+    """Return the documents and their mask as candidates of each query of each sample."""
     if candidates:
         return batch.folded(1), batch.folded(3)
     D, d_mask = batch.stacked(1), batch.stacked(3)
@@ -128,7 +139,7 @@ def _expand_candidates(batch: _VmapBatch, Nq: Any, candidates: bool) -> tuple[Te
 def vmap_backward(
     op: Any, info: Any, in_dims: tuple, g, Q, D, argmax, q_mask, d_mask, q_weight, normalize: bool, needs: list[bool]
 ) -> Outputs:
-    """One of the backward operators of a batch."""
+    """Return the outputs of a backward operator for a batch."""
     batch = _VmapBatch(info.batch_size, in_dims, (g, Q, D, argmax, q_mask, d_mask, q_weight))
     candidates = batch.sample_dim(2) == 4
     Nq = batch.args[1].shape[-3]
@@ -151,6 +162,7 @@ def vmap_backward(
 
 
 def _unfold_gradients(grads: tuple[Tensor, ...], needs: list[bool], batch: _VmapBatch) -> Outputs:
+    """Return the gradients with a batch axis, unless not needed."""
     shaped = tuple(
         g.unflatten(0, (batch.size, -1)) if n and g.numel() else g for g, n in zip(grads, needs, strict=True)
     )
@@ -163,6 +175,7 @@ def _unfold_gradients(grads: tuple[Tensor, ...], needs: list[bool], batch: _Vmap
 
 
 def _candidates_backward(batch: _VmapBatch, op: Any, candidates: bool, normalize: bool, needs: list[bool]) -> Outputs:
+    """Return the gradients of a batch whose documents are candidates of each query."""
     argmax = batch.stacked(3)
     if batch.sample_dim(3) == 1:
         argmax = batch.args[3].flatten()[:0]
@@ -174,7 +187,7 @@ def _candidates_backward(batch: _VmapBatch, op: Any, candidates: bool, normalize
 
 
 def _side_backward(batch: _VmapBatch, op: Any, normalize: bool, needs: list[bool], queries: bool) -> Outputs:
-    """The gradients that belong to it; of the other side none are wanted."""
+    """Return the gradients of the side that is folded. The gradients of the shared side must not be needed."""
     grad_scores, argmax = batch.folded(0, 0 if queries else 1), batch.args[3].flatten()[:0]
     if batch.sample_dim(3) == 3:
         argmax = batch.folded(3, 1 if queries else 0)

@@ -1,7 +1,7 @@
-"""`torch.vmap` of the ragged operators: the tokens of the samples are packed behind one another for one call.
+"""`torch.vmap` of the ragged operators: the tokens of all samples are concatenated for one call.
 
-What the batch shares is copied where samples may not overlap: tokens whose gradients or winners each sample has of its
-own. Where that is too much, the samples are computed one by one (see `batching`).
+Shared tokens are copied if samples must not overlap, because each sample has its own gradients or argmax. If the copies
+are too large, the samples are computed one by one (see `batching`).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ...core.segments import RaggedArgs
 from ...core.settings import checks
 from .batching import Outputs, _VmapBatch
 
-_QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # tokens with their masks and weights, by their place in `RaggedArgs`
+_QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # positions of tokens, masks and weights in `RaggedArgs`
 _ENDS, _OFFSETS, _LENGTHS, _PAIRS = 2, 3, 4, 5
-_FORMAT = 4  # among the arguments of the operator for quantised documents
-_GAP = 2  # queries between those of two samples, both invalid, so that neither takes tokens
+_FORMAT = 4  # position in the arguments of `lik::maxsim_quantized_fwd`
+_GAP = 2  # invalid queries between two samples, so that no query spans both
 
 
 class _SharedSides(NamedTuple):
-    """Which sides are repeated for each sample, or its own; and whether both are, by lists of candidates."""
+    """The sides that are repeated for each sample, or that differ between samples."""
 
     queries: bool
     columns: bool
-    documents: bool  # columns over tokens of their own
+    documents: bool  # columns refer to separate tokens for each sample
     pairs: bool
-    both: bool
+    both: bool  # both sides, as lists of candidates
 
 
 class _RaggedVmapBatch:
-    """A batch of ragged arguments, of which Q is the `first`."""
+    """A batch of ragged arguments, in which Q has the position `first`."""
 
     def __init__(self, batch: _VmapBatch, first: int, needs: tuple | list) -> None:
         self.batch, self.first, self.size = batch, first, batch.size
@@ -48,33 +48,40 @@ class _RaggedVmapBatch:
         self.candidates = candidates
 
     def any_of(self, *indices: int) -> bool:
+        """Return whether any of these fields of `RaggedArgs` has a batch axis."""
         return self.batch.any_of(*(self.first + i for i in indices))
 
     def sample_shape(self, i: int) -> tuple:
+        """Return the shape of field i in a sample."""
         x = self.batch.args[self.first + i]
         return tuple(x.shape[self.batch.is_batched[self.first + i] :])
 
     @property
     def is_too_large_to_copy(self) -> bool:
+        """Return whether the repeated tokens exceed the limit for copies."""
         own = ((0, self.layout.queries), (1, self.layout.documents))
         return any(repeated and self.batch.is_too_large_to_copy(self.first + i) for i, repeated in own)
 
     @property
     def queries(self) -> Any:
+        """Number of queries of a sample."""
         return self.sample_shape(_ENDS)[0] - 1
 
     @property
     def slots(self) -> Any:
+        """Number of queries of a sample, including the gap."""
         return self.queries + _GAP
 
     def _samples(self, like: Tensor) -> Tensor:
-        """The number of each sample, to be added to what has one row for each."""
+        """Return the index of each sample, in a shape that broadcasts with `like`."""
         return torch.arange(self.size, device=like.device).view(-1, *((1,) * (like.dim() - 1)))
 
     def _tokens(self, i: int, own: bool) -> Any:
+        """Return field i, folded if each sample has its own."""
         return self.batch.folded(self.first + i) if own else self.batch.args[self.first + i]
 
     def _make_cu_seqlens(self) -> Tensor:
+        """Return the query offsets of the one call. Invalid offsets become -1."""
         if not self.layout.queries:
             return self.batch.args[self.first + _ENDS]
         ends, tokens = self.batch.stacked(self.first + _ENDS).long(), self.sample_shape(0)[0]
@@ -83,6 +90,7 @@ class _RaggedVmapBatch:
         return pad(pad(ends, (0, 1), value=-1).flatten(), (0, 1), value=-1)
 
     def _columns(self) -> tuple[Tensor, Tensor]:
+        """Return the document offsets and lengths of the one call."""
         if not self.layout.columns and not self.layout.both:
             return self.batch.args[self.first + _OFFSETS], self.batch.args[self.first + _LENGTHS]
         offsets, lengths = (self.batch.stacked(self.first + i).long() for i in (_OFFSETS, _LENGTHS))
@@ -95,12 +103,13 @@ class _RaggedVmapBatch:
         return self._repeat_lists(offsets), self._repeat_lists(lengths)
 
     def _repeat_lists(self, x: Tensor) -> Tensor:
-        """Of each query of each sample: its documents, or its candidates and nothing for the queries of a gap."""
+        """Return the documents, or the candidates, of each query of each sample. Queries of a gap have none."""
         if self.candidates:
             return pad(x, (0, 0, 0, _GAP)).flatten(0, 1)
         return x.unsqueeze(1).expand(-1, self.slots, -1).flatten(0, 1)
 
     def _pairs(self) -> Tensor | None:
+        """Return the pairs of the one call. Invalid pairs become -1."""
         if not self.layout.pairs:
             return None
         pairs = self.batch.stacked(self.first + _PAIRS).long()
@@ -113,13 +122,13 @@ class _RaggedVmapBatch:
         return torch.where(inside, pairs + self._samples(pairs) * strides, -1).flatten(0, 1)
 
     def tensors(self) -> RaggedArgs:
-        """The arguments of the one call."""
+        """Return the arguments of the one call."""
         Q, q_mask, q_weight = (self._tokens(i, self.layout.queries) for i in _QUERY_SIDE)
         D, d_mask = (self._tokens(i, self.layout.documents) for i in _DOCUMENT_SIDE)
         return RaggedArgs(Q, D, self._make_cu_seqlens(), *self._columns(), self._pairs(), q_mask, d_mask, q_weight)
 
     def split_scores(self, scores: Tensor) -> tuple[Tensor, int]:
-        """What belongs to each sample, and its axis."""
+        """Return the scores of each sample, and the axis of the samples."""
         if self.layout.pairs:
             return scores.unflatten(0, (self.size, self.sample_shape(_PAIRS)[0])), 0
         if self.layout.queries:
@@ -127,7 +136,7 @@ class _RaggedVmapBatch:
         return scores.unflatten(1, (self.size, self.sample_shape(_OFFSETS)[0])), 1
 
     def join_scores(self, scores: Tensor) -> Tensor:
-        """Scores with the axis of samples first, in the places that they have in the one call."""
+        """Return scores whose first axis is the samples in the layout of the one call."""
         if self.layout.pairs:
             return scores.flatten(0, 1)
         if self.layout.queries:
@@ -136,22 +145,22 @@ class _RaggedVmapBatch:
 
     @property
     def argmax_axis(self) -> int:
-        """Of the winners of a sample, that along which those of the next one follow."""
+        """Axis of the argmax along which the samples are concatenated."""
         return 1 if self.layout.queries and not self.layout.pairs else 0
 
 
 def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """`lik::maxsim_ragged_fwd` of a batch."""
+    """Return the outputs of `lik::maxsim_ragged_fwd` for a batch."""
     batch, constants, op = _VmapBatch(info.batch_size, in_dims, args[:9]), args[9:], lik.maxsim_ragged_fwd
     packed = _RaggedVmapBatch(batch, 0, (False, False, False))
     if packed.is_too_large_to_copy:
         return batch.one_by_one(op, *constants)
-    with checks(False):  # offsets between samples are no mistakes
+    with checks(False):  # the invalid offsets between samples are intended
         return _split_samples(packed, *op(*packed.tensors(), *constants))
 
 
 def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """`lik::maxsim_quantized_fwd` of a batch: of samples that share the documents' tokens in one call."""
+    """Return the outputs of `lik::maxsim_quantized_fwd` for a batch. One call serves samples that share documents."""
     op, stored, tensors, constants = lik.maxsim_quantized_fwd, args[1:8], args[8:15], args[15:]
     dims = in_dims[0], None, *in_dims[8:15]
     if not any(dim is not None for dim in in_dims[1:8]):
@@ -168,7 +177,7 @@ def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
 
 
 def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> Outputs:
-    """The results of the one call as those of the samples."""
+    """Return the outputs of the one call with an axis for the samples."""
     batch = packed.batch
     scores, dim = packed.split_scores(scores)
     if argmax.dim() == 1:
@@ -179,7 +188,7 @@ def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> 
 
 
 def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any) -> Outputs:
-    """`lik::maxsim_ragged_bwd` of a batch."""
+    """Return the outputs of `lik::maxsim_ragged_bwd` for a batch."""
     *tensors, normalize, unified, needs = args
     op = lik.maxsim_ragged_bwd
     batch = _VmapBatch(info.batch_size, in_dims, (grad_scores, *tensors))

@@ -10,16 +10,16 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
 
 _CACHING: Any = getattr(checkpoint, "_CachingTorchDispatchMode", ())
-# A tracer's fake or proxy mode. Tracers record calls, so a copy there would become a node of the graph.
+# The modes of a tracer. Tracers record calls, so a copy would become a node of the graph.
 _TRACING = [getattr(_C._TorchDispatchModeKey, key) for key in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
 def copy_cached(outputs: Any) -> Any:
-    """Return copies of the tensors that a checkpoint's cache holds, else `outputs`.
+    """Return copies of the tensors that a checkpoint's cache holds, or `outputs` if there is no such cache.
 
     The cache and the caller share the tensors that an operator returns. Eager code that writes to one increments its
     version, which the cache checks. Compiled code reuses the buffers of intermediate results without incrementing
-    versions, so the backward would read whatever was last written there.
+    versions. Without copies, the backward would read the data that was last written there.
     """
     modes = _modes()
     if not any(isinstance(mode, _CACHING) for mode in modes):

@@ -1,9 +1,9 @@
-"""Compiled graphs kept on disk must not outlive the code they were made from.
+"""Protection against compiled graphs on disk that are older than the code they were compiled from.
 
-torch's caches know a graph by its operators' names, not by what was traced below them: the body of the composite
-operator, fakes, gradient formulas and batching rules. After an upgrade an old backward would be served, silently. So
-importing lik_ops adds a digest of that code to `torch.compiler.config.cache_key_tag`, the public setting for this.
-Whoever assigns to that setting later, instead of adding to it, takes the protection away.
+The caches of torch identify a graph by the names of its operators. They ignore the code that was traced below them: the
+body of the composite operator, fakes, gradient formulas and batching rules. After an upgrade they would silently return
+an old backward. Importing lik_ops therefore adds a digest of that code to `torch.compiler.config.cache_key_tag`, the
+public setting for this purpose. Code that later assigns to this setting, instead of appending, removes the protection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TRACED = ("ops/**/*.py", "families/**/*.py", "core/arguments.py", "core/segment
 
 
 def hash_sources() -> str:
-    """Of the version and of every source that tracers may have looked into; of the version where none can be read."""
+    """Return a digest of the version and of all sources that tracers may read, or of the version if there are none."""
     found = hashlib.sha256(__version__.encode())
     for pattern in _TRACED:
         for path in sorted(_ROOT.glob(pattern)):
@@ -29,7 +29,7 @@ def hash_sources() -> str:
 
 
 def tag_cache_key() -> None:
-    """Add the digest to the key of torch's compile caches, beside what is there."""
+    """Append the digest to the key of torch's compile caches."""
     own = f"lik_ops={hash_sources()}"
     before = torch.compiler.config.cache_key_tag
     if own not in before:

@@ -1,11 +1,12 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts: 2 for each multiply-add of an inner product.
+"""Formulas for `torch.utils.flop_counter.FlopCounterMode`, with 2 for each multiply-add of an inner product.
 
-The forward multiplies every query token with every document token. A backward only touches the winners, one document
-token for each query token of each pair, once for each gradient of Q and D that is asked for; with `recompute` it does
-the forward's products again before. Norms, weights and sums are not counted, as torch's formulas do not.
+The forward multiplies every query token with every document token. A backward reads only the argmax. For each needed
+gradient of Q and D it multiplies one document token for each query token of each pair. With `recompute` it repeats the
+products of the forward first. Norms, weights and sums are not counted, as in the formulas of torch.
 
-Of ragged layouts the lengths decide. They are read, as torch's formulas of attention with offsets do; where nobody may
-look (fake and meta tensors, subclasses, a CUDA graph that is being captured) the count is the most that it can be.
+The count of a ragged layout depends on the lengths. They are read, as in torch's formulas for attention with offsets.
+Fake and meta tensors, subclasses and a CUDA graph capture have no readable lengths. In these cases the count is an
+upper bound.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..fast_path.watchers import is_ordinary_tensor
 
 
 def _count_token_pairs(Q, D) -> tuple:
-    """Query tokens met by documents, and document tokens met by each of them."""
+    """Return the number of (query token, document) pairs, and the number of tokens of a document."""
     Nq, Lq = Q[:2]
     return Nq * D[-3] * Lq, D[-2]
 
@@ -43,28 +44,28 @@ def _int8_backward_flops(grad_scores, Q, data, scale, argmax, q_mask, q_weight, 
 
 
 def _soft_backward_flops(grad_scores, Q, D, *args, out_shape=None, **kwargs):
-    """The similarities again and one more product for Q (the weights, the temperature), and the same for D."""
+    """Count the similarities and one product for Q, the weights and the temperature, and the same for D."""
     needs = args[-1]
     return 2 * (int(needs[0] or any(needs[2:])) + int(needs[1])) * _forward_flops(Q, D)
 
 
 def _cross_entropy_backward_flops(grad_losses, Q, D, *args, out_shape=None, **kwargs):
-    """As with `recompute`, the products of the forward are counted once."""
+    """Count the products of the forward once, as with `recompute`."""
     return _backward_flops(grad_losses, Q, D, (0,), *args[:3], args[-2], args[-1])
 
 
 def _count_products(needs) -> int:
-    """For each winner. The gradient of the weights comes from the same sums of documents as that of Q."""
+    """Return the number of products for each argmax. The weights share the document sums of the gradient of Q."""
     return int(needs[0] or needs[2]) + int(needs[1])
 
 
 def _chamfer_flops(P, R, *args, out_shape=None, **kwargs):
-    """A difference, and a multiplication with an addition, of each coordinate."""
+    """Count a difference, a multiplication and an addition for each coordinate."""
     return 3 * P[0] * P[1] * R[1] * P[2]
 
 
 def _chamfer_backward_flops(of_P, of_R, P, R, *args, **kwargs):
-    """A difference, its product with a gradient and a sum, of each coordinate."""
+    """Count a difference, a multiplication and an addition for each coordinate."""
     return 3 * P[0] * (P[1] + R[1]) * P[2]
 
 
@@ -77,7 +78,7 @@ def _head_flops(Q, H, W, *args, out_shape=None, **kwargs):
 
 
 def _head_backward_flops(grad_scores, Q, H, W, b, argmax, *args, out_shape=None, **kwargs):
-    """The projection again, a product as large for each gradient of H and W, and those of the winners."""
+    """Count the projection, a product of the same size for each gradient of H and W, and the products of the argmax."""
     needs, tokens = args[-1], (*H[:2], W[0])
     of_argmax = needs[0], any(needs[1:4]), needs[4]
     products = int(any(needs)) + int(needs[1]) + int(needs[2])
@@ -91,11 +92,12 @@ def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
 
 
 def _codes_flops(Q, codes, centroids, *args, out_shape=None, **kwargs):
-    """What is looked up in the products of query tokens and centroids is no product."""
+    """Count the products of query tokens and centroids. Lookups are not products."""
     return 2 * Q[0] * Q[1] * centroids[0] * Q[-1]
 
 
 def _is_readable(*tensors: Tensor | None) -> bool:
+    """Return whether the lengths can be read."""
     known = [t for t in tensors if t is not None]
     if not all(map(is_ordinary_tensor, known)):
         return False
@@ -103,16 +105,19 @@ def _is_readable(*tensors: Tensor | None) -> bool:
 
 
 def _compute_lengths(first: Tensor, last: Tensor, tokens: int) -> Tensor:
-    """Of segments; 0 for one that does not lie inside its tensor."""
+    """Return the lengths of segments, 0 for a segment outside its tensor."""
     return torch.where((first >= 0) & (first <= last) & (last <= tokens), last - first, 0)
 
 
 def _count_ragged_token_pairs(r: RaggedArgs, longest: Any) -> tuple:
-    """Query tokens met by documents, and by document tokens. A pair's query has at most `longest`."""
+    """Return the number of (query token, document) and of (query token, document token) pairs.
+
+    The query of a pair in `pairs` has at most `longest` tokens.
+    """
     Tq, Td = r.Q.shape[0], r.D.shape[0]
     if not _is_readable(r.cu_seqlens_q, r.d_offsets, r.d_lengths, r.pairs):
         rows = Tq * r.columns if r.pairs is None else r.pairs.shape[0] * longest
-        # Documents of a cross product do not overlap, as far as the functions of lik_ops make them.
+        # The functions of lik_ops pass documents of a cross product that do not overlap.
         return rows, Tq * Td if r.pairs is None and not r.candidates else rows * Td
     ends, offsets = r.cu_seqlens_q.long(), r.d_offsets.long()
     queries = _compute_lengths(ends[:-1], ends[1:], Tq)
@@ -143,7 +148,7 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
 
 
 def register_formulas() -> None:
-    """Tell torch's counter."""
+    """Register the formulas with torch."""
     dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd, lik.maxsim_cross_entropy_fwd]
     dense.append(lik.maxsim_token_topk_fwd)
     register_flop_formula(dense)(_forward_flops)

@@ -1,7 +1,7 @@
-"""The way through `torch.func`: transforms cannot enter the operators' own autograd, so these stand above it.
+"""Support for `torch.func`. Transforms cannot use the autograd formulas of operators, so these functions wrap them.
 
-Calls of `lik_ops` functions inside a transform come here; torch then handles each level of `grad`, `vjp` or `vmap`
-by the operators' batching rules. Calling ``torch.ops.lik.maxsim`` itself there raises.
+Calls of `lik_ops` functions inside a transform come here. Then torch handles each level of `grad`, `vjp` or `vmap` with
+the batching rules of the operators. A direct call of ``torch.ops.lik.maxsim`` inside a transform raises an error.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _GRAD, _JVP, _FUNCTIONALIZE = _Kind.Grad, _Kind.Jvp, _Kind.Functionalize
 
 
 def is_transforming() -> bool:
-    """Whether a `torch.func` transform or `vmap` is going on in this thread."""
+    """Return whether a `torch.func` transform or `vmap` is active in this thread."""
     return _peek() is not None
 
 
 def is_differentiating() -> bool:
-    """Whether one of the transforms going on takes gradients."""
+    """Return whether an active transform computes gradients."""
     return _has_transform(_GRAD)
 
 
 def is_taking_derivatives() -> bool:
-    """Whether one of the transforms going on takes gradients or tangents."""
+    """Return whether an active transform computes gradients or tangents."""
     return _has_transform(_GRAD) or _has_transform(_JVP)
 
 
 def is_taking_tangents() -> bool:
-    """Whether one of the transforms going on takes tangents."""
+    """Return whether an active transform computes tangents."""
     return _has_transform(_JVP)
 
 
@@ -48,33 +48,33 @@ def is_functionalizing() -> bool:
     return _has_transform(_FUNCTIONALIZE)
 
 
-# Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: see `sharding`.
+# Dynamo evaluates these functions while tracing, as with `torch.compiler.assume_constant_result`. See `sharding`.
 for _asked in (is_transforming, is_taking_derivatives, is_taking_tangents, is_functionalizing):
     _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def reject_transforms(op: str, asked: Callable[[], bool] = is_taking_derivatives) -> None:
-    """Raise NotImplementedError inside transforms that take gradients or tangents, or what is `asked`."""
+    """Raise NotImplementedError if `asked` returns True, by default inside a transform that computes derivatives."""
     if not torch.compiler.is_dynamo_compiling() and asked():
         raise NotImplementedError(f"torch.func cannot differentiate {op}: use torch.autograd")
 
 
 def is_recording_gradients(*tensors: Tensor | None) -> bool:
-    """Whether gradients of any of `tensors` are recorded: by a transform, or by autograd outside of one."""
+    """Return whether a transform records gradients of any of `tensors`, or autograd outside of transforms."""
     if not torch.is_grad_enabled():
         return False
-    if torch.compiler.is_dynamo_compiling():  # tensors cannot be asked what they wrap
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot inspect the wrappers of tensors
         return is_transforming() or any(t is not None and t.requires_grad for t in tensors)
     return is_differentiating() or any(t is not None and _requires_grad(t, True) for t in tensors)
 
 
 def is_any_differentiated(*tensors: Tensor | None) -> bool:
-    """Whether one of the transforms going on takes gradients of any of `tensors`: none of what was detached."""
+    """Return whether an active transform computes gradients of any of `tensors`. Detached tensors have none."""
     return is_transforming() and any(t is not None and _requires_grad(t) for t in tensors)
 
 
 def _requires_grad(t: Tensor, outside: bool = False) -> bool:
-    """Whether a transform records its gradients; or, if asked, autograd `outside` of them."""
+    """Return whether a transform records the gradient of `t`, or with `outside` also autograd outside of transforms."""
     while is_wrapped(t):
         if t.requires_grad:
             return True
@@ -83,7 +83,10 @@ def _requires_grad(t: Tensor, outside: bool = False) -> bool:
 
 
 def has_tangents(*tensors: Tensor | None) -> bool:
-    """Whether any of `tensors` has a tangent of forward-mode AD; inside a `jvp` what is part of a transform may."""
+    """Return whether any of `tensors` may have a tangent of forward-mode AD.
+
+    Inside a `jvp`, every tensor that belongs to a transform may have one.
+    """
     if forward_ad._current_level < 0:
         return False
     given = [t for t in tensors if t is not None]
@@ -93,17 +96,22 @@ def has_tangents(*tensors: Tensor | None) -> bool:
 
 
 def reject_forward_ad(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for tensors that carry tangents: never a silent zero tangent. Compiled code, whose
-    tensors cannot be asked, raises inside a `jvp`."""
+    """Raise NotImplementedError for tensors with tangents, instead of returning a zero tangent silently.
+
+    Compiled code cannot inspect its tensors, so it raises inside every `jvp`.
+    """
     if is_taking_tangents() if torch.compiler.is_dynamo_compiling() else has_tangents(*tensors):
         raise NotImplementedError("lik_ops has no forward-mode AD: compute forward derivatives with lik_ops.reference")
 
 
 def _has_transform(kind: Any) -> bool:
+    """Return whether a transform of this kind is active."""
     return is_transforming() and any(level.key() == kind for level in _stack() or ())
 
 
 class _TransformForward(torch.autograd.Function):
+    """`lik::maxsim_fwd` for transforms, with a generated vmap rule."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -126,6 +134,8 @@ class _TransformForward(torch.autograd.Function):
 
 
 class _TransformBackward(torch.autograd.Function):
+    """The backward of `_TransformForward`, with a generated vmap rule."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -140,9 +150,9 @@ class _TransformBackward(torch.autograd.Function):
 
 
 def forward_in_transform(*args: Any) -> tuple[Tensor, Tensor]:
-    """`lik::maxsim_fwd`, inside a transform in a way that it can differentiate and batch.
+    """Return the outputs of `lik::maxsim_fwd`, in a form that an active transform can differentiate and batch.
 
-    Not for the bodies of operators: the dispatcher has left the transform there.
+    Bodies of operators must not call this function, because the dispatcher has left the transform there.
     """
     if is_functionalizing():  # torch has no rule for an autograd.Function there
         reject_transforms("MaxSim inside functionalize", is_differentiating)

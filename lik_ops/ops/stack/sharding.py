@@ -1,10 +1,12 @@
-"""`DTensor` rules: queries sharded, documents sharded (both on meshes of two axes), everything replicated.
+"""`DTensor` rules: queries sharded, documents sharded, both on meshes of two axes, or everything replicated.
 
-A score needs one query and one document whole, so sharding either axis needs no communication forward; the gradient of
-the side that is not sharded comes out as partial sums. Tokens and features are gathered first where they are sharded.
-Packed tokens are cut by lengths that no placement follows: of ragged layouts the lists may be sharded (documents of a
-cross product, candidates of each query, pairs), tokens are whole on every process.
-Registered when a `DTensor` may come along, because importing torch.distributed.tensor takes a second.
+A score needs one complete query and one complete document. Sharding queries or documents therefore needs no
+communication in the forward. The gradient of the side that is not sharded is returned as partial sums. Sharded tokens
+or features are gathered first.
+
+No placement follows the lengths of packed tokens. In ragged layouts the lists may be sharded (documents of a cross
+product, candidates of each query, pairs), and every process has all tokens. The rules are registered when a `DTensor`
+is possible, because importing torch.distributed.tensor costs a second.
 """
 
 from __future__ import annotations
@@ -22,28 +24,29 @@ from ..._ops import ops as lik
 from ...core.segments import RaggedArgs
 
 _registered = False
-_DTensor: Any = None  # the class, and a placement, once it is registered
+# The class and a placement, once the rules are registered.
+_DTensor: Any = None
 _replicate: Any = None
 
 
 def register_if_needed() -> None:
-    """Register the rules once, if anything imported torch.distributed.tensor."""
+    """Register the rules once, if torch.distributed.tensor has been imported."""
     global _registered
     if not _registered and "torch.distributed.tensor" in sys.modules:
         _registered = True
         _register()
 
 
-# Compiled code registers while it is traced. `torch.compiler.assume_constant_result` does just this, but would import
-# all of torch._dynamo here; a test compares the two.
+# Dynamo calls this function while tracing. `torch.compiler.assume_constant_result` sets the same attribute, but it
+# would import all of torch._dynamo here. A test compares the two.
 register_if_needed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def replicate_like(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` as a DTensor that is whole on every process if `like` is a DTensor, else `x`.
+    """Return `x` as a replicated DTensor if `like` is a DTensor, else `x`.
 
-    torch does not mix plain tensors with DTensors, so the tensors that a function of lik_ops makes follow those that
-    it is given. `x` has to be the same on all processes.
+    torch does not mix plain tensors with DTensors, so tensors that a function of lik_ops creates follow its arguments.
+    `x` must be the same on all processes.
     """
     if _DTensor is None or not isinstance(like, _DTensor):
         return x
@@ -52,10 +55,10 @@ def replicate_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def make_ragged_args(*tensors: Tensor | None) -> RaggedArgs:
-    """Return `Ragged.of` these tensors, which may be DTensors."""
+    """Return `RaggedArgs.of` these tensors, which may be DTensors."""
     if _DTensor is None or not isinstance(tensors[0], _DTensor):
         return RaggedArgs.of(*tensors)  # type: ignore[arg-type]
-    # torch flattens no axis that is sharded unevenly, and packed tokens are whole on every process.
+    # torch cannot flatten an unevenly sharded axis, and the rules replicate packed tokens.
     Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
     Q, D, *per_token = (_gather_shards(x) for x in (Q, D, *per_token))
     r = RaggedArgs.of(Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token)
@@ -67,15 +70,17 @@ def make_ragged_args(*tensors: Tensor | None) -> RaggedArgs:
 
 
 def _gather_shards(x: Any) -> Any:
+    """Return `x` replicated if it is a DTensor, else `x`."""
     return x.redistribute(placements=[_replicate] * x.device_mesh.ndim) if isinstance(x, _DTensor) else x
 
 
 def _list_placements(tensors: Sequence, placements: Sequence) -> list:
-    """Placements of arguments, None for those that are None, and for all behind the last that has one."""
+    """Return the placements of arguments, with None for arguments that are None or follow the last placement."""
     return [None if x is None else placement for x, placement in zip_longest(tensors, placements)]
 
 
 def _register() -> None:
+    """Register the rules of all operators."""
     global _DTensor, _replicate
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
@@ -90,10 +95,10 @@ def _register() -> None:
 
 
 def _compare_flags(op: Any, DTensor: Any) -> None:
-    """Make DTensor compare calls of `op` by their flags, before it takes the shapes of results from an earlier call.
+    """Make DTensor also compare the flags of `op` when it looks up the output shapes of an earlier call.
 
-    `register_sharding` makes it compare tensors, and what follows the first integer. Flags of lik_ops say which results
-    there are: `needs` of a backward, winners of a forward. It has no argument for that.
+    `register_sharding` compares only tensors and the arguments after the first integer, and it has no option for flags.
+    The flags of lik_ops determine which outputs exist, such as `needs` of a backward or the argmax of a forward.
     """
     known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     flags = [n for n, x in enumerate(op._schema.arguments) if "bool" in str(x.type)]
@@ -101,12 +106,12 @@ def _compare_flags(op: Any, DTensor: Any) -> None:
 
 
 def _list_strategies(rule: Callable, at: _Placements, *args: Any) -> list:
-    """The ways to place results and arguments that `rule` knows."""
+    """Return the placements of outputs and arguments that `rule` supports."""
     return [(list(results), _list_placements(args, given)) for results, given in rule(at, args)]
 
 
 class _Placements(NamedTuple):
-    """Whole on every process, cut along the first, second or third axis, or a part of a sum."""
+    """Placements: replicated, sharded along the first, second or third axis, or a partial sum."""
 
     whole: Any
     first: Any
@@ -115,7 +120,7 @@ class _Placements(NamedTuple):
     partial: Any
 
     def dense(self, D: Any) -> tuple:
-        """Of scores, winners, queries, documents, and of the gradients of the last two."""
+        """Return placements of scores, argmax, queries, documents, and the gradients of queries and documents."""
         whole, first, second, _, partial = self
         if len(D.shape) == 4:
             sharded = (first,) * 6, (second, second, whole, second, partial, second)
@@ -124,16 +129,16 @@ class _Placements(NamedTuple):
         return (whole,) * 6, *sharded
 
     def heads(self, H: Any) -> list:
-        """The same, and of the gradients of W and b, which all processes have whole."""
+        """Return the placements of `dense`, and of the gradients of W and b, which are replicated or partial sums."""
         return [(*each, self.whole if n == 0 else self.partial) for n, each in enumerate(self.dense(H))]
 
     def losses(self, D: Any) -> tuple:
-        """Of losses and queries, of documents and of their gradient: a loss needs all its documents."""
+        """Return placements of losses and queries, of documents, and of their gradient. A loss needs all documents."""
         whole, first = self[:2]
         return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, self.partial)
 
     def ragged(self, r: RaggedArgs) -> tuple:
-        """Of scores, winners, the call's tensors, and of their gradients: nothing sharded, or the lists."""
+        """Return placements of scores, argmax, the tensors of the call, and the gradients. Only lists are sharded."""
         whole, first, second, _, partial = self
         everything: Any = RaggedArgs(*_list_placements(r, (whole,) * len(r)))
         if r.pairs is not None:
@@ -144,7 +149,7 @@ class _Placements(NamedTuple):
         return (whole, whole, everything, whole), (scores, first, lists, partial)
 
     def wanted(self, placements: Sequence, needs: Any) -> list:
-        """Whole where nothing is wanted: such a result is empty."""
+        """Return the placements of outputs. An output that is not needed is empty and replicated."""
         return [x if need else self.whole for x, need in zip(placements, needs, strict=True)]
 
 
@@ -175,7 +180,8 @@ def _shard_xtr(at: _Placements, a: tuple) -> list:
 
 
 def _shard_token_topk(at: _Placements, a: tuple) -> list:
-    after = {at.whole: at.whole, at.first: at.second, at.second: at.third}  # of winners, whose first axis is the rank
+    # The first axis of the argmax is the rank, so other axes move by one.
+    after = {at.whole: at.whole, at.first: at.second, at.second: at.third}
     found = at.dense(a[1])
     return [(at.wanted((s, after[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in found]
 
@@ -239,7 +245,7 @@ def _shard_ragged(at: _Placements, a: tuple) -> list:
 
 
 def _shard_quantized(at: _Placements, a: tuple) -> list:
-    stored = *(at.whole,) * 3, None, *(at.whole,) * 3  # the format is no tensor
+    stored = *(at.whole,) * 3, None, *(at.whole,) * 3  # the format is not a tensor
     found = at.ragged(RaggedArgs(*a[:2], *a[8:15]))
     return [(at.wanted((s, w), (True, a[16] is not None)), (x.Q, *stored, *x[2:])) for s, w, x, _ in found]
 

@@ -1,4 +1,4 @@
-"""Checks of every ``lik::`` operator against the torch build at hand: ``python -m lik_ops.opcheck [--device cuda]``.
+"""Checks of every ``lik::`` operator against the installed torch: ``python -m lik_ops.opcheck [--device cuda]``.
 
-Needs nothing beyond what lik_ops needs. `samples.OPERATORS` is the one table that a new operator is entered in.
+Needs only the dependencies of lik_ops. `samples.table.OPERATORS` is the one table to which a new operator is added.
 """

@@ -1,4 +1,4 @@
-"""``python -m lik_ops.opcheck``: check every operator against this torch build; exit code 1 if anything fails."""
+"""``python -m lik_ops.opcheck``: check every operator against this torch build, with exit code 1 if a check fails."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ _MAX_JOBS = 16
 
 
 def _make_parser() -> argparse.ArgumentParser:
+    """Build the argument parser."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.opcheck", description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     parser.add_argument("--op", action="append", choices=sorted(OPERATORS), help="check only this one (repeatable)")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="take every N-th sample only")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="check only every N-th sample")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="processes that share the work (default: 1, on a GPU more)"
+        "--jobs", type=int, metavar="N", help="number of processes (default: 1 on a CPU, more on a GPU)"
     )
     return parser
 
 
 def _choose_default_jobs(device: str) -> int:
-    """On a GPU the time goes into compiling hundreds of kernels, a core each."""
+    """Return 1 on a CPU, else one job for each core, because compiling hundreds of kernels dominates on a GPU."""
     return 1 if torch.device(device).type == "cpu" else min(_MAX_JOBS, os.cpu_count() or 1)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the checks and print a table; return the exit code."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
     for name in ("every", "jobs"):

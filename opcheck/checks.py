@@ -1,6 +1,6 @@
-"""The checks: each takes an operator's name, its entry in the table and which samples of it, and raises.
+"""The checks of operators: each accepts an operator's name, its table entry and a selection of samples.
 
-They return how many cases they looked at, so that a check that looks at nothing is seen.
+A check raises if it fails. It returns the number of cases, so that a check without cases is visible.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ SIZES = ((3, 5, 4, 6), (2, 9, 31, 70), (7, 2, 8, 3), (4, 4, 4, 4), (2, 3, 100, 2
 
 
 def choose_dtypes(device: str) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that are checked on a device."""
     return CPU_DTYPES if torch.device(device).type == "cpu" else GPU_DTYPES
 
 
 class Selection(NamedTuple):
-    """Which samples are looked at: every `every`-th of each dtype on a device; of all its dtypes if None."""
+    """The samples to check on a device: every `every`-th of each dtype, or of all dtypes of the device if None."""
 
     device: str
     every: int = 1
@@ -34,28 +35,36 @@ class Selection(NamedTuple):
 
 
 def _get_overload(name: str) -> torch._ops.OpOverload:
+    """Return the default overload of an operator."""
     return getattr(torch.ops.lik, name).default
 
 
 def _select_samples(op: OperatorCase, of: Selection) -> Iterator[Sample]:
+    """Yield the selected samples of an operator."""
     for dtype in of.dtypes or choose_dtypes(of.device):
         yield from list(op.samples(dtype, of.device))[:: of.every]
 
 
 def _fail(name: str, sample: object, error: object) -> AssertionError:
+    """Build the error of a sample."""
     return AssertionError(f"lik::{name}, sample {sample}: {error}")
 
 
 def _as_outputs(result: object) -> tuple[Tensor, ...]:
+    """Return the outputs of an operator as a tuple."""
     return (result,) if isinstance(result, Tensor) else tuple(result)  # type: ignore[arg-type]
 
 
 def _of_tensors(function: Callable[[Tensor], Tensor], sample: Sample) -> tuple[tuple, dict]:
+    """Apply a function to all tensors of a sample."""
     return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, (sample.args, sample.kwargs))
 
 
 def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Infinities where they are expected, all else within `tolerance` of the largest element (of 1 at least)."""
+    """Return whether infinities are equal and other values differ by at most `tolerance` times the largest element.
+
+    The largest element is at least 1.
+    """
     actual, expected = actual.detach().double(), expected.detach().double()
     finite = expected.isfinite()
     if not torch.equal(actual[~finite], expected[~finite]):
@@ -65,7 +74,7 @@ def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def check_opcheck(name: str, op: OperatorCase, of: Selection) -> int:
-    """`torch.library.opcheck`: schema, aliasing, autograd registration, fake tensors, AOT with symbolic sizes."""
+    """Run `torch.library.opcheck`: schema, aliasing, autograd registration, fake tensors, AOT with symbolic sizes."""
     count = 0
     for sample in _select_samples(op, of):
         try:
@@ -77,7 +86,7 @@ def check_opcheck(name: str, op: OperatorCase, of: Selection) -> int:
 
 
 def check_meta(name: str, op: OperatorCase, of: Selection) -> int:
-    """Meta tensors get the sizes, strides and dtypes of the real outputs."""
+    """Check that meta tensors give the sizes, strides and dtypes of the real outputs."""
     count = 0
     for sample in _select_samples(op, of):
         real = _as_outputs(_get_overload(name)(*sample.args, **sample.kwargs))
@@ -92,13 +101,14 @@ def check_meta(name: str, op: OperatorCase, of: Selection) -> int:
 
 
 def _convert_to_fp64(sample: Sample) -> tuple[tuple, dict]:
+    """Convert floating-point tensors of a sample to fp64."""
     return _of_tensors(
         lambda t: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t, sample
     )
 
 
 def check_values(name: str, op: OperatorCase, of: Selection) -> int:
-    """Outputs against the formula in fp64."""
+    """Check outputs against the formula in fp64."""
     count = 0
     for sample in _select_samples(op, of):
         actual = _as_outputs(_get_overload(name)(*sample.args, **sample.kwargs))
@@ -106,17 +116,18 @@ def check_values(name: str, op: OperatorCase, of: Selection) -> int:
         tolerance = max(TOLERANCE[t.dtype] for t in sample.args if isinstance(t, Tensor) and t.dtype in TOLERANCE)
         for i, (a, e) in enumerate(zip(actual, op.reference(*args, **kwargs), strict=True)):
             if e is not None and not (a.shape == e.shape and _is_close(a, e, tolerance)):
-                raise _fail(name, sample, f"output {i} is not what the reference has")
+                raise _fail(name, sample, f"output {i} differs from the reference")
         count += 1
     return count
 
 
 def _list_leaves(args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors that require a gradient."""
     return [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.requires_grad]
 
 
 def check_gradients(name: str, op: OperatorCase, of: Selection) -> int:
-    """Gradients against those of the formula in fp64; an operator with none of its own raises."""
+    """Check gradients against gradients of the formula in fp64; an operator without gradients must raise."""
     count = 0
     for sample in _select_samples(op, of):
         leaves = _list_leaves(sample.args, sample.kwargs)
@@ -131,10 +142,10 @@ def check_gradients(name: str, op: OperatorCase, of: Selection) -> int:
         )
         coarsest = max(TOLERANCE[t.dtype] for t in leaves)
         for i, (leaf, a, e) in enumerate(zip(leaves, actual, expected, strict=True)):
-            # The gradient of a number is a sum over products of the others.
+            # The gradient of a scalar tensor sums products of the other tensors, so it has their rounding errors.
             tolerance = TOLERANCE[leaf.dtype] if leaf.dim() else coarsest
             if a.dtype != leaf.dtype or not _is_close(a, e, tolerance):
-                raise _fail(name, sample, f"gradient {i} is not that of the reference")
+                raise _fail(name, sample, f"gradient {i} differs from the reference")
         count += 1
     if not any(
         isinstance(t, Tensor) and t.requires_grad for s in _select_samples(op, of._replace(every=1)) for t in s.args
@@ -144,7 +155,7 @@ def check_gradients(name: str, op: OperatorCase, of: Selection) -> int:
 
 
 def _check_refuses_gradients(name: str, op: OperatorCase, of: Selection) -> int:
-    """What has no derivative raises; it is not silently taken for a constant."""
+    """Check that an operator without a derivative raises, instead of being treated as a constant."""
     sample = next(_select_samples(op, of))
     args, kwargs = _of_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), sample)
     outputs = _as_outputs(_get_overload(name)(*args, **kwargs))
@@ -157,7 +168,7 @@ def _check_refuses_gradients(name: str, op: OperatorCase, of: Selection) -> int:
 
 
 def _list_layouts(t: Tensor) -> dict[str, Tensor]:
-    """The same values behind other strides."""
+    """Return copies of a tensor with different strides and offsets, by name."""
     found = {"contiguous": t.clone(memory_format=torch.contiguous_format)}
     if t.dim() >= 2:
         found["permuted"] = t.transpose(0, -1).contiguous().transpose(0, -1)
@@ -168,9 +179,10 @@ def _list_layouts(t: Tensor) -> dict[str, Tensor]:
 
 
 def check_strides(name: str, op: OperatorCase, of: Selection) -> int:
-    """Strides and offsets of the inputs change nothing: on a CPU not a bit; on a GPU sums are laid out by them.
+    """Check that strides and offsets of inputs do not change results.
 
-    Inputs are not written, outputs are memory of their own.
+    Results must have equal bits on a CPU. On a GPU the order of sums may depend on strides, so results must be close.
+    Inputs must not be written, and outputs must not share memory with inputs.
     """
     count, exact = 0, torch.device(of.device).type == "cpu"
     for sample in _select_samples(op, of):
@@ -178,6 +190,7 @@ def check_strides(name: str, op: OperatorCase, of: Selection) -> int:
         for layout in ("contiguous", "permuted", "sliced", "offset"):
 
             def place(t: Tensor, layout: str = layout) -> Tensor:
+                """Return the tensor with the strides of `layout`."""
                 layouts = _list_layouts(t.detach())
                 return layouts.get(layout, layouts["contiguous"])
 
@@ -200,7 +213,10 @@ def check_strides(name: str, op: OperatorCase, of: Selection) -> int:
 
 
 def check_recompiles(name: str, op: OperatorCase, of: Selection) -> int:
-    """One dynamic compilation serves every size of 2 and more; an axis of 0 or 1 costs at most one more each."""
+    """Check that one dynamic compilation serves all sizes from 2 on.
+
+    An axis of size 0 or 1 may add at most one compilation each.
+    """
     count = 0
     for candidates in (False, True):
         torch.compiler.reset()
@@ -211,6 +227,7 @@ def check_recompiles(name: str, op: OperatorCase, of: Selection) -> int:
 
 
 def _count_compilations(name: str, op: OperatorCase, device: str, candidates: bool) -> int:
+    """Check the number of compilations of one layout, and return the number of sizes."""
     compilations, overload = 0, _get_overload(name)
 
     def backend(module: torch.fx.GraphModule, example_inputs: list) -> Callable:
@@ -241,11 +258,11 @@ CHECKS: dict[str, Callable[[str, OperatorCase, Selection], int]] = {
     "strides": check_strides,
     "recompiles": check_recompiles,
 }
-OF_ALL_DTYPES = ("recompiles",)  # have nothing to do with the samples and their dtypes
+OF_ALL_DTYPES = ("recompiles",)  # checks that do not depend on samples and dtypes
 
 
 def check_table() -> int:
-    """Every registered operator is in the table, and nothing else."""
+    """Check that the table contains every registered operator and nothing else."""
     if list_registered() != set(OPERATORS):
-        raise AssertionError(f"expected samples of {sorted(list_registered())}, found those of {sorted(OPERATORS)}")
+        raise AssertionError(f"expected samples of {sorted(list_registered())}, found samples of {sorted(OPERATORS)}")
     return len(OPERATORS)

@@ -1,4 +1,4 @@
-"""What torch's tracers make of calls: as text that is compared, so that a change of it is a decision."""
+"""Snapshots of what torch's tracers record of calls, as text, so that every change is a decision."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from lik_ops.opcheck.samples.table import list_registered
 
 
 class ScoringModule(torch.nn.Module):
-    """MaxSim alone."""
+    """A module that only computes MaxSim."""
 
     def forward(self, Q: Tensor, D: Tensor) -> Tensor:
+        """Return the scores."""
         return torch.ops.lik.maxsim(Q, D)
 
 
 def _list_operators(graph: torch.fx.Graph) -> str:
+    """Return the lik operators of a graph, separated by commas."""
     targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     return ", ".join(t.replace(".default", "") for t in targets if t.startswith("lik."))
 
 
 def _make_inputs(device: str, grad: bool = False) -> tuple[Tensor, Tensor]:
+    """Return a small Q and D."""
     Q, D = torch.ones(3, 4, 8, device=device), torch.ones(5, 6, 8, device=device)
     return Q.requires_grad_(grad), D.requires_grad_(grad)
 
 
 def format_schemas(device: str) -> str:
+    """Return the schemas of all registered operators, one on a line."""
     return "\n".join(str(getattr(torch.ops.lik, name).default._schema) for name in sorted(list_registered()))
 
 
 def format_exported(device: str) -> str:
+    """Return the operators of exported programs before and after decomposition, non-strict and strict."""
     lines = []
     for strict in (False, True):
         program = torch.export.export(ScoringModule().to(device), _make_inputs(device), strict=strict)
@@ -40,7 +45,10 @@ def format_exported(device: str) -> str:
 
 
 def format_compiled_step(device: str) -> str:
-    """Operators of a training step: as Dynamo sees it, then forward and backward as the compiler gets them."""
+    """Return the operators of a compiled training step.
+
+    The lines are the graph from Dynamo, the forward graph and the backward graph.
+    """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -64,7 +72,7 @@ def format_compiled_step(device: str) -> str:
     return "\n".join(lines)
 
 
-_SCHEMAS = {  # of operators that are registered: one of them needs Triton
+_SCHEMAS = {  # one of these operators is registered only with Triton
     "chamfer_bwd": "lik::chamfer_bwd(Tensor? of_P, Tensor? of_R, Tensor P, Tensor R, Tensor nearest, Tensor nearest_R, str metric, bool[2] needs) -> (Tensor, Tensor)",
     "chamfer_fwd": "lik::chamfer_fwd(Tensor P, Tensor R, Tensor? p_lengths, Tensor? r_lengths, str metric) -> (Tensor, Tensor, Tensor, Tensor)",
     "maxsim": 'lik::maxsim(Tensor Q, Tensor D, Tensor? q_mask=None, Tensor? d_mask=None, *, Tensor? q_weight=None, bool normalize=False, str backward="auto", bool recompute=False) -> Tensor',
@@ -100,7 +108,7 @@ SNAPSHOTS: dict[str, tuple[Callable[[str], str], str]] = {
 
 
 def check_snapshot(name: str, device: str) -> int:
-    """Raise AssertionError with both texts unless they are the same."""
+    """Raise AssertionError with both texts unless they are equal, and return the number of lines."""
     make, expected = SNAPSHOTS[name]
     found = make(device)
     if found != expected:

@@ -1,4 +1,4 @@
-"""Running the checks and writing down what came of them."""
+"""Runs the checks and formats their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lik_ops.opcheck.samples.table import OPERATORS
 
 
 class CheckResult(NamedTuple):
-    """What came of one check of one operator."""
+    """The result of one check of one operator."""
 
     operator: str
     check: str
@@ -28,12 +28,14 @@ class CheckResult(NamedTuple):
 
     @property
     def outcome(self) -> str:
+        """Return the text of the last column of the table."""
         if self.error is not None:
             return "FAIL"
         return "ok" if self.cases else "nothing to check"
 
 
 def _time_check(operator: str, check: str, run: Callable[[], int]) -> CheckResult:
+    """Run a check and return its result with the time."""
     start, cases, error = time.perf_counter(), 0, None
     try:
         cases = run()
@@ -43,13 +45,14 @@ def _time_check(operator: str, check: str, run: Callable[[], int]) -> CheckResul
 
 
 class _CheckTask(NamedTuple):
-    """What one process does at a time: some checks of one operator, or one snapshot, on some samples."""
+    """The unit of work of a process: some checks of one operator, or one snapshot, on some samples."""
 
     operator: str
     checks: tuple[str, ...]
     of: checks.Selection
 
     def results(self) -> list[CheckResult]:
+        """Run the checks."""
         if self.operator == "all":
             return [
                 _time_check("all", f"graph: {n}", partial(graphs.check_snapshot, n, self.of.device))
@@ -62,7 +65,10 @@ class _CheckTask(NamedTuple):
 
 
 def _list_tasks(device: str, operators: Iterable[str], every: int, apart: bool) -> Iterator[_CheckTask]:
-    """`apart`: each dtype by itself, with all checks of it: they share its kernels, other dtypes have their own."""
+    """Yield all tasks; `apart` makes one task for each dtype, with all its checks.
+
+    The checks of a dtype share kernels, and other dtypes have other kernels.
+    """
     whole = checks.Selection(device, every)
     for name in operators:
         if not apart:
@@ -77,7 +83,7 @@ def _list_tasks(device: str, operators: Iterable[str], every: int, apart: bool) 
 
 
 def _join_results(parts: list[CheckResult]) -> CheckResult:
-    """The parts of one check as one result."""
+    """Merge the results of the parts of one check."""
     errors = [part.error for part in parts if part.error is not None]
     cases, seconds = sum(part.cases for part in parts), sum(part.seconds for part in parts)
     return parts[0]._replace(cases=cases, seconds=seconds, error="\n".join(errors) or None)
@@ -86,9 +92,15 @@ def _join_results(parts: list[CheckResult]) -> CheckResult:
 def run_checks(
     device: str = "cpu", operators: Iterable[str] | None = None, every: int = 1, jobs: int = 1
 ) -> Iterator[CheckResult]:
-    """Run every check on `device`, of all `operators` if None, on every `every`-th sample; results as they come.
+    """Run every check and yield results as they complete.
 
-    `jobs` processes share the work, as on a GPU most of it is compiling kernels; with 1 it is done in this one.
+    On a GPU most of the work is compiling kernels, so several processes are faster.
+
+    Args:
+        device: device of the samples.
+        operators: names of operators; None for all.
+        every: check only every so many samples.
+        jobs: number of processes. With 1 the checks run in this process.
     """
     yield _time_check("all", "table", checks.check_table)
     tasks = list(_list_tasks(device, OPERATORS if operators is None else operators, every, apart=jobs > 1))
@@ -114,12 +126,13 @@ _WIDTHS = (20, 22, 6, 8, 0)
 
 
 def format_line(*cells: object) -> str:
-    """One row of the table."""
+    """Format one row of the table."""
     texts = [f"{c:.1f}" if isinstance(c, float) else str(c) for c in cells]
     padded = (t.rjust(w) if i in (2, 3) else t.ljust(w) for i, (t, w) in enumerate(zip(texts, _WIDTHS, strict=True)))
     return "  ".join(padded).rstrip()
 
 
 def format_title(device: str) -> str:
+    """Return versions and device as the title of the table."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
     return f"lik_ops {lik_ops.__version__}, torch {torch.__version__}, {name}"

@@ -1,7 +1,7 @@
-"""Exported programs made for others to run: AOTInductor packages, and ONNX.
+"""Export of programs that run without lik_ops: AOTInductor packages and ONNX.
 
-A program from `torch.export` holds ``torch.ops.lik.maxsim`` as one node, and needs lik_ops where it is loaded. What is
-made here does not.
+A program from `torch.export` contains ``torch.ops.lik.maxsim`` as one node and needs lik_ops to load. The exports of
+this module do not.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def _compute_blocked(
     argmax_dtype: torch.dtype | None,
     backward: str,
 ) -> tuple[Tensor, Tensor]:
+    """Compute `lik::maxsim_fwd` with a loop over blocks."""
     scores, argmax = blocked.forward_blocked(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
     return scores, Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
 def _compute_packaged(Q: Tensor, D: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """The Triton kernel where the compiler can take one in, else the loop over blocks."""
+    """Compute `lik::maxsim_fwd` with the Triton kernel if the compiler can include it, else with a loop over blocks."""
     *options, argmax_dtype, _ = args
     if Q.device.type == "cuda" and argmax_dtype is None and explain_no_triton(Q.device, Q.dtype) is None:
         from ..ops import packaged  # registers the operator
@@ -46,6 +47,8 @@ def _compute_packaged(Q: Tensor, D: Tensor, *args: Any) -> tuple[Tensor, Tensor]
 
 
 def _replace_operators(program: torch.export.ExportedProgram, forward: Callable) -> torch.export.ExportedProgram:
+    """Replace `lik::maxsim_fwd` by `forward`, and `lik::maxsim_topk` by `forward` and a sort."""
+
     def best(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk):
         if cu_seqlens_d is not None:
             return NotImplemented  # the operator stays
@@ -54,11 +57,11 @@ def _replace_operators(program: torch.export.ExportedProgram, forward: Callable)
     table = torch.export.default_decompositions()
     table[lik.maxsim_fwd.default] = forward
     table[lik.maxsim_topk.default] = best
-    with torch.no_grad():  # with gradients the winners would be kept
+    with torch.no_grad():  # with gradients the operator would return the argmax
         return program.run_decompositions(table)
 
 
-# What a program has to have in place of operators that stay, by their names: the first that fits.
+# Prefixes of operators that were not replaced, and what the program should use instead. The first match is reported.
 _EXPECTED = (
     (f"{lik.name}.maxsim_bwd", "scoring only"),
     (f"{lik.name}.maxsim_ragged", "dense tensors and masks"),
@@ -68,7 +71,7 @@ _EXPECTED = (
 
 
 def _check_all_replaced(name: str, program: torch.export.ExportedProgram, but: tuple[str, ...] = ()) -> None:
-    """Raise NotImplementedError for operators of ours, in any of its graphs, that nothing was put in place of."""
+    """Raise NotImplementedError if any graph of the program still contains an operator of lik_ops."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = {str(node.target) for graph in graphs for node in graph.nodes}.difference(but)
     for prefix, expected in _EXPECTED:
@@ -78,18 +81,22 @@ def _check_all_replaced(name: str, program: torch.export.ExportedProgram, but: t
 
 
 def open_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Replace the MaxSim operators of an exported program by what they compute: a loop over blocks of bounded size.
+    """Replace the MaxSim operators of an exported program by a loop over blocks of bounded size.
 
-    The result holds ATen operators and `torch.ops.higher_order.while_loop` only, with the sizes that were dynamic still
-    so; it runs, compiles and serialises without lik_ops. `lik_ops.retrieve` becomes the scores of all documents and a
-    stable sort of them, ``[Nq, Nd]``, whatever its `chunk`: 16 bytes for each score.
+    The result contains only ATen operators and `torch.ops.higher_order.while_loop`. Dynamic sizes stay dynamic. It
+    runs, compiles and serializes without lik_ops. `lik_ops.retrieve` becomes the scores of all documents ``[Nq, Nd]``
+    and a stable sort of them, for any `chunk`. This needs 16 bytes for each score.
 
     Args:
-        program: what `torch.export.export` made of a module that scores. One that computes gradients is refused.
+        program: result of `torch.export.export` for a module that scores. A program that computes gradients is
+            rejected.
+
+    Returns:
+        A program without operators of lik_ops.
 
     Raises:
-        NotImplementedError: the program computes gradients of MaxSim, or MaxSim of packed tokens or pair lists. An
-            operator of lik_ops never stays.
+        NotImplementedError: the program computes gradients of MaxSim, or MaxSim of packed tokens or pair lists, so an
+            operator of lik_ops would remain.
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
@@ -110,22 +117,23 @@ def package(
     dynamic_shapes: Any = None,
     inductor_configs: dict[str, Any] | None = None,
 ) -> str:
-    """Compile a module that scores with MaxSim into a file that any process with torch loads and runs.
+    """Compile a module that scores with MaxSim into a file that any process with torch can load and run.
 
-    MaxSim is compiled into the package as well: loading needs neither lik_ops nor, in a C++ program, Python. Load it
-    with `torch._inductor.aoti_load_package`, or with ``torch::inductor::AOTIModelPackageLoader``. The scores are those
-    of the operator up to the rounding of sums; memory beyond inputs and outputs is a few MiB, whatever the sizes, but
-    for `lik_ops.retrieve`: there all scores are held, 16 bytes for each.
+    MaxSim is compiled into the package. Loading needs no lik_ops, and a C++ program needs no Python. Load the package
+    with `torch._inductor.aoti_load_package` or ``torch::inductor::AOTIModelPackageLoader``. The scores equal the scores
+    of the operator up to the rounding of sums. The memory in addition to inputs and outputs is a few MiB for any sizes.
+    `lik_ops.retrieve` is an exception and stores all scores, 16 bytes each.
 
-    On a GPU the package holds a Triton kernel, but for fp64 and for winners; its tiles are fixed when it is made, so it
-    may be slower than the operator's choice. Everywhere else it holds a loop over blocks in generated code.
+    On a GPU the package contains a Triton kernel, except for fp64 and argmax. The tile sizes are fixed at export, so
+    the kernel may be slower than the operator's choice. Otherwise the package contains a loop over blocks in generated
+    code.
 
     Args:
         module: calls `lik_ops` functions or ``torch.ops.lik`` in its forward. It is exported for inference.
-        example_inputs: positional inputs, on the device that the package is for. Others have to lie in memory as these
-            do: no package of torch looks at strides, unless ``AOTI_RUNTIME_CHECK_INPUTS=1`` is set while it is made.
-        path: where the package goes; ends in ``.pt2``.
-        dynamic_shapes: the sizes that may differ from those of `example_inputs`, as `torch.export.export` takes them.
+        example_inputs: positional inputs, on the device of the package. Inputs at run time must have the same strides.
+            Packages of torch check strides only if ``AOTI_RUNTIME_CHECK_INPUTS=1`` is set during the export.
+        path: the file to write, which ends in ``.pt2``.
+        dynamic_shapes: the sizes that may differ from `example_inputs`, see `torch.export.export`.
         inductor_configs: options of the compiler.
 
     Returns:

@@ -1,4 +1,4 @@
-"""MaxSim in standard ONNX: what `torch.onnx.export` writes in place of the operator."""
+"""Translation of MaxSim to standard ONNX operators for `torch.onnx.export`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..core.extras import import_extra
 
 
 def onnx_translations() -> dict[Any, Callable]:
-    """The table that makes `torch.onnx.export` write MaxSim in standard ONNX operators.
+    """Return the table with which `torch.onnx.export` writes MaxSim in standard ONNX operators.
 
     Needs onnxscript (in a checkout: ``pip install ".[onnx]"``). Every size may be dynamic. The model computes a matrix
-    product, a maximum and a sum, so unlike the operator it holds all similarities of a call at once: score in batches.
-    Winners (`maxsim_with_argmax`) and gradients are not translated.
+    product, a maximum and a sum. Unlike the operator it stores all similarities of a call, so score in batches. Argmax
+    (`maxsim_with_argmax`) and gradients are not translated.
 
     Returns:
-        For the argument ``custom_translation_table``.
+        The argument ``custom_translation_table``.
 
     Raises:
         ModuleNotFoundError: onnxscript is not installed.
@@ -39,6 +39,7 @@ def onnx_translations() -> dict[Any, Callable]:
 
 
 def _translate_maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool) -> Any:
+    """Build the ONNX graph of `lik::maxsim`."""
     q_flat, d_flat, candidates = len(Q.shape) == 2, len(D.shape) == 2, len(D.shape) == 4
     result = 11 if Q.dtype.name == "DOUBLE" else 1  # onnx.TensorProto.DOUBLE, FLOAT
 
@@ -87,7 +88,7 @@ def _translate_maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weigh
 
 
 def _fill_empty_documents(op: Any, axis: Any, scores: Any, q_mask: Any, d_mask: Any, infinite: Any, zero: Any) -> Any:
-    """Scores of documents that keep no token: -inf, 0 for queries that keep none either."""
+    """Set scores of documents without a kept token to -inf, or to 0 if the query keeps no token either."""
 
     def any_of(mask: Any) -> Any:
         return op.Cast(op.ReduceMax(op.Cast(mask, to=6), axis(-1), keepdims=0), to=9)

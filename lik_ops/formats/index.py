@@ -1,4 +1,4 @@
-"""`Index`: packed documents with their bounds, which scoring functions take like a list of documents."""
+"""`Index`: packed documents with their bounds, accepted by scoring functions in place of a list of documents."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from .quantized import Quantized
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Index:
-    """Documents of many lengths in a format, as `read_index` finds them: what `maxsim` and `retrieve` take as D.
+    """Packed documents of different lengths in a format, accepted by `maxsim` and `retrieve` as D.
+
+    `read_index` returns one.
 
     Args:
-        documents: packed ``[Td, d]``, of residual codes or another format.
-        cu_seqlens: ``[Nd + 1]``, int32 or int64, on their device: where each begins, and where the last one ends.
+        documents: packed ``[Td, d]``, residual codes or another format.
+        cu_seqlens: ``[Nd + 1]``, int32 or int64, on the device of `documents`. Document k has the tokens from
+            ``cu_seqlens[k]`` to ``cu_seqlens[k + 1]``.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -48,17 +51,33 @@ class Index:
 
     @property
     def device(self) -> torch.device:
+        """Return the device of all tensors."""
         return self.documents.device
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Return the size of all tensors in bytes."""
         return self.documents.nbytes + self.cu_seqlens.nbytes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Index:
-        """The same on another device."""
+        """Copy the index to another device.
+
+        Args:
+            device: the target device.
+            non_blocking: see ``torch.Tensor.to``.
+
+        Returns:
+            An `Index` on `device`.
+        """
         return Index(self.documents.to(device, non_blocking), self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def decode(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Packed tokens ``[Td, d]`` as they count, in `dtype` (None: that they had), and the bounds of documents."""
+        """Dequantize all tokens.
+
+        Args:
+            dtype: dtype of the result; None for the dtype of the tokens before quantization.
+
+        Returns:
+            Packed tokens ``[Td, d]``, and `cu_seqlens`.
+        """
         return self.documents.dequantize(dtype), self.cu_seqlens

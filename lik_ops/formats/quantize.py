@@ -1,4 +1,4 @@
-"""`quantize`: tokens in a format of `formats`, or as the codes of a codec."""
+"""`quantize`: encode tokens in a format of `formats.table` or with a residual codec."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ def quantize(
     cu_seqlens_d: Tensor | None = None,
     query: Query = "half",
 ) -> Quantized:
-    """Document tokens in fewer bytes, with how far they are off.
+    """Quantize document tokens and measure the quantization error of each document.
 
     Args:
         D: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; fp16, bf16, fp32
             or fp64.
-        format: ``"int8"`` (symmetric, -127 to 127), ``"uint8"`` (affine: a minimum and a scale), ``"fp8_e4m3"``,
-            ``"fp8_e5m2"``, or ``"binary"`` (signs, for a first stage); or a `ResidualCodec` on the device of D.
-        scale: one for each ``"token"``, each ``"document"``, or for the whole ``"tensor"``. Residual
-            codes have one for each token.
-        d_mask: tokens to keep, the shape of D without d. What masked tokens hold never matters; they become zeros.
-        cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends.
-        query: how query rows are multiplied beside ``"int8"``: see `Quantized`.
+        format: ``"int8"`` (symmetric, -127 to 127), ``"uint8"`` (affine, with a minimum and a scale), ``"fp8_e4m3"``,
+            ``"fp8_e5m2"``, or ``"binary"`` (signs, for a first stage). A `ResidualCodec` on the device of D is also
+            accepted.
+        scale: one scale for each ``"token"``, for each ``"document"``, or for the whole ``"tensor"``. Residual codes
+            always have one scale for each token.
+        d_mask: tokens to keep, the shape of D without d. Masked tokens become zeros, whatever values they hold.
+        cu_seqlens_d: int32 or int64 ``[Nd + 1]``. Packed document k has the tokens from ``cu_seqlens_d[k]`` to
+            ``cu_seqlens_d[k + 1]``.
+        query: precision of query rows in products with ``"int8"`` documents, see `Quantized`.
 
     Returns:
-        A `Quantized`. A token of zeros stays one, whatever the format. Of a token with NaN or an infinity all features
-        become NaN; with one scale for a document or a tensor, so do its others.
+        A `Quantized`. A token of zeros dequantizes to zeros in every format. All features of a token with NaN or
+        infinity become NaN. If a document or tensor shares one scale, so do the other tokens that share this scale.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -75,7 +77,7 @@ def quantize(
         low[part], high[part] = compute_extremes(_convert_to_fp32(rows, keep, part), format)
 
     def joined(x: Tensor, largest: bool) -> Tensor:
-        """Of each token that of what it shares a scale with, in the shape that scales have."""
+        """Reduce `x` over the tokens that share a scale, and return it in the shape of the scales."""
         reduce = torch.amax if largest else torch.amin
         if scale == "token":
             return x.view(shape)
@@ -100,7 +102,10 @@ def quantize(
 def _encode_residual(
     rows: Tensor, keep: Tensor | None, shape: torch.Size, codec: ResidualCodec, dtype: torch.dtype
 ) -> Quantized:
-    """Tokens as the codes of a codec. One of zeros stays one by its scale, and one that is not finite is NaN by it."""
+    """Encode tokens with a codec.
+
+    A scale of 0 keeps a token of zeros at zeros. A NaN scale marks a token that is not finite.
+    """
     codes = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
     residuals = torch.empty((len(rows), codec.width), dtype=torch.uint8, device=rows.device)
     scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
@@ -115,7 +120,7 @@ def _encode_residual(
 
 
 def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: DocumentBounds | None) -> Quantized:
-    """With how far the furthest token of each document is off, and the largest norm of one."""
+    """Return `made` with the largest error and the largest norm of a token, for each document."""
     stored, shape = made.stored(), made.shape[:-1]
     error, norm = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
     for part in split_rows(len(rows), made.d):
@@ -132,27 +137,35 @@ def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: Docu
 
 
 def _convert_to_fp32(rows: Tensor, keep: Tensor | None, part: slice) -> Tensor:
-    """Some tokens in fp32 (fp64 for fp64), masked ones as zeros."""
+    """Return some tokens in fp32 (fp64 for fp64) with masked tokens set to zeros."""
     x = rows[part].to(torch.promote_types(rows.dtype, torch.float32))
     return x if keep is None else torch.where(keep[part].unsqueeze(-1), x, 0)
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """fp64 as fp32 that is no smaller."""
+    """Round fp64 to the next fp32 that is not smaller."""
     return torch.nextafter(x.float(), x.new_tensor(torch.inf).float()).where(x > 0, x.float())
 
 
 class DocumentBounds:
-    """The documents of packed tokens."""
+    """The documents that packed tokens belong to."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
         ends, each = cu_seqlens[1:].long(), torch.arange(tokens, device=cu_seqlens.device)
         self.count = len(ends)
-        # The document of each token; of tokens beside all documents some one.
+        # The document of each token. Tokens outside all documents get an arbitrary one.
         self.owner = torch.searchsorted(ends, each, right=True).clamp_(max=self.count - 1)
 
     def reduce_tokens(self, x: Tensor, reduce: str) -> Tensor:
-        """The largest or smallest value of each document's tokens, 0 for one without."""
+        """Reduce the values of each document's tokens to their largest or smallest.
+
+        Args:
+            x: one value for each token, ``[Td]``.
+            reduce: ``"amax"`` or ``"amin"``.
+
+        Returns:
+            ``[Nd]``, 0 for a document without tokens.
+        """
         found = x.new_zeros(self.count)
         return found.scatter_reduce_(0, self.owner, x, reduce, include_self=False)
 
@@ -163,7 +176,7 @@ def _check_quantize_args(op: str, D: Any, format: Any, scale: Any, d_mask: Any, 
         check_choice(op, "scale", scale, ("token",))
         if D.dim() < 2 or (D.shape[-1], D.device) != (format.d, format.centroids.device):
             expected = f"[..., {format.d}] on {format.centroids.device}"
-            raise ValueError(f"{op}: D: expected {expected} as the codec, got {format_shape(D)} on {D.device}")
+            raise ValueError(f"{op}: D: expected {expected} like the codec, got {format_shape(D)} on {D.device}")
     else:
         check_choice(op, "format", format, tuple(FORMATS))
         check_choice(op, "scale", scale, get_args(Scale))
@@ -176,5 +189,5 @@ def _check_quantize_args(op: str, D: Any, format: Any, scale: Any, d_mask: Any, 
         ends = cu_seqlens_d[0] == 0, cu_seqlens_d[-1] == len(D)
         if not (all(ends) and bool((cu_seqlens_d.diff() >= 0).all())):
             first, last = int(cu_seqlens_d[0]), int(cu_seqlens_d[-1])
-            got = f"{first} to {last}: {LOOKS_LIKE_LENGTHS}" if not all(ends) else "some that descend"
+            got = f"{first} to {last}: {LOOKS_LIKE_LENGTHS}" if not all(ends) else "descending bounds"
             raise ValueError(f"{op}: cu_seqlens_d: expected ascending bounds from 0 to {len(D)}, got {got}")

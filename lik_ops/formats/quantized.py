@@ -1,4 +1,4 @@
-"""`Quantized`: documents in a format of `formats`, which scoring functions take in place of D."""
+"""`Quantized`: documents in a format of `formats.table`, accepted by scoring functions in place of D."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ from ..core.extras import import_extra
 from .residual import ResidualCodec
 from .table import ALL_FORMATS, INT8_QUERIES, EncodedTokens, FormatName, Query, Residual, split_rows
 
-_CODEC = "codec."  # what the names of its tensors begin with in a file
+_CODEC = "codec."  # prefix of the names of the codec's tensors in a file
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Quantized:
-    """Documents as `quantize` makes them, or `of_codes`: what scoring functions and `retrieve` take in place of D.
+    """Quantized documents, accepted by scoring functions and `retrieve` in place of D.
 
-    Indexing takes documents, along the first axis. ``torch.save``, pickle and ``copy`` take it as it is; `save` and
-    `load` use safetensors.
+    `quantize` and `Quantized.of_codes` return one. Indexing selects documents along the first axis. ``torch.save``,
+    pickle and ``copy`` work. `save` and `load` use safetensors.
 
     Args:
-        data: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]`` or packed ``[Td, d]``, of the dtype of the format;
-            of ``"binary"`` ``[..., ceil(d / 8)]``, feature k in bit ``k % 8`` of byte ``k // 8``, set where it is > 0;
-            of residual codes ``[..., ceil(d nbits / 8)]``, the first features in the highest bits.
-        scale: fp32, of the shape of `data` without its last axis, or with sizes of 1 where it is one for all.
-        format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``; of residual codes
+        data: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]`` or packed ``[Td, d]``, in the dtype of the format.
+            ``"binary"`` has ``[..., ceil(d / 8)]`` with feature k in bit ``k % 8`` of byte ``k // 8``, set if the
+            feature is > 0. Residual codes have ``[..., ceil(d nbits / 8)]`` with the first features in the highest
+            bits.
+        scale: fp32, the shape of `data` without its last axis. An axis on which the scale is shared has size 1.
+        format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``. Residual codes are
             ``"residual1"``, ``"residual2"``, ``"residual4"`` or ``"residual8"``.
         d: features of a token.
-        dtype: of the tokens as they were.
-        minimum: of ``"uint8"`` what is added to each feature, like `scale`; else None.
-        error: how far the furthest token of each document is off, in the L2 norm, rounded up: fp32 ``[Nd]``,
-            ``[Nq, K]`` or ``[]``; None where it is not known. Two-stage `retrieve` needs it.
-        norm: the largest L2 norm of a token of each document as it was, rounded up, likewise.
-        codes: of residual codes the centroid of each token, int32 or int64, of the shape of `data` without its last
-            axis; a document with one that is outside the codec scores NaN. Else None.
-        codec: of residual codes what they are read with, on the device of `data`. Else None.
-        query: ``"int8"`` lets a GPU round query rows to int8 beside ``"int8"`` documents, to a 254th of their largest
-            feature, which takes about half the time where queries are many; ``"half"`` keeps them to a 64,516th.
+        dtype: dtype of the tokens before quantization.
+        minimum: for ``"uint8"``, the offset added to each feature, in a shape like `scale`. None for other formats.
+        error: largest L2 error of a token, for each document, rounded up: fp32 ``[Nd]``, ``[Nq, K]`` or ``[]``. None if
+            unknown. Two-stage `retrieve` needs it.
+        norm: largest L2 norm of a token before quantization, for each document, rounded up, in the shape of `error`.
+            None if unknown.
+        codes: for residual codes, the centroid of each token, int32 or int64, the shape of `data` without its last
+            axis. A document with a code outside the codec scores NaN. None for other formats.
+        codec: for residual codes, the codec that decodes them, on the device of `data`. None for other formats.
+        query: ``"half"`` rounds query rows to 1/64516 of their largest feature in products with ``"int8"`` documents.
+            ``"int8"`` lets a GPU round them to 1/254, which needs about half the time if there are many queries.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -111,6 +113,7 @@ class Quantized:
         self._check_codes(tokens, kept.nbits)
 
     def _check_codes(self, tokens: torch.Size, nbits: int) -> None:
+        """Raise TypeError or ValueError unless `codes` and `codec` fit the format."""
         op, codes, codec = "Quantized", self.codes, self.codec
         for name, x, kind in (("codes", codes, Tensor), ("codec", codec, ResidualCodec)):
             if not isinstance(x, kind if nbits else type(None)):
@@ -130,11 +133,12 @@ class Quantized:
             expected = f"nbits={nbits}, d={self.d} on {self.device}"
             raise ValueError(f"{op}: codec: expected {expected}, got {codec} on {codec.centroids.device}")
         tensors = codec.tensors()
-        if any(x.requires_grad for x in tensors.values()):  # documents are numbers
+        if any(x.requires_grad for x in tensors.values()):  # documents have no gradient
             detached: dict[str, Any] = {name: x.detach() for name, x in tensors.items()}
             object.__setattr__(self, "codec", replace(codec, **detached))
 
     def _check(self, name: str, x: Any, required: bool, fits: Callable[[Tensor], bool], expected: str) -> None:
+        """Raise TypeError or ValueError unless an fp32 attribute has a shape and device that fit."""
         check_tensor("Quantized", name, x, or_none=not required)
         if x is None:
             return
@@ -150,19 +154,21 @@ class Quantized:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tokens as they were."""
+        """Return the shape of the tokens before quantization."""
         return torch.Size((*self.data.shape[:-1], self.d))
 
     @property
     def device(self) -> torch.device:
+        """Return the device of all tensors."""
         return self.data.device
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, those of the codec among them."""
+        """Return the size of all tensors in bytes, including the tensors of the codec."""
         return sum(x.nbytes for x in (*self.tensors().values(), *(self.codec.tensors().values() if self.codec else ())))
 
     def dim(self) -> int:
+        """Return the number of axes."""
         return self.data.dim()
 
     def __len__(self) -> int:
@@ -173,26 +179,43 @@ class Quantized:
         return f"Quantized({list(self.shape)}, format={self.format!r}{query}, device={str(self.device)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """With FP8 as bytes: torch does not read it again from a pickle."""
+        """Return the state with FP8 as bytes, because torch cannot load FP8 from a pickle."""
         return {**self.__dict__, "data": self.data.view(ALL_FORMATS[self.format].bytes)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, data=state["data"].view(ALL_FORMATS[state["format"]].dtype))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the documents by their names."""
+        """Return all tensors of the documents by name."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
-        """The same on another device."""
+        """Copy the documents to another device.
+
+        Args:
+            device: the target device.
+            non_blocking: see ``torch.Tensor.to``.
+
+        Returns:
+            A `Quantized` on `device`.
+        """
         moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
         return replace(self, **moved, codec=self.codec and self.codec.to(device, non_blocking))
 
     def __getitem__(self, documents: Any) -> Quantized:
-        """Some documents, or of ``[Td, d]`` some tokens, by a slice, a list or a tensor of indices.
+        """Select documents, or tokens of packed ``[Td, d]``.
 
-        A mask ``[Nd, Ld]`` finds the tokens, packed. Of tokens `error` and `norm` are not known.
+        `error` and `norm` are unknown for selected tokens.
+
+        Args:
+            documents: a slice, a list or a tensor of indices. A mask ``[Nd, Ld]`` selects tokens and packs them.
+
+        Returns:
+            A `Quantized` with the selected documents or tokens.
+
+        Raises:
+            TypeError: the index has another type.
         """
         if isinstance(documents, (tuple, int)) or documents is None or documents is Ellipsis:
             raise TypeError(f"Quantized: index: expected a slice, a list or a tensor, got {type(documents).__name__}")
@@ -200,13 +223,13 @@ class Quantized:
             check_strided("Quantized", "index", documents)
         found: dict[str, Any] = {"data": self.data[documents]}
         found["codes"] = None if self.codes is None else self.codes[documents]
-        axes = found["data"].dim() - self.dim() + 1  # that the first one became
+        axes = found["data"].dim() - self.dim() + 1  # axes that replace the first axis
         taken = documents.dim() if isinstance(documents, Tensor) and documents.dtype == torch.bool else 1
         for name in ("scale", "minimum"):
             x = getattr(self, name)
             if x is not None and taken > 1:
                 x = x.expand(*self.data.shape[:taken], *x.shape[taken:])[documents]
-            elif x is not None:  # what all documents share they share still
+            elif x is not None:  # a value shared by all documents stays shared
                 x = x[documents] if x.shape[0] == len(self) else x[0][(None,) * axes]
             found[name] = x
         for name in ("error", "norm"):
@@ -215,7 +238,17 @@ class Quantized:
         return replace(self, **found)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tokens as they count, in `dtype` (None: that they had), rounded once."""
+        """Dequantize the tokens and round them once.
+
+        Args:
+            dtype: dtype of the result; None for the dtype of the tokens before quantization.
+
+        Returns:
+            Tokens in the shape `shape`.
+
+        Raises:
+            TypeError: `dtype` is not float16, bfloat16, float32 or float64.
+        """
         dtype = self.dtype if dtype is None else dtype
         check_dtype("Quantized.dequantize", "dtype", dtype)
         stored = self.stored()
@@ -225,7 +258,7 @@ class Quantized:
         return out.view(self.shape)
 
     def kept(self) -> EncodedTokens:
-        """The tokens with the axes that they have, FP8 as bytes."""
+        """Return the tokens as `EncodedTokens` with all their axes and with FP8 as bytes."""
         codes, codec = self.codes, self.codec
         coded = () if codes is None or codec is None else (codes, codec.centroids, codec.table)
         format = INT8_QUERIES if self.query == "int8" else self.format
@@ -235,25 +268,28 @@ class Quantized:
         )
 
     def stored(self) -> EncodedTokens:
-        """The tokens of all documents, as operators take them."""
+        """Return the tokens of all documents as `EncodedTokens` with one token axis, for operators."""
         return self.kept().flat()
 
     def per_token(self) -> tuple[Tensor, Tensor | None]:
-        """Scales and minima of all tokens ``[Td]``, ``[1]`` where there is one for all."""
+        """Return the scales and minima of all tokens, ``[Td]``, or ``[1]`` if all tokens share one."""
         return self.stored()[1:3]
 
     @classmethod
     def of_codes(
         cls, codes: Tensor, residuals: Tensor, codec: ResidualCodec, dtype: torch.dtype | None = None
     ) -> Quantized:
-        """Documents of residual codes that exist, with the inverse norms of their tokens.
+        """Wrap existing residual codes as documents and compute the inverse norms of their tokens.
 
         Args:
-            codes: ``[Ld]``, ``[Nd, Ld]``, ``[Nq, K, Ld]`` or packed ``[Td]``, int32 or int64. A document with one that
-                is outside the codec scores NaN.
+            codes: ``[Ld]``, ``[Nd, Ld]``, ``[Nq, K, Ld]`` or packed ``[Td]``, int32 or int64. A document with a code
+                outside the codec scores NaN.
             residuals: uint8 ``[..., ceil(d nbits / 8)]``, in the bit order of the codec.
-            codec: what they are read with.
-            dtype: of the tokens as they were; None for that of the centroids.
+            codec: decodes the codes.
+            dtype: dtype of the tokens before quantization; None for the dtype of the centroids.
+
+        Returns:
+            A `Quantized` of format ``"residual1"``, ``"residual2"``, ``"residual4"`` or ``"residual8"``.
 
         Raises:
             TypeError: a dtype or type is wrong.
@@ -276,9 +312,12 @@ class Quantized:
         return cls(codec.kept(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write one safetensors file, in place of the one there once it is whole. Needs ``lik-ops[retrieval]``.
+        """Write one safetensors file, and replace an existing file only once the new one is complete.
 
-        A symbolic link at `path` is replaced. The file that it leads to stays as it is.
+        Needs ``lik-ops[retrieval]``. A symbolic link at `path` is replaced, and its target is unchanged.
+
+        Args:
+            path: the file to write.
 
         Raises:
             FileExistsError: `path` is a directory or a device.
@@ -292,19 +331,26 @@ class Quantized:
         if codec is not None:
             found |= {_CODEC + name: x for name, x in codec.tensors().items()}
             about |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
-        # Documents may be mapped from the file that they replace.
+        # The documents may be memory-mapped from the file that is replaced.
         replace_file(path, lambda whole: save_tensors(found, whole, {"lik_ops": "1", **about}))
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> Quantized:
-        """What `save` wrote.
+        """Read a file that `save` wrote.
 
-        On a CPU the tensors are mapped memory of the file, which has to keep its size while they are in use. `save`
-        puts another file in its place and does not change a file that is mapped.
+        On a CPU the tensors are memory-mapped from the file. The file must keep its size while they are in use. `save`
+        replaces the file and does not change a mapped one.
+
+        Args:
+            path: the file to read.
+            device: device of the tensors.
+
+        Returns:
+            The `Quantized` that was saved.
 
         Raises:
             ModuleNotFoundError: safetensors is not installed.
-            ValueError: the file is damaged, or of something else.
+            ValueError: the file is damaged, or `save` did not write it.
         """
         safetensors = import_extra("Quantized.load", "retrieval", "safetensors")
         path, device = os.fspath(path), str(torch.device(device))
@@ -314,7 +360,7 @@ class Quantized:
                 about = file.metadata() or {}
                 dtype = getattr(torch, about.get("dtype", ""), None)
                 if about.get("lik_ops") != "1" or about.get("format") not in ALL_FORMATS or dtype not in DTYPES:
-                    raise ValueError("its metadata are of something else")
+                    raise ValueError("its metadata is not from Quantized.save")
                 tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             names = [name for name in ("centroids", "weights", "cutoffs") if _CODEC + name in tensors]
             if of_codec := {name: tensors.pop(_CODEC + name) for name in names}:
@@ -328,10 +374,10 @@ class Quantized:
 
 
 def _has_sizes(x: Tensor, sizes: torch.Size) -> bool:
-    """Whether a tensor has these sizes, or 1 in place of any."""
+    """Return whether the shape of a tensor equals `sizes`, where any axis may also have size 1."""
     return x.dim() == len(sizes) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
 
 
 def make_placeholder(D: Quantized) -> Tensor:
-    """A tensor that has the metadata of the tokens as they were, and the memory of one number."""
+    """Return a tensor with the metadata of the tokens before quantization that occupies the memory of one element."""
     return torch.empty((), dtype=D.dtype, device=D.device).expand(D.shape)

@@ -1,8 +1,9 @@
-"""`ResidualCodec`: tokens as the nearest of many centroids, and a few bits of what each feature is off by.
+"""`ResidualCodec`: encode a token as its nearest centroid and a few bits for the residual of each feature.
 
-The codec is that of ColBERTv2 (Santhanam et al., 2022, section 3.3) as ColBERT, fast-plaid and next-plaid keep it on
-disk: a token is normalised ``centroids[code] + weights[bucket]``, its code that of the centroid with the largest
-product, its buckets those of the residual between `cutoffs`, one table for all features. `formats` decodes.
+The codec is from ColBERTv2 (Santhanam et al., 2022, section 3.3), as stored by ColBERT, fast-plaid and next-plaid. A
+decoded token is ``centroids[code] + weights[bucket]``, normalized. The code is the centroid with the largest dot
+product. A bucket is the interval between `cutoffs` that holds the residual of a feature. All features share one table.
+`formats.table` decodes tokens.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from ..core.arguments import (
 from .table import RESIDUAL_FORMATS, EncodedTokens, Residual, split_rows
 
 BitOrder: TypeAlias = Literal["plaid", "big", "little"]
-_EPS = 1e-12  # of torch.nn.functional.normalize
-_MAX_HELD_OUT_TOKENS = 50_000  # tokens that buckets are taken from, at most, and one in 20
-_TOKENS_PER_CENTROID = 256  # tokens for each centroid that k-means looks at, at most
-_QUERY_ROWS = 64  # rows that look for their centroid as one query
+_EPS = 1e-12  # the default of torch.nn.functional.normalize
+_MAX_HELD_OUT_TOKENS = 50_000  # at most; buckets are trained on one token in 20
+_TOKENS_PER_CENTROID = 256  # at most so many tokens for each centroid are used by k-means
+_QUERY_ROWS = 64  # rows that are scored as one query to find their centroids
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ResidualCodec:
-    """Centroids and buckets: what residual codes are read and written with.
+    """Centroids and buckets that encode and decode residual codes.
 
-    ``lik_ops.quantize(D, codec)`` makes documents of tokens, `Quantized.of_codes` of codes that exist.
+    ``lik_ops.quantize(D, codec)`` encodes tokens. `Quantized.of_codes` wraps existing codes.
 
     Args:
         centroids: ``[C, d]``, fp16, bf16 or fp32.
-        weights: fp32 ``[2^nbits]``, what each bucket adds to a feature; 1, 2, 4 or 8 bits.
-        cutoffs: fp32 ``[2^nbits - 1]``, ascending: a residual is in the bucket above all cutoffs below it. None: the
-            codec only decodes.
-        bit_order: how the buckets of a byte lie. ``"plaid"``, of ColBERT, fast-plaid and next-plaid: the first feature
-            in the highest bits, each bucket from its lowest bit on. ``"big"``, of WARP: the same from the highest on.
-            ``"little"``: the first feature in the lowest bits, the lowest bit of a bucket lowest.
-        normalize: tokens count as ``x / max(||x||, 1e-12)`` of ``x = centroids[code] + weights[bucket]``, else as x.
+        weights: fp32 ``[2^nbits]``, the value that each bucket adds to a feature. `nbits` is 1, 2, 4 or 8.
+        cutoffs: fp32 ``[2^nbits - 1]``, ascending. The bucket of a residual is the number of cutoffs below it. If None,
+            the codec can only decode.
+        bit_order: order of the buckets in a byte. ``"plaid"`` (ColBERT, fast-plaid, next-plaid) has the first feature
+            in the highest bits, with the lowest bit of each bucket first. ``"big"`` (WARP) has the first feature in the
+            highest bits, with the highest bit of each bucket first. ``"little"`` has the first feature in the lowest
+            bits, with the lowest bit of a bucket lowest.
+        normalize: decode to ``x / max(||x||, 1e-12)`` with ``x = centroids[code] + weights[bucket]``, else to x.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -70,7 +72,7 @@ class ResidualCodec:
     cutoffs: Tensor | None = None
     bit_order: BitOrder = "plaid"
     normalize: bool = True
-    table: Tensor = field(init=False)  # the weights in the order of what the bits of `kept` bytes say
+    table: Tensor = field(init=False)  # weights indexed by the bits of `kept` bytes
 
     def __post_init__(self) -> None:
         op, weights = "ResidualCodec", self.weights
@@ -96,27 +98,28 @@ class ResidualCodec:
         check_choice(op, "bit_order", self.bit_order, get_args(BitOrder))
         check_flag(op, "normalize", self.normalize)
         order = torch.arange(len(weights), device=weights.device)
-        if self.bit_order != "big":  # bytes of "little" are kept with their bits reversed, as those of "plaid"
+        if self.bit_order != "big":  # bytes of "little" are stored with their bits reversed, like "plaid"
             order = reverse_bits(order, self.nbits)
         object.__setattr__(self, "table", weights[order])
 
     @property
     def nbits(self) -> int:
-        """Of a bucket."""
+        """Return the number of bits of a bucket."""
         return len(self.weights).bit_length() - 1
 
     @property
     def d(self) -> int:
+        """Return the number of features of a token."""
         return self.centroids.shape[1]
 
     @property
     def width(self) -> int:
-        """Bytes of the residuals of a token."""
+        """Return the number of residual bytes of a token."""
         return -(-self.d * self.nbits // 8)
 
     @property
     def format(self) -> Residual:
-        """Of documents that this codec makes."""
+        """Return the name of the format of documents that this codec encodes."""
         found: Any = f"residual{self.nbits}"
         return found
 
@@ -124,23 +127,31 @@ class ResidualCodec:
         return f"ResidualCodec({len(self.centroids)} centroids, d={self.d}, nbits={self.nbits})"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Centroids, weights and cutoffs by their names."""
+        """Return centroids, weights and cutoffs by name."""
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ResidualCodec:
-        """The same on another device."""
+        """Copy the codec to another device.
+
+        Args:
+            device: the target device.
+            non_blocking: see ``torch.Tensor.to``.
+
+        Returns:
+            A `ResidualCodec` on `device`.
+        """
         moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
         return replace(self, **moved)
 
     def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and residuals of tokens.
+        """Encode tokens as codes and residuals.
 
         Args:
             tokens: ``[..., d]``, fp16, bf16, fp32 or fp64, on the device of the codec.
 
         Returns:
-            int32 codes ``[...]``, and residuals in the bit order of the codec, uint8 ``[..., ceil(d nbits / 8)]``.
+            int32 codes ``[...]``, and uint8 residuals ``[..., ceil(d nbits / 8)]`` in the bit order of the codec.
 
         Raises:
             TypeError: a dtype or type is wrong.
@@ -150,7 +161,7 @@ class ResidualCodec:
         self._check_tokens(op, tokens)
         if self.cutoffs is None or not len(self.centroids):
             missing = "cutoffs" if self.cutoffs is None else "centroids"
-            raise ValueError(f"{op}: expected a codec with {missing}, which this one has not")
+            raise ValueError(f"{op}: expected a codec with {missing}, but this codec has none")
         rows, shape = tokens.flatten(0, -2), tokens.shape[:-1]
         codes = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         residuals = torch.empty((len(rows), self.width), dtype=torch.uint8, device=rows.device)
@@ -159,18 +170,17 @@ class ResidualCodec:
             x = rows[part].float().nan_to_num(0)
             codes[part] = nearest = _find_nearest(x, centroids)
             off = x - centroids[nearest]
-            residuals[part] = self._pack_buckets(
-                torch.bucketize(off, self.cutoffs)
-            )  # one that equals a cutoff is below it
+            # A residual that equals a cutoff is below it.
+            residuals[part] = self._pack_buckets(torch.bucketize(off, self.cutoffs))
         return codes.view(shape), residuals.view(*shape, self.width)
 
     def decode(self, codes: Tensor, residuals: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Tokens of their codes and residuals; NaN where a code is no centroid's.
+        """Decode codes and residuals to tokens, with NaN for a code that is not a centroid.
 
         Args:
             codes: ``[..., L]``, int32 or int64.
             residuals: uint8 ``[..., ceil(d nbits / 8)]``, in the bit order of the codec.
-            dtype: of the tokens; None for that of the centroids.
+            dtype: dtype of the tokens; None for the dtype of the centroids.
 
         Returns:
             Tokens ``[..., d]``, computed in fp32 and rounded once.
@@ -190,7 +200,14 @@ class ResidualCodec:
         return out.view(*codes.shape, self.d)
 
     def scales(self, codes: Tensor, residuals: Tensor) -> Tensor:
-        """What tokens are multiplied by: inverse norms, fp32 of the shape of the codes; ones of sizes 1 without.
+        """Compute the scales of tokens, which are their inverse norms.
+
+        Args:
+            codes: ``[..., L]``, int32 or int64.
+            residuals: uint8 ``[..., ceil(d nbits / 8)]``, in the bit order of the codec.
+
+        Returns:
+            fp32 scales in the shape of `codes`. Without `normalize`, ones of shape ``[1, ..., 1]``.
 
         Raises:
             TypeError: a dtype or type is wrong.
@@ -206,13 +223,13 @@ class ResidualCodec:
         return out.view(codes.shape)
 
     def kept(self, residuals: Tensor) -> Tensor:
-        """Residuals as `formats` reads them, those of ``"little"`` with the bits of each byte reversed."""
+        """Return residuals in the bit order of `formats.table`, with the bits of ``"little"`` bytes reversed."""
         if self.bit_order != "little":
             return residuals
         return reverse_bits(torch.arange(256, device=residuals.device), 8).to(torch.uint8)[residuals.int()]
 
     def check_codes(self, op: str, codes: Any, residuals: Any) -> None:
-        """Raise TypeError or ValueError, naming the argument, unless they are codes and residuals of this codec."""
+        """Raise TypeError or ValueError, naming the argument, unless both are codes and residuals of this codec."""
         for name, x in (("codes", codes), ("residuals", residuals)):
             check_tensor(op, name, x)
             check_strided(op, name, x)
@@ -231,6 +248,7 @@ class ResidualCodec:
             raise ValueError(f"{op}: residuals: expected {expected}, got {format_shape(residuals)}")
 
     def _check_tokens(self, op: str, tokens: Any) -> None:
+        """Raise TypeError or ValueError unless `tokens` are tokens of this codec."""
         check_floats(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] != self.d:
             raise ValueError(f"{op}: tokens: expected [..., {self.d}], got {format_shape(tokens)}")
@@ -239,11 +257,12 @@ class ResidualCodec:
             raise ValueError(f"{op}: tokens: expected the device of the codec, {expected}, got {tokens.device}")
 
     def _stored(self, codes: Tensor, residuals: Tensor) -> EncodedTokens:
+        """Return codes and residuals as `EncodedTokens` with a scale of 1."""
         data, scale = self.kept(residuals).flatten(0, -2), self.weights.new_ones(1)
         return EncodedTokens(data, scale, None, self.format, codes.reshape(-1), self.centroids, self.table)
 
     def _pack_buckets(self, buckets: Tensor) -> Tensor:
-        """Buckets ``[n, d]`` as bytes in the bit order of the codec."""
+        """Pack buckets ``[n, d]`` into bytes in the bit order of the codec."""
         each = RESIDUAL_FORMATS[self.format].each
         buckets = F.pad(buckets, (0, -self.d % each)).unflatten(-1, (self.width, each))
         if self.bit_order == "plaid":
@@ -263,18 +282,20 @@ class ResidualCodec:
         iterations: int = 10,
         seed: int = 0,
     ) -> ResidualCodec:
-        """A codec for tokens like these: spherical k-means, and buckets of equal counts of held-out residuals.
+        """Train a codec on tokens with spherical k-means and residual buckets of equal counts.
 
-        Cutoffs are the quantiles ``i / 2^nbits`` of the residuals of one token in 20, at most 50,000, which k-means
-        does not see; weights those of ``(i + 1/2) / 2^nbits``. Tokens with NaN or infinities are left out.
+        One token in 20, at most 50,000, is held out from k-means. The cutoffs are the quantiles ``i / 2^nbits`` of the
+        residuals of these tokens. The weights are the quantiles ``(i + 1/2) / 2^nbits``. Tokens with NaN or infinity
+        are left out.
 
         Args:
             tokens: ``[..., d]``, of unit norm; fp16, bf16, fp32 or fp64.
             nbits: 1, 2, 4 or 8.
-            n_centroids: None for ColBERT's, the power of two below ``16 sqrt(T)`` of T tokens. No more than tokens.
-            bit_order: as of the codec.
-            iterations: of k-means.
-            seed: of what is random. On a CPU equal seeds give equal codecs.
+            n_centroids: number of centroids, at most the number of tokens. None selects ColBERT's choice, the largest
+                power of two up to ``16 sqrt(T)`` for T tokens.
+            bit_order: bit order of the codec.
+            iterations: iterations of k-means.
+            seed: random seed. On a CPU equal seeds give equal codecs.
 
         Returns:
             A codec with fp16 centroids of unit norm, on the device of the tokens.
@@ -297,7 +318,7 @@ class ResidualCodec:
         rows = tokens.detach().flatten(0, -2)
         rows = rows[rows.isfinite().all(-1)]
         if not len(rows):
-            raise ValueError(f"{op}: tokens: expected finite ones, got none of {format_shape(tokens)}")
+            raise ValueError(f"{op}: tokens: expected at least one finite token, got none in {format_shape(tokens)}")
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(rows), generator=generator, device="cpu").to(rows.device)
         held = rows[order[: min(_MAX_HELD_OUT_TOKENS, max(1, len(rows) // 20))]].float()
@@ -317,11 +338,12 @@ class ResidualCodec:
 
 
 def _compute_inverse_norms(x: Tensor) -> Tensor:
+    """Return ``1 / max(||x||, 1e-12)`` along the last axis."""
     return 1 / torch.linalg.vector_norm(x, dim=-1).clamp_min(_EPS)
 
 
 def reverse_bits(x: Tensor, nbits: int) -> Tensor:
-    """Integers with their lowest `nbits` bits in the other order."""
+    """Reverse the order of the lowest `nbits` bits of integers."""
     found = torch.zeros_like(x)
     for bit in range(nbits):
         found |= ((x >> bit) & 1) << (nbits - 1 - bit)
@@ -329,7 +351,7 @@ def reverse_bits(x: Tensor, nbits: int) -> Tensor:
 
 
 def _find_nearest(rows: Tensor, centroids: Tensor) -> Tensor:
-    """The centroid that each row has the largest product with: the winner among the tokens of one document."""
+    """Return the centroid with the largest dot product for each row, the argmax of MaxSim over one document."""
     whole = len(rows) // _QUERY_ROWS * _QUERY_ROWS
     queries = rows[:whole].view(-1, _QUERY_ROWS, rows.shape[1]), rows[whole:].unsqueeze(0)
     found = [
@@ -340,22 +362,22 @@ def _find_nearest(rows: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _train_centroids(rows: Tensor, count: int, iterations: int, generator: torch.Generator) -> Tensor:
-    """Unit centroids: each the direction of the sum of the rows that it has the largest product with."""
-    centroids = F.normalize(rows[:count], dim=-1)  # of rows in random order
+    """Train unit centroids, each the direction of the sum of the rows that are nearest to it by dot product."""
+    centroids = F.normalize(rows[:count], dim=-1)  # the rows are in random order
     for _ in range(iterations):
         sums, members = torch.zeros_like(centroids), rows.new_zeros(count)
         for part in split_rows(len(rows), rows.shape[1]):
             nearest = _find_nearest(rows[part], centroids)
             sums.index_add_(0, nearest, rows[part])
             members += torch.bincount(nearest, minlength=count)
-        # One that no row is near to begins again where another row is.
+        # A centroid without rows restarts at a random row.
         others = rows[torch.randint(len(rows), (count,), generator=generator, device="cpu").to(rows.device)]
         centroids = F.normalize(torch.where((members > 0).unsqueeze(-1), sums, others), dim=-1)
     return centroids
 
 
 def _compute_quantiles(x: Tensor, q: Tensor) -> Tensor:
-    """As `torch.quantile`, which takes no more than 2^24 values."""
+    """Compute quantiles like `torch.quantile`, which accepts at most 2^24 values."""
     values = x.sort().values
     at = q.to(x.device) * (len(values) - 1)
     low = at.floor().long()

@@ -1,12 +1,13 @@
-"""How formats keep document tokens in fewer bytes, and what the tokens then count as.
+"""The quantization formats of document tokens, and their encoders and decoders.
 
-A format keeps each feature as a small number `q` and, for a token, a document or all of them, a `scale` in fp32: the
-token counts as ``q * scale`` (for ``"uint8"``, ``q * scale + minimum``). The formulas are those of symmetric and affine
-quantisation (Jacob et al., 2018, section 2), the extremes of the FP8 formats those of Micikevicius et al. (2022).
+A format stores each feature as a small number `q`, and an fp32 `scale` for each token, document or tensor. The token
+dequantizes to ``q * scale`` (for ``"uint8"``, ``q * scale + minimum``). The formulas are symmetric and affine
+quantization (Jacob et al., 2018, section 2). The extremes of the FP8 formats are from Micikevicius et al. (2022).
 
-Residual codes (ColBERTv2: Santhanam et al., 2022, section 3.3) keep a token as the number of a centroid and a bucket of
-1, 2, 4 or 8 bits for each feature: it counts as ``(centroids[code] + weights[bucket]) * scale``. The first feature of a
-byte is in its highest bits, and `weights` are in the order of what bits say: `residual` has the orders of the codecs.
+Residual codes (ColBERTv2: Santhanam et al., 2022, section 3.3) store a token as a centroid index and a bucket of 1, 2,
+4 or 8 bits for each feature. The token dequantizes to ``(centroids[code] + weights[bucket]) * scale``. The first
+feature of a byte is in its highest bits, and `weights` is indexed by these bits. `formats.residual` handles the bit
+orders of codecs.
 """
 
 from __future__ import annotations
@@ -22,65 +23,78 @@ from torch import Tensor
 Query: TypeAlias = Literal["half", "int8"]
 FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary"]
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
-_MAX_ROWS_BYTES = 32 << 20  # of numbers that are worked on at a time
+_MAX_ROWS_BYTES = 32 << 20  # size of the rows that are processed at a time
 PerToken = TypeVar("PerToken", Tensor, "Tensor | None")
-DecodedFeatures: TypeAlias = tuple[Tensor, float]  # numbers ``[n, d]`` of any dtype, and what they are multiplied by
+DecodedFeatures: TypeAlias = tuple[Tensor, float]  # numbers ``[n, d]`` of any dtype, and their common factor
 
 
 def _max_abs(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row."""
     return x.abs().amax(-1)
 
 
 def _mean_abs(x: Tensor) -> Tensor:
+    """Return the mean magnitude of each row."""
     return x.abs().mean(-1)
 
 
 def _pack_signs(x: Tensor, inverse: Tensor) -> Tensor:
-    """Which features of ``[n, d]`` are above 0 as bytes ``[n, ceil(d / 8)]``, the first feature in the lowest bit."""
+    """Pack ``x > 0`` of ``[n, d]`` into bytes ``[n, ceil(d / 8)]`` with the first feature in the lowest bit."""
     bits = torch.nn.functional.pad(x > 0, (0, -x.shape[-1] % 8)).unflatten(-1, (-(-x.shape[-1] // 8), 8))
     weights = 1 << torch.arange(8, dtype=torch.int32, device=x.device)
     return (bits * weights).sum(-1).to(torch.uint8)
 
 
 def _unpack_signs(data: Tensor, d: int) -> DecodedFeatures:
-    """Of `_pack_signs`."""
+    """Return the signs that `_pack_signs` packed, as -1 and 1."""
     bits = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
     return bits.flatten(-2)[..., :d].to(torch.int8).mul_(2).sub_(1), 1.0
 
 
 def convert_fp8(data: Tensor, format: str) -> DecodedFeatures:
-    """FP8 numbers in fp16, and what they have to be multiplied by. Bits are moved: a CPU converts FP8 one by one."""
+    """Convert FP8 numbers to fp16 and the factor that restores them.
+
+    The bits are shifted, because a CPU converts FP8 one number at a time.
+
+    Args:
+        data: FP8 numbers, or their bytes.
+        format: ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
+
+    Returns:
+        fp16 numbers in the shape of `data`, and the factor that they have to be multiplied by.
+    """
     bits = data.view(torch.int8).to(torch.int16)
     if format == "fp8_e5m2":  # the upper half of fp16
         return (bits << 8).view(torch.float16), 1.0
-    # Sign, exponent and mantissa where fp16 has them, but for what exponents begin with: 2^8.
+    # Sign, exponent and mantissa move to their places in fp16. The exponent bias differs by 8, hence the factor 2^8.
     bits = (bits << 7).bitwise_and_(~0x4000)
-    nan = (bits + 0x80).bitwise_and_(0x4000)  # of the largest magnitude, which is NaN, the exponent's first bit
+    nan = (bits + 0x80).bitwise_and_(0x4000)  # set the top exponent bit of the largest magnitude, which is NaN
     return bits.bitwise_or_(nan).view(torch.float16), 256.0
 
 
 def _decode_fp8(format: str, data: Tensor, d: int) -> DecodedFeatures:
+    """Return FP8 numbers as `DecodedFeatures`, converted only on a CPU."""
     return convert_fp8(data, format) if data.device.type == "cpu" else (data.view(FORMATS[format].dtype), 1.0)
 
 
 class Format(NamedTuple):
-    """How features are kept: all that a format says of itself, but the device code that `kernel` names."""
+    """A storage format of features: everything except the device code that `kernel` selects."""
 
     dtype: torch.dtype
-    largest: float  # number
-    each: int = 1  # features that an element holds
-    nbits: int = 0  # of a bucket, of residual codes
-    affine: bool = False  # numbers count from the minimum of a token; else from 0, in both directions
-    kernel: Any = "number"  # `Config.STORED`, how kernels read it: a name, or a function that loads a tile of numbers
-    size: Callable[[Tensor], Tensor] = _max_abs  # of tokens ``[n, d]``, which a scale makes `find_largest` of
-    encode: Callable[[Tensor, Tensor], Tensor] | None = None  # tokens, and scales' inverses, to elements; None: rounds
-    decode: Callable[[Tensor, int], DecodedFeatures] | None = (
-        None  # elements to `DecodedFeatures` of d features; None: as they are
-    )
+    largest: float  # largest stored number
+    each: int = 1  # features in one element
+    nbits: int = 0  # bits of a bucket, for residual codes
+    affine: bool = False  # numbers are offsets from the minimum; else symmetric about 0
+    kernel: Any = "number"  # `Config.STORED` of the kernel: a name, or a function that loads a tile of numbers
+    size: Callable[[Tensor], Tensor] = _max_abs  # size of tokens ``[n, d]`` that the scale maps to `largest`
+    # Encodes tokens, given the inverse scales. None rounds to the nearest number.
+    encode: Callable[[Tensor, Tensor], Tensor] | None = None
+    # Decodes elements to `DecodedFeatures` of d features. None uses the elements as they are.
+    decode: Callable[[Tensor, int], DecodedFeatures] | None = None
 
     @property
     def bytes(self) -> torch.dtype:
-        """As which operators take them: few operations of torch know FP8."""
+        """Return the dtype that operators accept for `data`, because few torch operations support FP8."""
         return torch.uint8 if self.dtype.is_floating_point else self.dtype
 
 
@@ -94,27 +108,27 @@ FORMATS: dict[str, Format] = {
 RESIDUAL_FORMATS: dict[str, Format] = {
     f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n, kernel=f"codes{n}") for n in (1, 2, 4, 8)
 }
-ALL_FORMATS: Mapping[str, Format] = ChainMap(
-    RESIDUAL_FORMATS, FORMATS
-)  # in the order of `FORMATS`, then `RESIDUAL_FORMATS`
-INT8_QUERIES = "int8_int8"  # to operators: "int8" documents, beside which queries may be rounded to int8 too
+# Iterates over `FORMATS`, then `RESIDUAL_FORMATS`.
+ALL_FORMATS: Mapping[str, Format] = ChainMap(RESIDUAL_FORMATS, FORMATS)
+# The operators' name of "int8" documents with queries that may also be rounded to int8.
+INT8_QUERIES = "int8_int8"
 _QUERY_FORMATS = {INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES)}
-OPERAND_FORMATS: Mapping[str, Format] = ChainMap(_QUERY_FORMATS, RESIDUAL_FORMATS, FORMATS)  # what operators take
+OPERAND_FORMATS: Mapping[str, Format] = ChainMap(_QUERY_FORMATS, RESIDUAL_FORMATS, FORMATS)  # accepted by operators
 
 
 class EncodedTokens(NamedTuple):
-    """Document tokens as a format keeps them."""
+    """Document tokens as stored by a format."""
 
-    data: Tensor  # [Td, ...], or with more axes before it is `flat`
-    scale: Tensor  # [Td] or [1], fp32; before, the shape of tokens, with sizes of 1 where it is one for all
-    minimum: Tensor | None  # the same
+    data: Tensor  # [Td, ...], or with more token axes before `flat`
+    scale: Tensor  # fp32 [Td] or [1]; before `flat` the shape of the tokens, with size 1 on shared axes
+    minimum: Tensor | None  # the shape of `scale`
     format: str
-    codes: Tensor | None = None  # of residual codes: [Td], int32 or int64
+    codes: Tensor | None = None  # for residual codes: [Td], int32 or int64
     centroids: Tensor | None = None  # [C, d]
     weights: Tensor | None = None  # [2^nbits], fp32
 
     def flat(self) -> EncodedTokens:
-        """As operators take it, with one axis for all tokens."""
+        """Return the tokens with a single token axis, the layout that operators accept."""
         tokens, codes = self.data.shape[:-1], self.codes
 
         def per_token(x: Tensor | None) -> Any:
@@ -126,7 +140,16 @@ class EncodedTokens(NamedTuple):
         return EncodedTokens(*flat, self.format, None if codes is None else codes.reshape(-1), *self[5:])
 
     def decoded(self, rows: Tensor | slice, d: int, out: Tensor | None = None) -> Tensor:
-        """Some tokens ``[n, d]`` in fp32 as they count, NaN of a code that is no centroid's; in `out` if given."""
+        """Dequantize some tokens to fp32.
+
+        Args:
+            rows: the tokens to decode.
+            d: features of a token.
+            out: fp32 ``[n, d]`` to write to; None allocates it.
+
+        Returns:
+            fp32 ``[n, d]``. A token whose code is not a centroid is NaN.
+        """
         data, scale = self.data[rows], select_rows(self.scale, rows)
         if self.codes is None or self.centroids is None or self.weights is None:
             return decode_tokens(data, scale, select_rows(self.minimum, rows), self.format, d, out=out)
@@ -139,7 +162,16 @@ class EncodedTokens(NamedTuple):
 
 
 def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Of each token what its minimum and its scale follow from, NaN where it has NaN or an infinity."""
+    """Compute the values that determine the minimum and scale of each token.
+
+    Args:
+        x: tokens ``[n, d]``, fp32 or fp64.
+        format: a name of `FORMATS`.
+
+    Returns:
+        fp32 ``low`` and ``high``, each ``[n]``, NaN for a token with NaN or infinity. ``low`` is 0 unless the format is
+        affine.
+    """
     if x.shape[-1] == 0 or not x.numel():
         return x.new_zeros(len(x)), x.new_zeros(len(x))
     kept = FORMATS[format]
@@ -149,18 +181,29 @@ def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def compute_scales(low: Tensor, high: Tensor, format: str) -> Tensor:
-    """The scales of tokens, or of what shares one, from their `compute_extremes`."""
-    # In fp64, which rounds to the bits of an fp32 division: every device has the same scales, compiled too, though
-    # a GPU multiplies by the inverse of a number, and Inductor's divisions in fp32 are off in the last bits there.
+    """Compute scales from the results of `compute_extremes`, reduced over the tokens that share a scale."""
+    # An fp64 division rounds to the bits of a correct fp32 division, so scales are equal on every device and in
+    # compiled code. In fp32, a GPU multiplies by the inverse of a number, and Inductor's divisions are off in the last
+    # bits.
     scales = ((high - low).double() / FORMATS[format].largest).float()
-    # A scale that is too small for its inverse to be a number keeps nothing.
+    # A scale whose inverse overflows becomes 0, and so do its tokens.
     return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
 
 
 def encode_tokens(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
-    """Tokens ``x [n, d]`` in fp32 or fp64 as `format` keeps them, with scales ``[n]`` or ``[1]``."""
+    """Encode tokens in a format of `FORMATS`.
+
+    Args:
+        x: tokens ``[n, d]``, fp32 or fp64.
+        scale: fp32 ``[n]`` or ``[1]``.
+        minimum: fp32 ``[n]`` or ``[1]`` for affine formats, else None.
+        format: a name of `FORMATS`.
+
+    Returns:
+        ``[n, d]``, or ``[n, ceil(d / 8)]`` for ``"binary"``, in the dtype of the format.
+    """
     kept = FORMATS[format]
-    # 0 for NaN: its scale says so. In fp64 as in `compute_scales`.
+    # A token with a NaN scale stores 0. The division is in fp64, see `compute_scales`.
     inverse = torch.where(scale > 0, 1 / scale.double(), 0).float().unsqueeze(-1)
     if kept.encode is not None:
         return kept.encode(x, inverse)
@@ -174,9 +217,18 @@ def encode_tokens(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str)
 def decode_tokens(
     data: Tensor, scale: Tensor, minimum: Tensor | None, format: str, d: int, out: Tensor | None = None
 ) -> Tensor:
-    """Tokens ``[n, d]`` in fp32 as they count, of scales ``[n]`` or ``[1]``; numbers of 8 bits may come as bytes.
+    """Dequantize tokens to fp32 ``[n, d]``.
 
-    They are written to `out`, if there is one.
+    Args:
+        data: encoded tokens ``[n, ...]``; FP8 may be given as bytes.
+        scale: fp32 ``[n]`` or ``[1]``.
+        minimum: fp32 ``[n]`` or ``[1]`` for affine formats, else None.
+        format: a name of `OPERAND_FORMATS`, except the residual formats.
+        d: features of a token.
+        out: fp32 ``[n, d]`` to write to; None allocates it.
+
+    Returns:
+        fp32 ``[n, d]``.
     """
     kept = OPERAND_FORMATS[format]
     numbers, times = (data.view(kept.dtype), 1.0) if kept.decode is None else kept.decode(data, d)
@@ -188,24 +240,24 @@ def decode_tokens(
 
 
 def lookup_bucket_weights(data: Tensor, weights: Tensor, nbits: int) -> Tensor:
-    """Of bytes ``[n, b]`` the weights of their buckets ``[n, 8 / nbits * b]``."""
+    """Look up the weights ``[n, 8 / nbits * b]`` of the buckets in bytes ``[n, b]``."""
     of_bytes = weights[unpack_slots(torch.arange(256, device=data.device), nbits)]  # [256, 8 / nbits]
     return of_bytes.index_select(0, data.reshape(-1).int()).view(len(data), -1)
 
 
 def unpack_slots(numbers: Tensor, nbits: int) -> Tensor:
-    """What the slots of bytes ``[...]`` hold, from the highest bits on: ``[..., 8 / nbits]``."""
+    """Unpack bytes ``[...]`` into fields of `nbits` bits, highest bits first: ``[..., 8 / nbits]``."""
     shifts = torch.arange(8 - nbits, -1, -nbits, dtype=numbers.dtype, device=numbers.device)
     return (numbers.unsqueeze(-1) >> shifts) & (2**nbits - 1)
 
 
 def select_rows(x: PerToken, rows: Tensor | slice) -> PerToken:
-    """What has a value for each token, of some; all of what has one for all, and None of None."""
+    """Select rows of a per-token value, and return None or a value shared by all tokens unchanged."""
     return x if x is None or x.shape[0] == 1 else x[rows]
 
 
 def split_rows(rows: int, width: int) -> Iterator[slice]:
-    """Slices of rows, of which `width` numbers of 4 bytes take little memory."""
+    """Yield slices of `rows` such that `width` 4-byte numbers for each row fit `_MAX_ROWS_BYTES`."""
     step = max(1, _MAX_ROWS_BYTES // max(4 * width, 1))
     for begin in range(0, rows, step):
         yield slice(begin, min(begin + step, rows))

@@ -1,4 +1,4 @@
-"""The portable backend: plain torch, for CPU and for any device or dtype without Triton kernels."""
+"""The portable backend: plain PyTorch, for CPUs and for any device or dtype without Triton kernels."""
 
 from ..families.chamfer.portable import backward_chamfer, forward_chamfer
 from ..families.head.portable import backward_head, forward_head

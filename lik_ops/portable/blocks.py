@@ -1,25 +1,25 @@
-"""Shapes of the portable backend's matrix products, and how tokens get into them.
+"""Shapes of the portable backend's matrix products, and helpers that copy tokens into them.
 
 All similarities come from `torch.bmm` over *slices*. One slice is ``[rows, d] x [d, columns]``, document tokens against
 query tokens. Bits must not depend on the batch:
 
-- A slice's shape follows from `Lq`, `Ld`, `d` and the dtype alone, a token's place in it from its place in its document
-  or query. How many slices a call has is free, from two on; a single one goes to another kernel of MKL.
-- Documents shorter than `MIN_ROWS` share a slice, and queries shorter than a step of columns. There a token's place
-  varies, so every row and column must have the same bits; equal tokens tie only then, too.
-- Padding and packed tokens change `Lq` and `Ld`, so slices of any rows and columns must have the same bits.
+- The shape of a slice depends only on `Lq`, `Ld`, `d` and the dtype. The place of a token in the slice depends only on
+  its place in its document or query. The number of slices in a call is free from two on, because MKL uses another
+  kernel for a single slice.
+- Documents shorter than `MIN_ROWS` share a slice, and so do queries shorter than one step of columns. There the place
+  of a token varies, so every row and column must give the same bits. Equal tokens tie only under the same condition.
+- Padding and packed tokens change `Lq` and `Ld`, so slices with different rows and columns must give the same bits.
 
-MKL grants this to slices of `MIN_ROWS` rows or more, made of whole `STEPS`, that start at multiples of 64 bytes;
-`tests/portable/test_slices.py` checks the machine it runs on.
+MKL guarantees this for slices of at least `MIN_ROWS` rows that consist of whole `STEPS` and start at multiples of 64
+bytes. `tests/portable/test_slices.py` checks it on the machine that runs the test.
 
-Calls of few tokens would multiply padding for the most part. `narrow` makes products of fewer rows, where one random
-product shows that this machine gives them the same bits; `wide` has chunks of its own.
+Calls with few tokens would mostly multiply padding. `forward.narrow` uses products of fewer rows if a random product
+shows that this machine gives them the same bits. `forward.wide` has its own chunks.
 
-Documents are copied into the slices even where a view would do. On ``[300, 128] x [128, 32]`` from main memory MKL
-reaches 0.54 of its full rate on an AMD processor, and 0.65 if documents are copied into the cache first, the copy
-included. Where `supports_in_place_reads` holds, fp32 documents that need no conversion are read where they lie: many
-of them at once (`forward.InPlaceForward`), or as slices. `tests/portable/test_slices.py` checks that these products
-give the same bits.
+Documents are copied into the slices even if a view would do. On ``[300, 128] x [128, 32]`` from main memory MKL reaches
+0.54 of its full rate on an AMD processor. It reaches 0.65 if documents are copied into the cache first, including the
+copy. If `supports_in_place_reads` holds, fp32 documents that need no conversion are read in place, either many at once
+(`InPlaceForward`) or as slices. `tests/portable/test_slices.py` checks that these products give the same bits.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ from .pace import adjust_threads
 
 MIN_ROWS, MAX_ROWS = 24, 1024
 SHARED_ROWS = 64  # rows of a slice that short documents share
-# Multiples that rows have, multiples that columns have, and most columns. torch's amax is fastest on 32 fp32 columns.
-# MKL's fp64 kernels take 4 rows and 24 columns at a time and round what remains otherwise.
+# Rows and columns are multiples of the first two numbers, and the third is the maximum number of columns. torch's amax
+# is fastest on 32 fp32 columns. MKL's fp64 kernels process 4 rows and 24 columns at a time and round the remainder
+# differently.
 STEPS = {torch.float32: (1, 32, 128), torch.float64: (4, 48, 96)}
-# Columns where tokens are so wide that a step of them exceeds SLICE_BYTES. With other numbers MKL rounds the last ones
-# otherwise.
+# Columns if tokens are so wide that a step of them exceeds MAX_SLICE_BYTES. With other numbers MKL rounds the last
+# columns differently.
 FEW_COLUMNS = (4, 8, 12, 24)
-ALIGNMENT_BYTES = 64  # bytes
-# Rows of each product of `multiply_by_rows`: those of a common query. On a GPU a launch costs more than padding does.
+ALIGNMENT_BYTES = 64
+# Rows of each product of `multiply_by_rows`, on a CPU the tokens of a common query. On a GPU a launch costs more than
+# padding.
 CPU_PRODUCT_ROWS, GPU_PRODUCT_ROWS = 32, 128
 NORM_EPS = 1e-12
 
 MiB = 1 << 20
-# Budgets in bytes; with small tensors beside them they stay below 32 MiB. Neither side of a slice exceeds SLICE_BYTES
-# where d is below 2^20 (fp32); wider tokens go to `wide`.
-MAX_DOCUMENT_BYTES = 3 * MiB  # few enough to be multiplied before they leave the cache
+# Memory budgets. Together with small tensors they stay below 32 MiB. Neither side of a slice exceeds MAX_SLICE_BYTES if
+# d is below 2^20 (fp32). `forward.wide` handles wider tokens.
+MAX_DOCUMENT_BYTES = 3 * MiB  # small enough to be multiplied before they leave the cache
 MAX_SIMILARITY_BYTES = 2 * MiB
 MAX_PANEL_BYTES = 6 * MiB
 MAX_MAXIMA_BYTES = 2 * MiB
@@ -60,15 +62,16 @@ MAX_SLICE_BYTES = 4 * MiB
 
 
 def is_host_readable(x: Tensor) -> bool:
-    """Whether values may decide what is done: on CPU that is free, elsewhere it would wait for the device."""
+    """Return whether code may branch on values, which is free on a CPU and would wait for the device elsewhere."""
     return x.device.type == "cpu"
 
 
 @lru_cache(maxsize=1)
 def supports_in_place_reads() -> bool:
-    """Whether documents may be read where they lie: faster, with the same bits, by MKL's AVX-512 kernels on Intel.
+    """Return whether documents may be read in place.
 
-    Its AVX2 kernels round such products otherwise; on AMD it was not measured.
+    This is faster with MKL's AVX-512 kernels on Intel, and the bits are the same. MKL's AVX2 kernels round such
+    products differently. It was not measured on AMD.
     """
     if {"MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"} & os.environ.keys() or not torch.backends.mkl.is_available():
         return False
@@ -80,34 +83,36 @@ def supports_in_place_reads() -> bool:
 
 
 def is_product_ready(D: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``D [..., Ld, d]`` of a CPU can go into matrix products of `dtype` as it is."""
+    """Return whether ``D [..., Ld, d]`` is on a CPU and can be an operand of matrix products of `dtype` as it is."""
     if not isinstance(D, Tensor) or D.device.type != "cpu" or not D.dtype == dtype == torch.float32:
         return False
     return D.stride(-1) == 1 and min(D.stride()[-3:-1]) >= D.shape[-1] and supports_in_place_reads()
 
 
 def ceil_div(a: int, b: int) -> int:
+    """Return ``a / b`` rounded up."""
     return -(-a // b)
 
 
 def round_up(a: int, b: int) -> int:
+    """Round `a` up to a multiple of `b`."""
     return ceil_div(a, b) * b
 
 
 class SliceShape(NamedTuple):
-    """The shape of a slice and what lies in it."""
+    """The shape and contents of a slice."""
 
     rows: int
-    documents: int  # whole documents in a slice; 1 where a document fills one slice or several
+    documents: int  # whole documents in a slice; 1 if a document fills one or several slices
     starts: tuple[int, ...]  # first token of each slice of a document; the last slice may overlap the one before
     columns: int
-    queries: int  # whole queries in a slice; 1 where a query fills one slice or several
+    queries: int  # whole queries in a slice; 1 if a query fills one or several slices
     panels: int  # slices of a query
 
 
 @lru_cache(maxsize=1024)
 def choose_slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
-    """How documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
+    """Choose how documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
     token_bytes = d * dtype.itemsize
     row_step, step, most = STEPS[dtype]
     starts: tuple[int, ...] = (0,)
@@ -132,14 +137,17 @@ def choose_slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceSha
 
 
 def allocate_slices(like: Tensor, slices: int, rows: int, d: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised ``[slices, rows, d]`` whose slices start at multiples of `ALIGNMENT_BYTES` bytes."""
+    """Allocate ``[slices, rows, d]``, uninitialized, with slices that start at multiples of `ALIGNMENT_BYTES`."""
     stride = round_up(rows * d, ALIGNMENT_BYTES // dtype.itemsize)
     storage = like.new_empty((slices, stride), dtype=dtype)
     return storage[:, : rows * d].unflatten(1, (rows, d))
 
 
 def copy_grouped(target: Tensor, source: Tensor) -> None:
-    """Copy ``source [..., n, L, w]`` into ``target [..., m, group, L, w]``, ``m * group >= n``; the rest stays."""
+    """Copy ``source [..., n, L, w]`` into ``target [..., m, group, L, w]``, where ``m * group >= n``.
+
+    The rest of `target` is unchanged.
+    """
     count, group = source.shape[-3], target.shape[-3]
     if group == 1:
         target = target.squeeze(-3)
@@ -153,17 +161,20 @@ def copy_grouped(target: Tensor, source: Tensor) -> None:
 
 
 def multiply_matrices(a: Tensor, b: Tensor) -> Tensor:
-    """Of matrices or batches of them, in their own dtype: a region of autocast casts products without an `out`."""
+    """Multiply matrices, or batches of them, in their own dtype.
+
+    An `out` tensor keeps autocast from casting the product.
+    """
     adjust_threads()
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     return multiply(a, b, out=a.new_empty(*a.shape[:-1], b.shape[-1]))
 
 
 def multiply_by_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two matrices so that the bits of a row do not depend on the other rows of `a`, nor on their number.
+    """Multiply two matrices such that the bits of a row depend neither on the other rows of `a` nor on their number.
 
     BLAS libraries choose a kernel, and with it the order of a sum, by the number of rows. Here all products have the
-    same number.
+    same number of rows.
     """
     step = CPU_PRODUCT_ROWS if a.device.type == "cpu" else GPU_PRODUCT_ROWS
     rows = a.shape[0]
@@ -177,19 +188,19 @@ def multiply_by_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def compute_row_norms(rows: Tensor) -> Tensor:
-    """``max(||row||, eps)`` as ``[..., 1]``."""
+    """Compute ``max(||row||, eps)`` as ``[..., 1]``."""
     if rows.device.type == "cpu":
         norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    else:  # a GPU's reduction has an order that depends on how many rows there are
+    else:  # the order of a GPU's reduction depends on the number of rows
         norms = sum_pairwise(rows.square())[..., None].sqrt()
     return norms.clamp_min_(NORM_EPS)
 
 
 def sum_pairwise(x: Tensor) -> Tensor:
-    """Sum over the last axis, overwriting `x`, as a binary tree that zeros behind the last element do not change.
+    """Sum over the last axis with a binary tree that trailing zeros do not change; overwrites `x`.
 
-    Halves are powers of two, so a longer axis of zeros only adds levels that add zeros: a query has the same sum
-    packed, padded and masked. torch.sum picks its order from sizes, strides and the number of threads.
+    The lower half of a level is a power of two, so trailing zeros only add levels that add zeros. A query has the same
+    sum packed, padded and masked. The order of torch.sum depends on sizes, strides and the number of threads.
     """
     length = x.shape[-1]
     while length > 1:
@@ -200,24 +211,35 @@ def sum_pairwise(x: Tensor) -> Tensor:
 
 
 def split_range(first: int, last: int, step: int) -> Iterator[slice]:
-    """``[first, last)`` cut into slices of at most `step`; between two of them the number of threads may change."""
+    """Yield ``[first, last)`` in slices of at most `step`; the number of threads may change between two slices."""
     for start in range(first, last, step):
         adjust_threads()
         yield slice(start, min(start + step, last))
 
 
 def split_to_fit(total: int, bytes_each: int, room: int) -> Iterator[slice]:
-    """``[0, total)`` cut so that what belongs to a slice fits `room` bytes; one alone may need more."""
+    """Yield ``[0, total)`` in slices whose items of `bytes_each` fit `room` bytes, at least one item for each slice."""
     return split_range(0, total, max(1, room // max(bytes_each, 1)))
 
 
 def split_argmax_to_fit(
     queries: int, documents: int, bytes_each: int, room: int, candidates: bool, needs: Sequence[bool]
 ) -> Iterator[tuple[slice, slice, list[bool]]]:
-    """A backward in parts of queries and documents whose winners fit `room`, with the gradients that each completes.
+    """Split a backward into parts of queries and documents whose argmax fits `room` bytes.
 
-    Candidates belong to their query. In the cross product a query needs all documents and a document all queries:
-    where the call has to be cut, its winners are found twice, and no gradient is a sum of parts.
+    Candidates belong to their query. In the cross product a query needs all documents, and a document needs all
+    queries. If the call is split, the argmax is computed twice, and no gradient is a sum of parts.
+
+    Args:
+        queries: number of queries.
+        documents: number of documents, or of candidates of a query.
+        bytes_each: argmax bytes of a query and a document.
+        room: bytes of a part.
+        candidates: whether each query has its own documents.
+        needs: the wanted gradients of Q, D and q_weight.
+
+    Yields:
+        Queries, documents, and the gradients that the part completes.
     """
     if queries * documents * bytes_each <= room:
         yield slice(0, queries), slice(0, documents), list(needs)
@@ -232,18 +254,19 @@ def split_argmax_to_fit(
 
 
 class Piece(NamedTuple):
-    """Part of one side: its batches, its queries or documents, their tokens."""
+    """A part of one side: its batches, its queries or documents, and their tokens."""
 
     batches: slice
     items: slice
     tokens: slice
 
     def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of batches, items and tokens."""
         batches, items, tokens = (s.stop - s.start for s in self)
         return batches, items, tokens
 
     def within(self, b: slice, items: slice) -> Piece:
-        """This piece of part of a side, as a piece of that side."""
+        """Convert this piece of a part of a side into a piece of the whole side."""
         i, j = (slice(s.start + of.start, s.stop + of.start) for s, of in ((self.batches, b), (self.items, items)))
         return Piece(i, j, self.tokens)
 
@@ -251,9 +274,14 @@ class Piece(NamedTuple):
 def cut_pieces(
     sizes: tuple[int, int, int], limit: int, max_batches: int | None = None, whole: int = 1, pad: int = 1
 ) -> Iterator[Piece]:
-    """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens (at least one each).
+    """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens, at least one token each.
 
-    Items are taken in multiples of `whole` where that fits. Each batch counts as a multiple of `pad` tokens.
+    Args:
+        sizes: numbers of batches, items and tokens.
+        limit: tokens of a piece.
+        max_batches: at most so many batches in a piece; None for no bound.
+        whole: use multiples of so many items if they fit.
+        pad: the tokens of a batch are rounded up to a multiple of it before they are compared with `limit`.
     """
     batches, items, tokens = sizes
     token_step = max(1, min(tokens, limit))
@@ -270,5 +298,5 @@ def cut_pieces(
 
 
 def find_first_true(mask: Tensor) -> Tensor:
-    """Index of the first True of the last axis, 0 where there is none."""
+    """Return the index of the first True along the last axis, 0 if there is none."""
     return mask.view(torch.uint8).argmax(-1)

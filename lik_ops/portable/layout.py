@@ -1,4 +1,4 @@
-"""Where tokens lie: dense arguments and packed ones, as the forwards and gradients of this backend read them."""
+"""Dense, packed and quantized tokens in the layout that the forwards and backwards of this backend read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .blocks import copy_grouped, is_host_readable
 
 
 class BatchedArgs(NamedTuple):
-    """B batches of X documents against Y queries. Views, nothing copied.
+    """B batches of X documents against Y queries. The tensors are views, and nothing is copied.
 
-    The cross product is one batch with ``Y = Nq``; candidates are ``B = Nq`` batches with ``Y = 1``. `Q` and `D` may be
-    `PaddedRows`: forwards ask for their shape and, by three slices, for batches, items and tokens of them.
+    The cross product is one batch with ``Y = Nq``. Candidates are ``B = Nq`` batches with ``Y = 1``. `Q` and `D` may be
+    `PaddedRows`. Forwards use their shape and index them with three slices, for batches, items and tokens.
     """
 
     Q: Tensor  # [B, Y, Lq, d]
@@ -38,10 +38,11 @@ def make_batched_args(
     pairs: Tensor,
     argmax: Tensor | None,
 ) -> BatchedArgs:
-    """`BatchedArgs` of arguments in either layout; `argmax` of no elements is none."""
+    """Build `BatchedArgs` from dense arguments in either layout; an empty `argmax` becomes None."""
     cross = D.dim() == 3
 
     def lifted(x: Tensor | None, axis: int) -> Tensor | None:
+        """Insert an axis into an optional tensor."""
         return None if x is None else x.unsqueeze(axis)
 
     return BatchedArgs(
@@ -56,9 +57,9 @@ def make_batched_args(
 
 
 class PaddedRows:
-    """Packed rows, read as if they lay in ``[B, X, L, d]``; shorter items repeat their last row.
+    """Packed rows that are read as ``[B, X, L, d]``; shorter items repeat their last row.
 
-    A row that is repeated changes no maximum and wins nothing.
+    A repeated row changes neither the maximum nor the argmax.
     """
 
     def __init__(self, source: Tensor, start: Tensor, length: Tensor, L: int) -> None:
@@ -67,7 +68,7 @@ class PaddedRows:
         self.shape = torch.Size((*start.shape, L, source.shape[-1]))
 
     def rows(self, batches: slice, items: slice, tokens: slice) -> Tensor:
-        """Indices into the packed rows, ``[batches, items, tokens]``."""
+        """Return indices into the packed rows, ``[batches, items, tokens]``."""
         place = torch.arange(*tokens.indices(self.shape[2]), device=self.source.device)
         index = self.start[batches, items].unsqueeze(-1) + torch.minimum(place, self.last[batches, items])
         return index.clamp_max_(self.source.shape[0] - 1)
@@ -77,7 +78,10 @@ class PaddedRows:
         return self.source.index_select(0, index.reshape(-1)).view(*index.shape, -1)
 
     def copy_into(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
-        """Gather into ``[batches, slices, documents of a slice, tokens, d]``, straight where documents fill slices."""
+        """Gather rows into ``[batches, slices, documents of a slice, tokens, d]``.
+
+        If each document fills a slice, the rows are gathered without an intermediate copy.
+        """
         if target.shape[2] == 1 and target.is_contiguous() and target.dtype == self.source.dtype:
             index = self.rows(*part).reshape(-1)
             torch.index_select(self.source, 0, index, out=target.view(-1, target.shape[-1]))
@@ -85,11 +89,11 @@ class PaddedRows:
             copy_grouped(target, self[part])
 
     def each(self, part: tuple[slice, slice, slice]) -> list[Tensor]:
-        """The rows one by one, where they lie."""
+        """Return the rows of a part one by one, as views."""
         return [self.source[i] for i in self.rows(*part).flatten().tolist()]
 
     def simplify(self) -> Tensor:
-        """A view where items are all of one length and follow one another at one distance, else this itself."""
+        """Return a strided view if all items have length L and start at equal distances, else this object."""
         steps = self._steps()
         if steps is None:
             return cast(Tensor, self)
@@ -99,8 +103,7 @@ class PaddedRows:
         return self.source.as_strided(self.shape, strides, self.source.storage_offset() + first * row)
 
     def _steps(self) -> tuple[int, int] | None:
-        """The first row of the first item, and how many are between two, where items are all of one length and follow
-        one another at one distance."""
+        """Return the first row and the distance of the items, or None unless lengths are L and distances are equal."""
         if (
             not is_host_readable(self.source)
             or 1 not in self.start.shape
@@ -115,7 +118,7 @@ class PaddedRows:
 
 
 class DecodedRows(PaddedRows):
-    """The same of rows that are quantised, and are decoded where they are read: ``[B, X, L, d]`` of a dtype."""
+    """Packed quantized rows that are read as ``[B, X, L, d]`` and decoded to a dtype when they are read."""
 
     def __init__(
         self, stored: EncodedTokens, dtype: torch.dtype, start: Tensor, length: Tensor, L: int, d: int
@@ -126,12 +129,12 @@ class DecodedRows(PaddedRows):
         self.first = self._first()
 
     def _first(self) -> int | None:
-        """The row where the items begin, if they are of one length and follow one another."""
+        """Return the first row of the items if they have one length and follow each other without gaps, else None."""
         steps = self._steps()
         return steps[0] if steps is not None and steps[1] == self.shape[2] else None
 
     def _index(self, part: tuple[slice, slice, slice]) -> tuple[Tensor | slice, tuple[int, ...]]:
-        """Which rows those of a part are, and its shape."""
+        """Return the rows of a part, as indices or a slice, and the shape of the part."""
         sizes = [range(n)[some] for n, some in zip(self.shape[:3], part, strict=True)]
         whole = len(sizes[2]) == self.shape[2] or len(sizes[0]) * len(sizes[1]) == 1
         if self.first is None or not whole or not all(sizes):
@@ -147,29 +150,37 @@ class DecodedRows(PaddedRows):
         return self._decode(rows).to(self.dtype).view(*shape, -1)
 
     def _decode(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
+        """Dequantize rows to fp32."""
         return self.stored.decoded(rows, self.d, out)
 
     def copy_into(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
+        """Decode rows into ``[batches, slices, documents of a slice, tokens, d]``.
+
+        If each document fills an fp32 slice, the rows are decoded without an intermediate copy.
+        """
         if target.shape[2] == 1 and target.is_contiguous() and target.dtype == torch.float32:
             self._decode(self._index(part)[0], target.view(-1, self.d))
         else:
             copy_grouped(target, self[part])
 
     def each(self, part: tuple[slice, slice, slice]) -> list[Tensor]:
+        """Return the rows of a part one by one, decoded."""
         return list(self[part].flatten(0, -2).unbind())
 
-    def simplest(self) -> Tensor:
+    def simplify(self) -> Tensor:
+        """Return all rows decoded."""
         return cast(Tensor, self)
 
 
 class PairSegments:
-    """Which packed queries meet which documents, and where both lie; what is not valid has length 0, from row 0.
+    """The queries and documents of a packed call that are scored against each other, and their segments.
 
-    An *item* is a document as a query meets it: a document of the cross product, a candidate of a query, one of a pair
-    list. A *cell* is a query and an item, and has one score.
+    An *item* is a document as seen by a query: a document of the cross product, a candidate of a query, or a document
+    of a pair list. A *cell* is a query and an item, and has one score. An invalid segment has start 0 and length 0.
 
     Attributes:
-        query: the query of each item, int64; None in the cross product, where every item meets every query.
+        query: the query of each item, int64. None in the cross product, in which every item is scored against every
+            query.
     """
 
     def __init__(self, r: RaggedArgs, max_seqlen_q: int) -> None:
@@ -198,7 +209,7 @@ class PairSegments:
         self.start, self.length, self.valid = torch.where(valid, start, 0), torch.where(valid, length, 0), valid
 
     def keeps(self) -> Tensor:
-        """Which queries keep a token."""
+        """Return whether each query keeps a token, bool ``[Nq]``."""
         mask = self.ragged.q_mask
         if mask is None:
             return self.q_length > 0
@@ -206,25 +217,25 @@ class PairSegments:
         return before[self.q_start + self.q_length] > before[self.q_start]
 
     def locate_scores(self, query: Tensor, item: Tensor) -> Tensor:
-        """Where the scores of cells are among all."""
+        """Return the flat indices of the scores of cells."""
         return item if self.query is not None else query * self.start.shape[0] + item
 
     def locate_argmax(self, query: Tensor, item: Tensor, token: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Rows and columns of the winners of query tokens; a row has `width`."""
+        """Return the rows and columns of the argmax of query tokens, for rows of `width` elements."""
         row = item % self.ragged.columns if self.ragged.candidates and self.ragged.pairs is None else item
         column = self.q_start[query] + token if self.ragged.pairs is None else token
         return row, column.clamp_max(width - 1)
 
 
 def _check_segments(start: Tensor, length: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Starts and lengths, 0 where they do not fit into `total` rows; and where they do."""
-    # Not start + length, which may be beyond the largest integer.
+    """Return starts and lengths, 0 for segments that do not fit into `total` rows, and a mask of those that fit."""
+    # start + length may overflow.
     valid = (start >= 0) & (start <= total) & (length >= 0) & (length <= total - start)
     return torch.where(valid, start, 0), torch.where(valid, length, 0), valid
 
 
 def _check_indices(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Indices as int64, 0 where there is nothing at them; and where there is."""
+    """Return indices as int64, 0 for indices out of range, and a mask of indices in range."""
     index = index.long()
     exists = (index >= 0) & (index < size)
     return torch.where(exists, index, 0), exists

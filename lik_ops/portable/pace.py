@@ -1,15 +1,16 @@
-"""One thread in place of several while other processes need the processors.
+"""Use one thread instead of several while other processes need the processors.
 
-An OpenMP thread that waits for the others of its team spins for milliseconds. If another process has the processor of
-one of them, the whole team spins until that thread runs again, and the scheduler charges the team for the time that
-it spun. Work in pieces of a millisecond, as in this backend, was then 5 to 12 times slower with two threads than with
-one. The variable that forbids spinning (OMP_WAIT_POLICY=passive) is read when torch is imported, which is too early.
+An OpenMP thread that waits for the other threads of its team spins for milliseconds. If another process has the
+processor of one of them, the whole team spins until that thread runs again. The scheduler charges the team for the time
+that it spun. Work in steps of a millisecond, as in this backend, was then 5 to 12 times slower with two threads than
+with one. The variable that forbids spinning (OMP_WAIT_POLICY=passive) is read when torch is imported, which is too
+early.
 
-A machine is busy if the calling thread runs for much less than the time that passes, and loses its processor often.
-The kernel counts both. A thread that waits for a disk runs little, but gives its processor away itself. The call then
-goes on with one thread for a while and tries several again later.
-Other threads of the process keep their number of threads, because both settings belong to the calling thread.
-Scores have the same bits with any number of threads.
+A machine is busy if the calling thread runs for much less than the time that passes, and often loses its processor. The
+kernel counts both. A thread that waits for a disk runs little, but it gives its processor away itself. The call then
+continues with one thread for a while and tries several threads again later. Other threads of the process keep their
+number of threads, because both settings belong to the calling thread. Scores have the same bits with any number of
+threads.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if sys.platform == "linux":
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-SAMPLE_SECONDS = 0.002  # between two looks at the counters, which take 4 us each
-WINDOW_SECONDS = 0.1  # that are judged at once
-STALE_SECONDS = 0.1  # a call so long after the last look begins a new window
+SAMPLE_SECONDS = 0.002  # between two readings of the counters, which cost 4 us each
+WINDOW_SECONDS = 0.1  # over which the counters are compared
+STALE_SECONDS = 0.1  # a call so long after the last reading begins a new window
 # Measured on 2 cores: a search with two threads ran for .99 of the time on an idle machine and lost its processor 3
 # times per second. Next to two busy processes it ran for .49 of the time and lost its processor 250 times per second
 # of processor time, after each time slice of 3 to 4 ms.
-MAX_RUNNING_SHARE = 0.85  # of the time, for which the thread of a busy machine runs
+MAX_RUNNING_SHARE = 0.85  # share of the time for which a thread runs on a busy machine
 MAX_SWITCHES_PER_SECOND = 100  # per second of processor time
 MIN_SWITCHES = 5  # in a window
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 8.0  # with one thread; doubled each time the machine is still busy
@@ -45,7 +46,7 @@ FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 8.0  # with one thread; doubled ea
 
 @lru_cache(maxsize=1)
 def _find_setters() -> list[Callable[[int], Any]] | None:
-    """Set the threads of the calling thread alone, in OpenMP and MKL; None where they cannot be set."""
+    """Return functions that set the threads of the calling thread alone, in OpenMP and MKL; None if there are none."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         setters: list[Callable[[int], Any]] = [library.omp_set_num_threads]
@@ -66,18 +67,19 @@ def _read_counters() -> tuple[float, int]:
 
 
 class _Pace(threading.local):
-    """How many threads the calls of one thread use."""
+    """The number of threads that the calls of one thread use."""
 
     def __init__(self) -> None:
-        self.depth = 0  # of calls within calls
-        self.threads = 1  # that the thread has outside of calls
+        self.depth = 0  # nesting of calls
+        self.threads = 1  # number of threads outside of calls
         self.is_single = False
         self.next_look = self.last_look = self.until = 0.0
         self.pause = FIRST_PAUSE_SECONDS
         self.window = 0.0  # when the window began
-        self.before: tuple[float, int] | None = None  # the counters then
+        self.before: tuple[float, int] | None = None  # the counters at that time
 
     def enter(self) -> None:
+        """Begin a call, with one thread if the machine was busy."""
         self.depth += 1
         if self.depth == 1:
             self.threads, now = torch.get_num_threads(), perf_counter()
@@ -87,12 +89,13 @@ class _Pace(threading.local):
                 self._use_one()
 
     def leave(self) -> None:
+        """End a call and restore the number of threads."""
         self.depth -= 1
         if self.depth == 0 and self.is_single:
             self._use_all()
 
     def look(self) -> None:
-        """Change the number of threads if it is time to."""
+        """Change the number of threads if a sample is due and the machine became busy or calm."""
         if self.depth == 0 or self.threads < 2:
             return
         now = perf_counter()
@@ -119,6 +122,7 @@ class _Pace(threading.local):
         self._use_one()
 
     def _use_one(self) -> None:
+        """Switch to one thread."""
         if (setters := _find_setters()) is None:
             return
         for setter in setters:
@@ -126,6 +130,7 @@ class _Pace(threading.local):
         self.is_single = True
 
     def _use_all(self) -> None:
+        """Restore the number of threads from before the call."""
         setters = _find_setters()
         assert setters is not None
         setters[0](self.threads)
@@ -138,12 +143,12 @@ _pace = _Pace()
 
 
 def adjust_threads() -> None:
-    """Let the call use one thread, or several again, if the machine became busy, or calm. Cheap."""
+    """Switch the current call to one thread, or back to several, if the machine became busy or calm; cheap to call."""
     _pace.look()
 
 
 def limit_threads(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let a function use one thread while the machine is busy; on Linux alone."""
+    """Wrap a function such that it uses one thread while the machine is busy; Linux only."""
     if sys.platform != "linux":
         return function
 

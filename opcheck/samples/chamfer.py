@@ -1,4 +1,4 @@
-"""Sample inputs of ``lik::chamfer_fwd`` and ``lik::chamfer_bwd``, and what they should compute."""
+"""Sample inputs and references of ``lik::chamfer_fwd`` and ``lik::chamfer_bwd``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ _SHAPES = ((2, 5, 7, 3), (1, 40, 33, 20), (3, 1, 4, 1), (2, 0, 3, 3), (0, 4, 4, 
 
 
 def _make_cloud(random: torch.Generator, shape: tuple, dtype: torch.dtype, device: str, grad: bool) -> Tensor:
+    """Draw random points."""
     return torch.randn(shape, generator=random).to(device, dtype).requires_grad_(grad)
 
 
 def _make_lengths(random: torch.Generator, B: int, most: int, device: str) -> Tensor:
+    """Draw random lengths from 0 to `most`."""
     return torch.randint(0, most + 1, (B,), generator=random).to(device)
 
 
 def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield the samples of the forward."""
     random = torch.Generator().manual_seed(0)
     for (B, N, M, d), metric, cut in itertools.product(_SHAPES, ("sqeuclidean", "l1"), (False, True)):
         clouds = (
@@ -35,7 +38,7 @@ def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
 
 
 def reference(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor | None, metric: str) -> tuple:
-    """Distances; which points are nearest follows from them, but for ties of rounded distances."""
+    """Return the expected distances. Indices are not compared, because rounded distances may tie."""
     x = P[:, :, None] - R[:, None]
     c = x.square().sum(-1) if metric == "sqeuclidean" else x.abs().sum(-1)
     places = [torch.arange(n, device=c.device) for n in c.shape[1:]]
@@ -48,7 +51,7 @@ def reference(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor 
     for axis, keep in ((2, keeps[0]), (1, keeps[1])):
         if c.shape[axis]:
             least = torch.where(there, c, torch.inf).amin(axis)
-            some = torch.where(there.any(axis), least, torch.inf)  # a minimum of nobody has no gradient
+            some = torch.where(there.any(axis), least, torch.inf)  # without a point the minimum has no gradient
         else:
             some = torch.full(keep.shape, torch.inf, dtype=c.dtype, device=c.device)
         found += [torch.where(keep, some, 0), None]
@@ -56,6 +59,7 @@ def reference(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor 
 
 
 def sized(sizes: tuple[int, int, int, int], cut: bool, device: str) -> tuple:
+    """Return arguments of the forward for given sizes."""
     B, _, N, M = sizes
     random = torch.Generator().manual_seed(1)
     lengths = (_make_lengths(random, B, N, device), _make_lengths(random, B, M, device)) if cut else (None, None)
@@ -67,6 +71,7 @@ def sized(sizes: tuple[int, int, int, int], cut: bool, device: str) -> tuple:
 
 
 def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield the samples of the backward."""
     random = torch.Generator().manual_seed(2)
     for n, (name, (P, R, *rest)) in enumerate(samples(dtype, device)):
         P, R, metric = P.detach(), R.detach(), rest[-1]
@@ -79,6 +84,7 @@ def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tup
 
 
 def backward_reference(of_P, of_R, P, R, nearest, nearest_R, metric, needs) -> tuple:
+    """Return the expected gradients."""
     total = [torch.zeros_like(P), torch.zeros_like(R)]
     for n, (g, X, Y, at) in enumerate(((of_P, P, R, nearest), (of_R, R, P, nearest_R))):
         if g is None or Y.shape[1] == 0:
@@ -93,6 +99,7 @@ def backward_reference(of_P, of_R, P, R, nearest, nearest_R, metric, needs) -> t
 
 
 def sized_backward(sizes: tuple[int, int, int, int], cut: bool, device: str) -> tuple:
+    """Return arguments of the backward for given sizes."""
     P, R, *rest = sized(sizes, cut, device)
     of_P, nearest, of_R, nearest_R = torch.ops.lik.chamfer_fwd(P, R, *rest)
     return of_P, of_R, P, R, nearest, nearest_R, rest[-1], [True, True]

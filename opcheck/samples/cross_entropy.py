@@ -1,4 +1,4 @@
-"""Sample inputs of ``lik::maxsim_cross_entropy_fwd`` and ``_bwd``, and what they should compute."""
+"""Sample inputs and references of ``lik::maxsim_cross_entropy_fwd`` and ``_bwd``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ IGNORED = -100
 
 
 def _make_options(Q: Tensor, D: Tensor, n: int) -> tuple[Tensor, float]:
-    """Labels, every other one ignored, and a temperature. Where no document has a token all are: losses are finite."""
+    """Return labels, every second one ignored, and a temperature.
+
+    If no document has a token, all labels are ignored, so that losses are finite.
+    """
     queries, columns = Q.shape[0], D.shape[-3]
     labels = torch.arange(queries) * 7 % max(columns, 1)
     labels[(n + torch.arange(queries)) % 2 == 0] = IGNORED
@@ -22,14 +25,14 @@ def _make_options(Q: Tensor, D: Tensor, n: int) -> tuple[Tensor, float]:
 
 
 def forward_arguments(args: tuple, n: int) -> tuple:
-    """Those of `maxsim_fwd`, with labels and a temperature."""
+    """Convert arguments of `maxsim_fwd` by adding labels and a temperature."""
     *tensors, normalize, _, _ = args
     labels, temperature = _make_options(tensors[0], tensors[1], n)
     return *tensors, labels, temperature, IGNORED, normalize
 
 
 def backward_arguments(args: tuple, n: int) -> tuple:
-    """Those of a backward of `maxsim`, with labels, a temperature and log-sum-exps."""
+    """Convert arguments of a backward of `maxsim` by adding labels, a temperature and log-sum-exps."""
     grad_scores, Q, D, _, q_mask, d_mask, q_weight, normalize, needs = args
     labels, temperature = _make_options(Q, D, n)
     given = Q, D, q_mask, d_mask, q_weight, labels
@@ -38,12 +41,14 @@ def backward_arguments(args: tuple, n: int) -> tuple:
 
 
 def forward_reference(Q, D, q_mask, d_mask, q_weight, labels, temperature, ignore_index, normalize) -> tuple:
+    """Return the expected losses."""
     options = {"temperature": temperature, "q_weight": q_weight, "normalize": normalize, "ignore_index": ignore_index}
     losses = lik_ops.reference.maxsim_cross_entropy(Q, D, labels, q_mask, d_mask, **options, reduction="none")
     return losses, None
 
 
 def backward_reference(grad_losses, Q, D, q_mask, d_mask, q_weight, labels, lse, *args) -> tuple:
+    """Return the expected gradients."""
     *options, needs = args
 
     def formula(Q, D, q_weight):

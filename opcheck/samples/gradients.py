@@ -1,4 +1,4 @@
-"""What the gradients of an operator should be: those that autograd has of the formula."""
+"""Expected gradients of an operator, computed by autograd from the formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from torch import Tensor
 def compute_gradients(
     formula: Callable[..., Tensor], grad_scores: Tensor, leaves: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Of ``formula(*leaves)``, of what is wanted and there: Q, D and q_weight, which may be None."""
+    """Compute the gradients of ``formula(*leaves)``.
+
+    Args:
+        formula: computes scores from the leaves.
+        grad_scores: upstream gradients.
+        leaves: Q, D and q_weight, for example. A leaf may be None.
+        needs: whether the gradient of each leaf is wanted.
+
+    Returns:
+        A gradient for each leaf, None if it is not wanted or the leaf is None.
+    """
     with torch.enable_grad():
         leaves = [None if t is None else t.detach().requires_grad_() for t in leaves]
         given = [t for t in leaves if t is not None]

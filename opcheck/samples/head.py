@@ -1,4 +1,4 @@
-"""Sample inputs of ``lik::maxsim_from_hidden_fwd`` and its backward, and what they should compute."""
+"""Sample inputs and references of ``lik::maxsim_from_hidden_fwd`` and its backward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ WIDTH = 11  # features of hidden states
 
 
 def _make_head(Q: Tensor, D: Tensor, n: int, grad: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states laid out as the documents are, and a head, every other time with a bias.
+    """Return hidden states with the layout of the documents, and a head, with a bias in every second sample.
 
-    Of integers: tokens that half types have to round would have other winners than the formula's.
+    All values are integers. If half dtypes had to round tokens, their argmax would differ from the formula's.
     """
     generator = torch.Generator().manual_seed(n)
     d = D.shape[-1]
 
     def drawn(*sizes: int) -> Tensor:
+        """Draw small integers."""
         return torch.randint(-2, 3, sizes, generator=generator).to(D.device, D.dtype)
 
     H = drawn(*D.shape[:-1], WIDTH)
@@ -31,17 +32,18 @@ def _make_head(Q: Tensor, D: Tensor, n: int, grad: bool) -> tuple[Tensor, Tensor
 
 
 def _normalize(Q: Tensor, n: int) -> bool:
+    """Return whether sample n normalizes, which half dtypes never do."""
     return n % 3 > 0 and Q.dtype not in (torch.float16, torch.bfloat16)
 
 
 def forward_arguments(args: tuple, n: int) -> tuple:
-    """Those of `maxsim_fwd` of a cross product, with hidden states in the place of documents."""
+    """Convert arguments of `maxsim_fwd` of a cross product by replacing documents with hidden states."""
     Q, D, q_mask, d_mask, q_weight, _, argmax_dtype, _ = args
     return Q, *_make_head(Q, D, n, Q.requires_grad), q_mask, d_mask, q_weight, _normalize(Q, n), argmax_dtype
 
 
 def backward_arguments(args: tuple, n: int) -> tuple:
-    """Those of a backward of `maxsim`, with hidden states."""
+    """Convert arguments of a backward of `maxsim` by replacing documents with hidden states."""
     grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, _, needs = args
     H, W, b = _make_head(Q, D, n, False)
     x, normalize = (Q, H, W, b, q_mask, d_mask, q_weight), _normalize(Q, n)
@@ -51,13 +53,16 @@ def backward_arguments(args: tuple, n: int) -> tuple:
 
 
 def forward_reference(Q, H, W, b, q_mask, d_mask, q_weight, normalize, argmax_dtype) -> tuple:
+    """Return the expected scores."""
     options = {"q_weight": q_weight, "normalize": normalize}
     return lik_ops.reference.maxsim_from_hidden(Q, H, W, b, q_mask, d_mask, **options), None
 
 
 def backward_reference(grad_scores, Q, H, W, b, argmax, q_mask, d_mask, q_weight, normalize, needs) -> tuple:
+    """Return the expected gradients."""
+
     def formula(Q, H, W, b, q_weight):
         scores = forward_reference(Q, H, W, b, q_mask, d_mask, q_weight, normalize, None)[0]
-        return torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
+        return torch.where(scores.isfinite(), scores, 0)  # a score of -inf has no gradient
 
     return compute_gradients(formula, grad_scores, (Q, H, W, b, q_weight), needs)

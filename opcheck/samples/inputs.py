@@ -1,4 +1,4 @@
-"""Sample inputs that operators share, and what a check has to know of one."""
+"""Sample inputs that operators share, and the record that describes an operator to the checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments of one call."""
+    """The arguments of one call."""
 
     name: str
     args: tuple
@@ -37,13 +37,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """What the checks have to know of an operator.
+    """An operator as the checks see it.
 
     Attributes:
-        samples: its sample inputs in a dtype on a device.
-        reference: takes a sample's arguments, floating tensors in fp64, and returns the outputs that it should have,
-            differentiable; None in place of an output that is not compared.
-        sized: arguments for sizes ``(Nq, Nd or K, Lq, Ld)`` and the layout: what recompilation is counted over.
+        samples: yields its sample inputs in a dtype on a device.
+        reference: computes the expected outputs from a sample's arguments, with floating-point tensors in fp64. It is
+            differentiable, and returns None for an output that is not compared.
+        sized: returns arguments for sizes ``(Nq, Nd or K, Lq, Ld)`` and a layout, over which compilations are counted.
     """
 
     samples: Callable[[torch.dtype, str], Iterator[Sample]]
@@ -52,7 +52,7 @@ class OperatorCase:
 
 
 def make_tensors(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool):
-    """Q, D, q_mask, d_mask and q_weight of ``shape = (Nq, Nd or K, Lq, Ld, d)``; the last three only with options."""
+    """Return Q, D, q_mask, d_mask and q_weight of ``shape = (Nq, Nd or K, Lq, Ld, d)``; the last three need options."""
     Nq, K, Lq, Ld, d = shape
     generator = torch.Generator().manual_seed(0)
 
@@ -72,6 +72,7 @@ def make_tensors(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device
 
 
 def draw_tensors(shape: str, layout: str, dtype: torch.dtype, device: str, candidates: bool, options: bool, grad: bool):
+    """Return the tensors of a named shape, which require a gradient on request."""
     Q, D, q_mask, d_mask, q_weight = make_tensors(SHAPES[shape], layout, dtype, device, candidates, options)
     if q_weight is not None:
         q_weight.requires_grad_(grad)
@@ -79,7 +80,7 @@ def draw_tensors(shape: str, layout: str, dtype: torch.dtype, device: str, candi
 
 
 def list_variants() -> Iterator[tuple[str, str, bool, bool]]:
-    """(shape, layout, candidates, options): every shape dense, every layout on two shapes, options throughout."""
+    """Yield (shape, layout, candidates, options): every shape contiguous, and every other layout on two shapes."""
     for shape in SHAPES:
         for candidates in (False, True):
             for options in (False, True):
@@ -90,11 +91,12 @@ def list_variants() -> Iterator[tuple[str, str, bool, bool]]:
 
 
 def format_name(*parts: object) -> str:
+    """Join the parts of a sample's name that are not empty."""
     return "-".join(str(p).replace("torch.", "") for p in parts if p not in ("", False, None))
 
 
 def make_packed(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Nd documents of up to Ld tokens, ``[Td, d]``, every other one shorter, and ``cu_seqlens [Nd + 1]``."""
+    """Return packed documents ``[Td, d]`` and ``cu_seqlens [Nd + 1]``; every second document is shorter than Ld."""
     _, Nd, _, Ld, d = shape
     lengths = torch.tensor([Ld - (i % 2) * (Ld // 2) for i in range(Nd)], dtype=torch.int32)
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=torch.int32)])

@@ -1,4 +1,4 @@
-"""Sample inputs of ``lik::maxsim_quantized_fwd``, and what it should compute: that of the tokens as they count."""
+"""Sample inputs and references of ``lik::maxsim_quantized_fwd``, which scores the dequantized tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NBITS = {"residual1": 1, "residual2": 2, "residual4": 4, "residual8": 8}
 
 
 def _encode(D: Tensor, format: str) -> tuple:
-    """Packed tokens as the operator takes them."""
+    """Return packed tokens as the operator accepts them."""
     if format in NBITS:
         return lik_ops.quantize(D, _make_codec(D, NBITS[format])).stored()
     return lik_ops.quantize(D, format, SCALES[format]).stored()  # type: ignore[arg-type]
 
 
 def _make_codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
-    """Of a few centroids, whatever the tokens."""
+    """Return a codec with a few random centroids, whatever the tokens are."""
     generator = torch.Generator().manual_seed(nbits)
     centroids = torch.randn(7, D.shape[1], generator=generator).to(D.device)
     weights = torch.linspace(-1, 1, 2**nbits, device=D.device)
@@ -32,7 +32,7 @@ def _make_codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
 
 
 def _decode(stored: EncodedTokens, d: int) -> Tensor:
-    """The tokens as they count, by the formula."""
+    """Dequantize tokens by the formula."""
     data, scale, minimum, format, codes, centroids, weights = stored
     if codes is not None and centroids is not None and weights is not None:
         nbits = NBITS[format]
@@ -48,6 +48,7 @@ def _decode(stored: EncodedTokens, d: int) -> Tensor:
 
 
 def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield the samples, with a different format each."""
     formats = [*SCALES, *NBITS]
     for n, (label, args) in enumerate(ragged.forward_samples(dtype, device)):
         Q, D, *rest, normalize, argmax_dtype, longest, _ = args
@@ -58,11 +59,13 @@ def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
 
 
 def reference(Q, *args: Any) -> tuple:
+    """Return the expected scores and argmax."""
     D = _decode(EncodedTokens(*args[:7]), Q.shape[-1]).to(Q.dtype)
     arguments: Any = (Q, D, *args[7:], "auto")
     return ragged.forward_reference(*arguments)
 
 
 def sized(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    """Return arguments for given sizes."""
     Q, D, *rest, normalize, argmax_dtype, longest, _ = ragged.sized_forward(sizes, candidates, device)
     return Q, *_encode(D, "int8"), *rest, normalize, argmax_dtype, longest

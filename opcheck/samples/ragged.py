@@ -1,4 +1,4 @@
-"""Sample inputs of the ragged operators, and what they should compute: one cell at a time, as written on paper."""
+"""Sample inputs and references of the packed operators; the references compute one cell at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 import lik_ops
 from lik_ops.opcheck.samples.gradients import compute_gradients
 
-LENGTHS = {  # of queries, of documents; features
+LENGTHS = {  # lengths of queries, lengths of documents, features
     "small": ((3, 1, 4), (5, 2, 7, 1), 8),
     "empty": ((0, 5, 0), (0, 33, 0, 4), 17),
     "giant": ((2, 70), (1, 300, 2), 12),
@@ -25,7 +25,7 @@ Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor 
 def make_arguments(
     q_lengths: tuple[int, ...], d_lengths: tuple[int, ...], d: int, kind: str, options: bool, dtype, device: str
 ) -> Arguments:
-    """The tensors of a call, in the operator's order; masks and weights only with options."""
+    """Return the tensors of a call, in the operator's order; masks and weights only with options."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -53,6 +53,7 @@ def make_arguments(
 
 
 def forward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield the samples of the forward."""
     for name, (q_lengths, d_lengths, d) in LENGTHS.items():
         longest = max((0, *q_lengths))
         for kind in KINDS:
@@ -71,6 +72,7 @@ def forward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tupl
 
 
 def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield the samples of the backward."""
     for label, args in forward_samples(dtype, device):
         if args[10] is None:
             continue
@@ -83,7 +85,7 @@ def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tup
 
 
 def _iterate_cells(cu_q, offsets, lengths, pairs) -> Iterator[tuple[tuple[int, ...], int, slice, slice]]:
-    """Of each score: its index, the row of its winners, its query's rows and its document's."""
+    """Yield the index of each score, the row of its argmax, and the rows of its query and document."""
     cu_q, offsets, lengths = (x.tolist() for x in (cu_q, offsets, lengths))
 
     def rows(i: int, at: int, length: int) -> tuple[slice, slice]:
@@ -102,6 +104,7 @@ def _iterate_cells(cu_q, offsets, lengths, pairs) -> Iterator[tuple[tuple[int, .
 def forward_reference(
     Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight, normalize, argmax_dtype, max_seqlen_q, backward
 ) -> tuple:
+    """Return the expected scores and argmax."""
     shape = (cu_q.shape[0] - 1, offsets.shape[-1]) if pairs is None else (pairs.shape[0],)
     width = Q.shape[0] if pairs is None else max_seqlen_q
     scores = torch.zeros(shape, dtype=torch.float64, device=Q.device) + 0 * (Q.sum() + D.sum())
@@ -121,6 +124,8 @@ def forward_reference(
 def backward_reference(
     grad_scores, Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight, argmax, normalize, unified, needs
 ) -> tuple:
+    """Return the expected gradients."""
+
     def scores(Q, D, weight):
         options = q_mask, d_mask, weight, normalize, None, argmax.shape[1], "auto"
         return forward_reference(Q, D, cu_q, offsets, lengths, pairs, *options)[0]
@@ -129,6 +134,7 @@ def backward_reference(
 
 
 def sized_forward(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    """Return arguments of the forward for given sizes."""
     Nq, K, Lq, Ld = sizes
     documents = Nq * K if candidates else K
     kind = "candidates" if candidates else "cross"
@@ -140,6 +146,7 @@ def sized_forward(sizes: tuple[int, int, int, int], candidates: bool, device: st
 
 
 def sized_backward(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    """Return arguments of the backward for given sizes."""
     args = sized_forward(sizes, candidates, device)
     scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*args)
     return torch.ones_like(scores), *args[:9], argmax, True, False, [True, True, True]

@@ -1,4 +1,4 @@
-"""Sample inputs of ``lik::maxsim_fwd_int8`` and ``lik::maxsim_bwd_int8``, and what they should compute."""
+"""Sample inputs and references of ``lik::maxsim_fwd_int8`` and ``lik::maxsim_bwd_int8``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from lik_ops.opcheck.samples.gradients import compute_gradients
 
 
 def _decode(data: Tensor, scale: Tensor) -> Tensor:
+    """Dequantize int8 tokens."""
     return data.double() * scale.double().unsqueeze(-1)
 
 
 def _score_saved(Q, D, kept, q_mask, d_mask, q_weight, normalize: bool) -> Tensor:
-    """Exact scores whose gradients are those at the winners of D, with `kept` in the place of their tokens.
+    """Return exact scores whose gradients are taken at the argmax of D, with the tokens of `kept` in place of D.
 
-    The gradient that tokens of `kept` receive is passed on to those of D.
+    The gradient of the tokens of `kept` is passed on to D.
     """
     exact, argmax = lik_ops.reference.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
     tokens = D + (kept - D).detach()
@@ -34,6 +35,7 @@ def _score_saved(Q, D, kept, q_mask, d_mask, q_weight, normalize: bool) -> Tenso
 
 
 def forward_reference(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, backward) -> tuple:
+    """Return the expected scores and argmax."""
     made = lik_ops.quantize(D, "int8")
     scores = _score_saved(Q, D, _decode(made.data, made.scale), q_mask, d_mask, q_weight, normalize)
     _, argmax = lik_ops.reference.maxsim_with_argmax(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
@@ -41,13 +43,15 @@ def forward_reference(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype, b
 
 
 def backward_arguments(args: tuple, n: int) -> tuple:
-    """Those of a backward of documents as they are, with these as int8."""
+    """Convert arguments of a backward of `maxsim` by replacing documents with int8 documents."""
     grad_scores, Q, D, argmax, q_mask, _, q_weight, normalize, needs = args
     made = lik_ops.quantize(D, "int8")
     return grad_scores, Q, made.data, made.scale, argmax, q_mask, q_weight, normalize, n % 2 > 0, needs
 
 
 def backward_reference(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs) -> tuple:
+    """Return the expected gradients."""
+
     def scores(Q, D, weight):
         tokens = D.expand(Q.shape[0], *D.shape) if D.dim() == 3 else D
         argmax_found = (argmax.transpose(0, 1) if D.dim() == 3 else argmax).long()

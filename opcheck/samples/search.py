@@ -1,4 +1,4 @@
-"""Sample inputs of the operators that look for the best, documents or tokens, and what they should compute."""
+"""Sample inputs and references of the operators that find the best documents or tokens."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lik_ops.opcheck.samples.inputs import (
 
 
 def maxsim_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    """Yield the samples of ``lik::maxsim_topk``."""
     for shape, layout, of_packed, options in list_variants():
         Q, D, q_mask, d_mask, w = make_tensors(SHAPES[shape], layout, dtype, device, False, options)
         cu_seqlens = None
@@ -34,6 +35,7 @@ def maxsim_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
 
 
 def topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk) -> tuple:
+    """Return the expected scores and documents."""
     if cu_seqlens_d is not None:
         ends = cu_seqlens_d.tolist()
         documents = [D[a:b].unsqueeze(0) for a, b in itertools.pairwise(ends)]
@@ -46,6 +48,7 @@ def topk_reference(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_
 
 
 def sized_topk(sizes: tuple[int, int, int, int], of_packed: bool, device: str) -> tuple:
+    """Return arguments of ``lik::maxsim_topk`` for given sizes."""
     Q, D, q_mask, d_mask, w = make_tensors((*sizes, 8), "contiguous", torch.float32, device, False, True)
     if not of_packed:
         return Q, D, q_mask, d_mask, None, w, True, 2, None
@@ -54,7 +57,7 @@ def sized_topk(sizes: tuple[int, int, int, int], of_packed: bool, device: str) -
 
 
 def _encode(Q: Tensor, D: Tensor, *others: Tensor | None) -> tuple:
-    """Tensors of ``lik::maxsim_topk_codes`` of those of ``lik::maxsim_topk``: a code for each document token."""
+    """Convert tensors of ``lik::maxsim_topk`` to ``lik::maxsim_topk_codes``, with a code for each document token."""
     generator = torch.Generator().manual_seed(4)
     centroids = torch.randn(9, Q.shape[-1], generator=generator).to(D.device)
     codes = torch.randint(9, D.shape[:-1], generator=generator, dtype=torch.int32).to(D.device)
@@ -62,12 +65,14 @@ def _encode(Q: Tensor, D: Tensor, *others: Tensor | None) -> tuple:
 
 
 def maxsim_topk_codes(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    """Yield the samples of ``lik::maxsim_topk_codes``."""
     for s in maxsim_topk(dtype, device):
         *given, normalize, top_k, _ = s.args
         yield Sample(s.name, (*_encode(*given), normalize, top_k, None if top_k == 2 else 2), {})
 
 
 def codes_reference(Q, codes, centroids, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, n_probe) -> tuple:
+    """Return the expected scores and documents."""
     if normalize:
         Q = torch.nn.functional.normalize(Q, dim=-1)
     products = Q @ centroids.t()
@@ -90,11 +95,13 @@ def codes_reference(Q, codes, centroids, q_mask, d_mask, cu_seqlens_d, q_weight,
 
 
 def sized_codes(sizes: tuple[int, int, int, int], of_packed: bool, device: str) -> tuple:
+    """Return arguments of ``lik::maxsim_topk_codes`` for given sizes."""
     *given, normalize, top_k, _ = sized_topk(sizes, of_packed, device)
     return *_encode(*given), normalize, top_k, 3
 
 
 def maxsim_xtr(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    """Yield the samples of ``lik::maxsim_xtr_fwd``."""
     for shape, layout, candidates, options in list_variants():
         for n, top_k in enumerate((1, 5, 1000) if not candidates else ()):
             inputs = draw_tensors(shape, layout, dtype, device, False, options, n != 2)
@@ -104,15 +111,18 @@ def maxsim_xtr(dtype: torch.dtype, device: str) -> Iterator[Sample]:
 
 
 def xtr_reference(Q, D, q_mask, d_mask, q_weight, top_k, normalizer) -> tuple:
+    """Return the expected scores."""
     given, options = (Q, D, top_k, q_mask, d_mask), {"q_weight": q_weight, "normalizer": normalizer}
     return lik_ops.reference.maxsim_xtr(*given, **options), None, None
 
 
 def sized_xtr(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    """Return arguments of ``lik::maxsim_xtr_fwd`` for given sizes."""
     return *make_tensors((*sizes, 8), "contiguous", torch.float32, device, False, True), 3, "retrieved"
 
 
 def maxsim_token_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
+    """Yield the samples of ``lik::maxsim_token_topk_fwd``."""
     for shape, layout, candidates, options in list_variants():
         for n, top_k in enumerate((1, 3, 12)):
             inputs = draw_tensors(shape, layout, dtype, device, candidates, options, n != 2)
@@ -121,9 +131,11 @@ def maxsim_token_topk(dtype: torch.dtype, device: str) -> Iterator[Sample]:
 
 
 def token_topk_reference(Q, D, q_mask, d_mask, q_weight, top_k, normalize, keep) -> tuple:
+    """Return the expected scores."""
     options = {"q_weight": q_weight, "normalize": normalize}
     return lik_ops.reference.maxsim_token_topk(Q, D, top_k, q_mask, d_mask, **options), None
 
 
 def sized_token_topk(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    """Return arguments of ``lik::maxsim_token_topk_fwd`` for given sizes."""
     return *make_tensors((*sizes, 8), "contiguous", torch.float32, device, candidates, True), 3, False, True

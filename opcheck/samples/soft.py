@@ -1,4 +1,4 @@
-"""Sample inputs of ``lik::maxsim_soft_fwd`` and ``lik::maxsim_soft_bwd``, and what they should compute."""
+"""Sample inputs and references of ``lik::maxsim_soft_fwd`` and ``lik::maxsim_soft_bwd``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from lik_ops.opcheck.samples.gradients import compute_gradients
 
 
 def _make_temperature(Q: Tensor, n: int, grad: bool) -> tuple[Tensor | None, float]:
-    """A tensor, every other time, or a number."""
+    """Return a temperature, as a tensor in every second sample, else as a number."""
     if n % 2 == 0:
         return None, 0.5
-    # Its gradient is a sum of differences over it: of those large enough to be compared as others are.
+    # The gradient of the temperature is a sum of differences divided by it. A value of 3 keeps them comparable with the
+    # usual tolerance.
     dtype = torch.float64 if Q.dtype == torch.float64 else torch.float32
     return torch.tensor(3.0, dtype=dtype, device=Q.device, requires_grad=grad), 1.0
 
 
 def forward_arguments(args: tuple, n: int) -> tuple:
-    """Those of a hard forward, with a temperature."""
+    """Convert arguments of `maxsim_fwd` by adding a temperature."""
     *tensors, normalize, argmax_dtype, _ = args
     grad = tensors[0].requires_grad
     return *tensors, *_make_temperature(tensors[0], n, grad), normalize, grad or argmax_dtype is not None
 
 
 def backward_arguments(args: tuple, n: int) -> tuple:
-    """Those of a hard backward, with a temperature and the soft maxima."""
+    """Convert arguments of a backward of `maxsim` by adding a temperature and the soft maxima."""
     grad_scores, Q, D, _, q_mask, d_mask, q_weight, normalize, needs = args
     tau = _make_temperature(Q, n, False)
     _, lse = torch.ops.lik.maxsim_soft_fwd(Q, D, q_mask, d_mask, q_weight, *tau, normalize, True)
@@ -34,6 +35,7 @@ def backward_arguments(args: tuple, n: int) -> tuple:
 
 
 def forward_reference(Q, D, q_mask, d_mask, q_weight, tau, temperature, normalize, keep) -> tuple:
+    """Return the expected scores and soft maxima."""
     value = temperature if tau is None else tau
     scores = lik_ops.reference.maxsim_soft(Q, D, value, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
     if not keep:
@@ -51,8 +53,10 @@ def forward_reference(Q, D, q_mask, d_mask, q_weight, tau, temperature, normaliz
 
 
 def backward_reference(grad_scores, Q, D, lse, q_mask, d_mask, q_weight, tau, temperature, normalize, needs) -> tuple:
+    """Return the expected gradients."""
+
     def formula(Q, D, q_weight, tau):
         scores = forward_reference(Q, D, q_mask, d_mask, q_weight, tau, temperature, normalize, False)[0]
-        return torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
+        return torch.where(scores.isfinite(), scores, 0)  # a score of -inf has no gradient
 
     return compute_gradients(formula, grad_scores, (Q, D, q_weight, tau), needs)

@@ -1,6 +1,6 @@
-"""Every operator with sample inputs, on any device, and what it should compute: the table that all checks read.
+"""The table of all operators, with sample inputs on any device and expected outputs, which all checks read.
 
-A new operator adds itself to `OPERATORS`, and nowhere else.
+A new operator is added to `OPERATORS` and nowhere else.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from lik_ops.opcheck.samples import chamfer, cross_entropy, dense, head, quantiz
 from lik_ops.opcheck.samples.inputs import OperatorCase, Sample
 
 try:
-    import_module("lik_ops.ops.packaged")  # registers what only packages hold; needs Triton
+    import_module("lik_ops.ops.packaged")  # registers the operator of packages; needs Triton
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "triton":
         raise
 
 
 def _name_samples(samples: Callable[[torch.dtype, str], Iterator[tuple[str, tuple]]], *rest: Callable) -> OperatorCase:
-    """An operator with samples of positional arguments alone."""
+    """Build an operator case whose samples have positional arguments only."""
     return OperatorCase(lambda dtype, device: (Sample(name, args, {}) for name, args in samples(dtype, device)), *rest)
 
 
 def _derive_operator(
     of: OperatorCase, arguments: Callable[[tuple, int], tuple], reference: Callable[..., tuple], n: int = 0
 ) -> OperatorCase:
-    """An operator whose arguments are made of those of another, and the number of the sample, `n` for given sizes."""
+    """Build an operator case whose arguments are converted from the arguments of another operator.
+
+    `arguments` also receives the index of the sample, and `n` for given sizes.
+    """
 
     def samples(dtype: torch.dtype, device: str) -> Iterator[Sample]:
         return (Sample(s.name, arguments(s.args, i), {}) for i, s in enumerate(of.samples(dtype, device)))
@@ -41,7 +44,7 @@ def _derive_operator(
 
 
 def _restrict_operator(operator: OperatorCase, wanted: Callable[[tuple], bool], cross: bool = False) -> OperatorCase:
-    """An operator of which only some samples are wanted, or the sizes of a cross product alone."""
+    """Build an operator case with some samples of another one; `cross` restricts sizes to the cross product."""
     return OperatorCase(
         lambda dtype, device: (s for s in operator.samples(dtype, device) if wanted(s.args)),
         operator.reference,
@@ -91,6 +94,6 @@ if "lik_ops.ops.packaged" in sys.modules:
 
 
 def list_registered() -> set[str]:
-    """The names of all operators under ``torch.ops.lik``."""
+    """Return the names of all operators under ``torch.ops.lik``."""
     names = torch._C._dispatch_get_all_op_names()
     return {name.split("::")[1].split(".")[0] for name in names if name.startswith("lik::")}

@@ -1,4 +1,4 @@
-"""What the graph stack sees: exported programs, compiled graphs; as snapshots, so that a change is a decision.
+"""Snapshots of exported programs and compiled graphs, so that every change is a decision.
 
 Rewrite the snapshots with ``EXPECTTEST_ACCEPT=1 pytest opcheck/tests/test_graphs.py``.
 """
@@ -14,20 +14,24 @@ import lik_ops
 
 
 class Retriever(torch.nn.Module):
-    """A projection, MaxSim and a top-k: what people export."""
+    """A projection, MaxSim and a top-k, a typical module to export."""
 
     def __init__(self):
         super().__init__()
         self.projection = torch.nn.Linear(16, 8, bias=False)
 
     def forward(self, Q, D, d_mask):
+        """Return the best scores and their documents."""
         scores = torch.ops.lik.maxsim(self.projection(Q), D, None, d_mask, normalize=True)
         best, indices = scores.topk(2, dim=1)
         return best, indices
 
 
 class Scores(torch.nn.Module):
+    """A module that only computes MaxSim."""
+
     def forward(self, Q, D):
+        """Return the scores."""
         return torch.ops.lik.maxsim(Q, D)
 
 
@@ -47,9 +51,12 @@ _DYNAMIC = {
 
 
 class Snapshots(expecttest.TestCase):
+    """Tests that compare text with expected text in this file."""
+
     maxDiff = None
 
     def test_export_keeps_maxsim_as_one_node(self):
+        """Check that an exported program has one node."""
         program = torch.export.export(Scores(), (torch.randn(3, 4, 8), torch.randn(5, 6, 8)))
         self.assertExpectedInline(
             program.graph_module.code.strip(),
@@ -60,6 +67,7 @@ def forward(self, q, d):
         )
 
     def test_decomposed_export(self):
+        """Check that decomposition gives `lik::maxsim_fwd`."""
         program = torch.export.export(Scores(), (torch.randn(3, 4, 8), torch.randn(5, 6, 8)))
         self.assertExpectedInline(
             program.run_decompositions().graph_module.code.strip(),
@@ -71,6 +79,7 @@ def forward(self, q, d):
         )
 
     def test_the_retriever(self):
+        """Check the graphs of a module with other operators and dynamic sizes."""
         program = torch.export.export(Retriever(), _retriever_inputs(), dynamic_shapes=_DYNAMIC)
         self.assertExpectedInline(
             program.graph_module.code.strip(),
@@ -85,7 +94,7 @@ def forward(self, p_projection_weight, q, d, d_mask):
         )
         with torch.no_grad():
             opened = program.run_decompositions()
-        # By target only: torch's versions number the nodes differently.
+        # Only targets are compared, because versions of torch number the nodes differently.
         self.assertExpectedInline(
             "\n".join(_targets(opened.graph)),
             """\
@@ -104,6 +113,7 @@ aten.topk.default
         )
 
     def test_a_compiled_training_step(self):
+        """Check the graphs from Dynamo and AOTAutograd."""
         backend = AotEagerAndRecordGraphs()
 
         def step(Q, D, d_mask, w):
@@ -148,6 +158,7 @@ def forward(self, primals_1, primals_2, primals_3, primals_4, getitem_1, tangent
         )
 
     def test_error_messages(self):
+        """Check the errors of wrong arguments."""
         Q, D = torch.randn(2, 3, 4), torch.randn(5, 6, 4)
         calls = {
             "rank": lambda: lik_ops.maxsim(Q[None], D),
@@ -178,7 +189,7 @@ dtype: TypeError: maxsim: D: expected the dtype of Q, torch.float32, got torch.f
 integers: TypeError: maxsim: Q: expected float16, bfloat16, float32 or float64, got torch.int32
 device: ValueError: maxsim: D: expected the device of Q, cpu, got meta
 candidates: ValueError: maxsim: D: expected Nq = 2 candidate lists, got [1, 5, 6, 4]
-flat candidates: ValueError: maxsim: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got [3, 4]
+flat candidates: ValueError: maxsim: Q: expected [Nq, Lq, d] for D [Nq, K, Ld, d], got [3, 4]
 mask shape: ValueError: maxsim: q_mask: expected shape [2, 3] to match Q [2, 3, 4], got [1, 3]
 mask dtype: TypeError: maxsim: d_mask: expected bool (True = keep) or an integer dtype, got torch.float32: for a mask of ones and zeros pass d_mask != 0
 weight dtype: TypeError: maxsim: q_weight: expected torch.float32 for torch.float32 inputs, got torch.float64
@@ -195,6 +206,7 @@ def _assert_same(program, module, inputs) -> None:
 
 
 def test_export_with_every_size_dynamic_saves_and_loads():
+    """Check that a saved program gives equal bits for other sizes."""
     module = Retriever()
     for strict in (False, True):
         program = torch.export.export(module, _retriever_inputs(), dynamic_shapes=_DYNAMIC, strict=strict)
@@ -210,7 +222,7 @@ def test_export_with_every_size_dynamic_saves_and_loads():
 
 
 def test_export_of_training_mode_stays_dynamic_in_Ld():
-    """With gradients the winners are kept: their dtype must not tie an export to short documents."""
+    """Check that the argmax dtype of a program with gradients does not restrict it to short documents."""
 
     class Loss(torch.nn.Module):
         def __init__(self):
@@ -229,7 +241,7 @@ def test_export_of_training_mode_stays_dynamic_in_Ld():
 
 
 def test_draft_export_finds_nothing_to_report():
-    """Every optional argument is given: torch's draft export takes an absent one for a mutated one (2.13)."""
+    """Check draft export with every optional argument, because in torch 2.13 it reports an absent one as mutated."""
 
     class Everything(torch.nn.Module):
         def forward(self, Q, D, q_mask, d_mask, q_weight):
@@ -244,6 +256,7 @@ def test_draft_export_finds_nothing_to_report():
 
 
 def test_fake_and_meta_tensors_give_shapes_without_computing():
+    """Check shapes from fake and meta tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -254,7 +267,7 @@ def test_fake_and_meta_tensors_give_shapes_without_computing():
 
 
 def test_no_grad_keeps_no_winners():
-    """Without gradients nothing but the scores is computed: the graph asks for no argmax."""
+    """Check that a graph without gradients computes no argmax."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)

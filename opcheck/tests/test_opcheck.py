@@ -1,4 +1,4 @@
-"""The checks of `lik_ops.opcheck`: they pass, on a sample of every operator in the quick run; and they can fail."""
+"""Tests of `lik_ops.opcheck`: the checks pass for every operator, and each check finds the fault it is made for."""
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def _selections():
-    """Checks, and of which samples: of each dtype alone on a GPU, where what is compiled for one takes minutes."""
+    """Yield checks and selections of samples.
+
+    Most GPU selections have one dtype, because compiling the kernels of a dtype needs minutes.
+    """
     for check in checks.CHECKS:
         yield pytest.param(check, checks.Selection("cpu"), id=f"{check}-cpu")
         each = (None,) if check in checks.OF_ALL_DTYPES else [(dtype,) for dtype in checks.GPU_DTYPES]
@@ -29,6 +32,7 @@ of_every_operator = pytest.mark.parametrize("op", OPERATORS)
 @pytest.mark.parametrize(("check", "of"), [*_selections()])
 @of_every_operator
 def test_a_sample_of_every_operator(op, check, of):
+    """Run every check on some samples."""
     every = 11 if check == "opcheck" else 3
     assert checks.CHECKS[check](op, OPERATORS[op], of._replace(every=every)) > 0
 
@@ -37,33 +41,38 @@ def test_a_sample_of_every_operator(op, check, of):
 @pytest.mark.parametrize(("check", "of"), [*_selections()])
 @of_every_operator
 def test_every_sample(op, check, of):
+    """Run every check on all samples."""
     assert checks.CHECKS[check](op, OPERATORS[op], of) > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", graphs.SNAPSHOTS)
 def test_snapshots(name, device):
+    """Compare the snapshots of graphs."""
     graphs.check_snapshot(name, device)
 
 
 def test_every_operator_has_samples():
+    """Check that the table is complete."""
     assert list_registered() == set(OPERATORS)
 
 
 class Wrong:
-    """Operators that each break one rule, under a library of their own; what the checks should find in them."""
+    """The library of an operator that breaks one rule."""
 
     def __init__(self):
         self.library = torch.library.Library("lik", "FRAGMENT")
         self.library.define("wrong(Tensor Q, Tensor D, Tensor? q_mask, Tensor? d_mask) -> Tensor")
 
     def register(self, function, fake):
+        """Register the CPU and Meta kernels of the operator."""
         self.library.impl("wrong", function, "CPU")
         self.library.impl("wrong", fake, "Meta")
 
 
 @pytest.fixture
 def wrong():
+    """Provide `Wrong`, and remove its operator after the test."""
     holder = Wrong()
     yield holder
     holder.library._destroy()
@@ -88,7 +97,7 @@ def _fake(Q, D, q_mask, d_mask):
 
 
 FAULTS = {
-    "values": (lambda *a: _scores(*a) * 1.01, _fake, "not what the reference has"),
+    "values": (lambda *a: _scores(*a) * 1.01, _fake, "differs from the reference"),
     "meta": (_scores, lambda *a: _fake(*a).to(torch.float16), "on meta tensors"),
     "strides": (lambda Q, *a: _scores(Q.contiguous().mul_(1 + (Q.stride(-1) != 1)), *a), _fake, "another result"),
     "opcheck": (_scores, lambda *a: _fake(*a).new_empty(7), ""),
@@ -99,6 +108,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("check", FAULTS)
 def test_the_checks_find_what_is_wrong(check, wrong):
+    """Check that each check finds its fault."""
     function, fake, message = FAULTS[check]
     wrong.register(function, fake)
     with pytest.raises((AssertionError, RuntimeError), match=message):
@@ -116,12 +126,14 @@ def test_the_checks_find_what_is_wrong(check, wrong):
     ids=["written", "returned"],
 )
 def test_writing_to_an_input_and_returning_it_are_found(wrong, function, message):
+    """Check that mutated and returned inputs are found."""
     wrong.register(function, _fake)
     with pytest.raises(AssertionError, match=message):
         checks.CHECKS["strides"]("wrong", _wrong_operator(), checks.Selection("cpu"))
 
 
 def test_a_changed_graph_is_found(monkeypatch):
+    """Check that a changed snapshot raises."""
     make, expected = graphs.SNAPSHOTS["exported"]
     monkeypatch.setitem(graphs.SNAPSHOTS, "exported", (make, expected + "\nlik.maxsim"))
     with pytest.raises(AssertionError, match="expected"):
@@ -129,6 +141,8 @@ def test_a_changed_graph_is_found(monkeypatch):
 
 
 def test_the_command_prints_a_table_and_fails_where_a_check_does(monkeypatch, capsys):
+    """Check the output and exit code of the command."""
+
     def fine(name, op, of):
         return 3
 
@@ -155,7 +169,10 @@ def test_the_command_prints_a_table_and_fails_where_a_check_does(monkeypatch, ca
 
 
 def test_processes_that_share_the_work_find_the_same(monkeypatch):
-    """Of checks that compile nothing, one of them of all dtypes at once."""
+    """Compare the results of one and two processes, on checks that compile nothing.
+
+    One of the checks has all dtypes at once.
+    """
     monkeypatch.setattr(checks, "CHECKS", {name: checks.CHECKS[name] for name in ("meta", "values", "strides")})
     monkeypatch.setattr(checks, "OF_ALL_DTYPES", ("meta",))
     monkeypatch.setattr(graphs, "SNAPSHOTS", {"schemas": graphs.SNAPSHOTS["schemas"]})

@@ -1,8 +1,8 @@
-"""The portable backward: gradients gathered at the winners that the forward found.
+"""The portable backward: gradients gathered at the argmax of the forward.
 
-Each destination sums what it receives, in a fixed order, in fp32 (fp64 for fp64 inputs), and rounds once; nothing is as
-large as an input besides the gradients. One pass over the winners that adds to both gradients takes longer: without
-atomic adds to save on, ``"unified"`` is the same function.
+Each destination sums its contributions in a fixed order, in fp32 (fp64 for fp64 inputs), and rounds once. Apart from
+the gradients, no tensor is as large as an input. A single pass over the argmax that adds to both gradients is slower,
+because there are no atomic additions to save. ``"unified"`` is therefore the same function.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..blocks import NORM_EPS, MiB, Piece, compute_row_norms, cut_pieces, is_hos
 from ..forward.dense import forward
 from ..layout import BatchedArgs, make_batched_args
 
-MAX_TABLE_BYTES = 6 * MiB  # of documents that are read many times
-MAX_PIECE_BYTES = 2 * MiB  # tokens of one side looked at together, in the computing dtype
-MAX_ENTRIES = 1 << 17  # winners looked at together; each takes up to 50 bytes
-GROUP_DOCUMENTS = 32  # documents whose winners are summed before they are added to those of others
+MAX_TABLE_BYTES = 6 * MiB  # documents that are read many times
+MAX_PIECE_BYTES = 2 * MiB  # tokens of one side processed together, in the computing dtype
+MAX_ENTRIES = 1 << 17  # argmax elements processed together, up to 50 bytes each
+GROUP_DOCUMENTS = 32  # documents that are summed before they are added to the other groups
 
 
 def backward_lowmem(
@@ -38,9 +38,22 @@ def backward_lowmem(
     needs: list[bool],
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no.
+    """Compute the gradients of `Q`, `D` and `q_weight`.
 
-    Documents may be int8 of a `scale` ``[..., Ld]``, with winners; their gradient has the dtype of Q.
+    Args:
+        grad_scores: ``[Nq, Nd]`` or ``[Nq, K]``.
+        Q: ``[Nq, Lq, d]``.
+        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``. Documents may be int8 if `scale` and `argmax` are given.
+        argmax: ``[Nd, Nq, Lq]`` or ``[Nq, K, Lq]``; None computes it again.
+        q_mask: bool, the shape of Q without d, or None.
+        d_mask: bool, the shape of D without d, or None.
+        q_weight: the shape of Q without d, or None.
+        normalize: whether tokens are divided by their norms.
+        needs: whether the gradients of Q, D and q_weight are wanted.
+        scale: scales of int8 documents, the shape of D without d.
+
+    Returns:
+        The three gradients, each ``[0]`` if it is not wanted. The gradient of int8 documents has the dtype of Q.
     """
     if argmax is None:
         argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, choose_argmax_dtype(D.shape[-2]))[1]
@@ -53,12 +66,12 @@ backward_unified = backward_lowmem
 
 
 def sum_bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """Weighted sums of rows of `table`: of each row of a 2-D `index`, or from each of `offsets` to the next."""
+    """Compute weighted sums of rows of `table`, one for each row of a 2-D `index`, or for each range of `offsets`."""
     return F.embedding_bag(index, table, offsets, mode="sum", per_sample_weights=weight)
 
 
 def backpropagate_norm(grad: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of rows from that of ``rows / max(||rows||, eps)``."""
+    """Compute the gradient of rows from the gradient of ``rows / max(||rows||, eps)``."""
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     clamped = norms.clamp_min(NORM_EPS)
     unit = rows / clamped
@@ -90,10 +103,11 @@ class DenseBackward:
         self.grad_q_weight = Q.new_empty(shape_Q[:-1] if needs[2] else (0,), dtype=self.dtype)
 
     def has_upstream(self) -> bool:
-        """Whether anything can be sent."""
+        """Return whether any gradient can be nonzero."""
         return self.layout.argmax is not None and self.layout.argmax.numel() > 0 and self.Ld > 0
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of Q, D and q_weight."""
         found = self.grad_Q, self.grad_D, self.grad_q_weight
         if not self.has_upstream():
             for grad in found:
@@ -106,7 +120,10 @@ class DenseBackward:
         return found
 
     def _argmax(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Winners int64, which of them exist, and the gradients of their maxima before the weight: ``[b, x, y, s]``."""
+        """Return argmax int64, a mask of the valid ones, and the gradients of their maxima before the weight.
+
+        All are ``[b, x, y, s]``.
+        """
         assert self.layout.argmax is not None
         winner = self.layout.argmax[query.batches, documents, query.items, query.tokens].to(torch.int64, copy=True)
         exists = winner >= 0
@@ -114,39 +131,39 @@ class DenseBackward:
         return winner, exists, torch.where(exists, g, 0)
 
     def _apply_weights(self, g: Tensor, query: Piece) -> Tensor:
-        """The gradients of the similarities that won; NaN where there is no winner and the weight is NaN."""
+        """Return the gradients of the maximum similarities; NaN if there is no argmax and the weight is NaN."""
         if self.layout.q_weight is None:
             return g
         return g * self.layout.q_weight[query.batches, None, query.items, query.tokens]
 
     def _query_rows(self, query: Piece) -> Tensor:
-        """The query tokens ``[b * y * s, d]`` in the computing dtype, normalised if asked; a view if they lie so."""
+        """Return query tokens ``[b * y * s, d]`` in the computing dtype, normalized on request; a view if possible."""
         rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
         return rows / compute_row_norms(rows) if self.normalize else rows
 
     def _tokens(self, part: Any) -> Tensor:
-        """Document tokens ``[n, d]`` in the computing dtype."""
+        """Return document tokens ``[n, d]`` in the computing dtype."""
         rows = self.layout.D[part].reshape(-1, self.d).contiguous().to(self.dtype)
         return rows if self.scale is None else rows.mul_(self.scale[part].reshape(-1, 1))
 
     def _rows(self, gathered: Tensor, exists: Tensor) -> Tensor:
-        """Gathered tokens ``[n, d]`` in the computing dtype, zeros where `exists` says no, normalised if asked."""
+        """Return gathered tokens ``[n, d]`` in the computing dtype, normalized on request; 0 unless `exists`."""
         rows = gathered.flatten(0, -2).to(self.dtype)
         rows.masked_fill_(~exists.reshape(-1, 1), 0)
         return rows.div_(compute_row_norms(rows)) if self.normalize else rows
 
     def gather_into_queries(self) -> None:
-        """grad_Q and grad_q_weight: a piece of query tokens at a time sums its winners over the documents.
+        """Compute grad_Q and grad_q_weight: each piece of query tokens sums its argmax tokens over the documents.
 
-        Documents are summed in groups that no number of queries changes: a query's gradient has the same bits alone
-        and among others.
+        Documents are summed in groups that do not depend on the number of queries. The gradient of a query has the same
+        bits alone and in a batch.
         """
         group = max(1, min(GROUP_DOCUMENTS, self.piece_tokens, MAX_TABLE_BYTES // (self.Ld * self.token_bytes)))
         for query in cut_pieces((self.B, self.Y, self.Lq), max(1, min(self.piece_tokens, MAX_ENTRIES // group))):
             batches, items, tokens = query.counts()
             limit = batches * items * tokens
             groups = max(1, min(MAX_ENTRIES // (limit * group), self.piece_tokens // limit))
-            if items * tokens > self.Ld:  # documents are read many times: keep a block of them in the cache
+            if items * tokens > self.Ld:  # documents are read many times, so keep a block of them in the cache
                 groups = max(1, min(groups, MAX_TABLE_BYTES // (self.Ld * self.token_bytes * group)))
             sums = (
                 self._sum_argmax_tokens(query, documents, group) for documents in split_range(0, self.X, groups * group)
@@ -154,7 +171,7 @@ class DenseBackward:
             self._finish(query, sum_tensors(itertools.chain.from_iterable(sums)), of_queries=True)
 
     def _sum_argmax_tokens(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
-        """``sum_x g[b, x, y] * D[b, x, winner]`` as ``[b * y * s, d]`` of every `group` documents."""
+        """Yield ``sum_x g[b, x, y] * D[b, x, argmax]`` as ``[b * y * s, d]`` for every `group` documents."""
         winner, exists, g = self._argmax(query, documents)
         batches, count = winner.shape[:2]
         table = self._direct_table(query, documents, exists)
@@ -171,9 +188,12 @@ class DenseBackward:
     def _sum_gathered(
         self, query: Piece, documents: slice, part: slice, winner: Tensor, exists: Tensor, g: Tensor
     ) -> Tensor:
-        """One of `_sums_of_winners`, of winners that are converted, normalised or cut out: as many as fit."""
+        """Compute one sum of `_sum_argmax_tokens` for tokens that are converted, normalized or cut out.
+
+        As many tokens as fit are gathered at a time.
+        """
         batches = winner.shape[0]
-        # As [x, b * y * s].
+        # [x, b * y * s]
         winner, exists, g = (t[:, part].movedim(1, 0).flatten(1) for t in (winner, exists, g))
         count, tokens = g.shape
         batch = torch.arange(batches, device=g.device).repeat_interleave(tokens // batches) + query.batches.start
@@ -186,7 +206,7 @@ class DenseBackward:
         return total
 
     def _direct_table(self, query: Piece, documents: slice, exists: Tensor) -> Tensor | None:
-        """The documents as ``[n, d]`` without a copy, if winners can be summed as they lie there."""
+        """Return the documents as a view ``[n, d]``, or None if their argmax tokens cannot be summed in place."""
         D = self.layout.D[query.batches, documents]
         if self.normalize or D.dtype != self.dtype or not D.is_contiguous():
             return None
@@ -194,8 +214,9 @@ class DenseBackward:
         return D.view(-1, self.d) if (bool(exists.all()) if self.may_look else maskless) else None
 
     def gather_into_documents(self) -> None:
-        """grad_D: a piece of document tokens at a time sums the query tokens that it won."""
-        # Several queries' candidates only where none of their rows are cut: else how would depend on the others.
+        """Compute grad_D: each piece of document tokens sums the query tokens whose argmax is in the piece."""
+        # Combine the candidates of several queries only if no query is cut. Otherwise the cut would depend on the other
+        # queries.
         rows = self.Y * self.Lq
         max_batches = max(1, min(self.piece_tokens // rows, MAX_ENTRIES // (self.X * rows)))
         for document in cut_pieces((self.B, self.X, self.Ld), self.piece_tokens, max_batches):
@@ -208,13 +229,14 @@ class DenseBackward:
             self._finish(document, total, of_queries=False)
 
     def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
-        """``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` where the winner is ``t``, as ``[b * x * t, d]``."""
+        """Compute ``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` over argmax ``t``, as ``[b * x * t, d]``."""
         winner, exists, g = self._argmax(query, document.items)
         weight = self._apply_weights(g, query).flatten()
         batches, items, tokens = document.counts()
         if tokens < self.Ld:
             exists &= (winner >= document.tokens.start) & (winner < document.tokens.stop)
-        # A stable sort by destination fixes the order of addition. What has no destination here is sorted to the end.
+        # A stable sort by destination fixes the order of addition. Entries without a destination here are sorted to the
+        # end.
         rows = batches * items * tokens
         first = torch.arange(batches * items, device=g.device).view(batches, items, 1, 1) * tokens
         destination = torch.where(exists, winner.add_(first - document.tokens.start), rows).int().flatten()
@@ -229,7 +251,7 @@ class DenseBackward:
         return sum_bags(self._query_rows(query), source, weight[order], bounds)[:rows]
 
     def _finish(self, piece: Piece, total: Tensor, of_queries: bool) -> None:
-        """Write the gradients of a piece of tokens, given what they receive before their weights and norms."""
+        """Write the gradients of a piece of tokens, given their sums before weights and norms."""
         layout, part, needs_weight = self.layout, tuple(piece), of_queries and self.needs[2]
         tokens, gradient = (layout.Q, self.grad_Q) if of_queries else (layout.D, self.grad_D)
         q_weight = layout.q_weight if of_queries else None
@@ -248,12 +270,12 @@ class DenseBackward:
                 total = backpropagate_norm(total, rows)
         if self.needs[0 if of_queries else 1]:
             target = gradient.view(tokens.shape)[part]
-            if total.data_ptr() != target.data_ptr():  # unless the sums were made in it
+            if total.data_ptr() != target.data_ptr():  # unless the sums were written to it
                 target.copy_(total.view(target.shape))
 
 
 def sum_tensors(parts: Iterator[Tensor]) -> Tensor:
-    """The sum of at least one tensor, in the order given; overwrites the first."""
+    """Sum at least one tensor in the order given, and overwrite the first."""
     total = next(parts)
     for part in parts:
         total += part

@@ -1,7 +1,8 @@
-"""The portable backward of packed tokens: each row of a gradient sums what its winners send, in a fixed order.
+"""The portable backward of packed tokens: each row of a gradient sums its contributions in a fixed order.
 
-Gradients are made a window of rows at a time. The cells that can send something into it are taken in order, a bounded
-number of winners at once, and their products are summed by destination. `unified` changes nothing here either.
+Gradients are computed for a window of rows at a time. The cells that contribute to the window are processed in order, a
+bounded number of argmax elements at once. Their products are summed by destination. `unified` has no effect here
+either.
 """
 
 from __future__ import annotations
@@ -16,18 +17,30 @@ from ..blocks import MiB, Piece, compute_row_norms, split_range
 from ..layout import BatchedArgs, PairSegments
 from .dense import MAX_ENTRIES, DenseBackward, sum_bags
 
-MAX_TABLE_BYTES = 6 * MiB  # of the other side's tokens, converted or normalised once
+MAX_TABLE_BYTES = 6 * MiB  # tokens of the other side, converted or normalized once
 
 
 def backward_ragged(
     grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `Q`, `D` and `q_weight`, each ``[0]`` where `needs` says no. Bitwise reproducible."""
+    """Compute the gradients of `Q`, `D` and `q_weight`, bitwise reproducible.
+
+    Args:
+        grad_scores: in the shape of the scores.
+        r: the packed arguments.
+        argmax: the argmax of the forward.
+        normalize: whether tokens are divided by their norms.
+        needs: whether the gradients of Q, D and q_weight are wanted.
+        unified: ignored.
+
+    Returns:
+        The three gradients, each ``[0]`` if it is not wanted.
+    """
     return _PackedBackward(grad_scores, r, argmax, normalize, needs).gradients()
 
 
 class _PackedBackward(DenseBackward):
-    """The gradients as of one long query and one long document, which is how packed tokens lie."""
+    """The gradients of packed tokens, stored like one long query and one long document."""
 
     def __init__(self, grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool]) -> None:
         weight = None if r.q_weight is None else r.q_weight[None, None]
@@ -37,20 +50,23 @@ class _PackedBackward(DenseBackward):
         self.cells = PairSegments(r, argmax.shape[1] if r.pairs is not None and argmax.dim() == 2 else r.Q.shape[0])
 
     def has_upstream(self) -> bool:
+        """Return whether any gradient can be nonzero."""
         return super().has_upstream() and self.ragged.queries > 0 and self.Lq > 0
 
     def gather_into_queries(self) -> None:
+        """Compute grad_Q and grad_q_weight, a window of rows at a time."""
         for window, chosen in self._windows(self.cells.q_start, self.cells.q_length, self.Lq):
             self._gather(window, self._list_pairs(chosen, None), into_queries=True)
 
     def gather_into_documents(self) -> None:
+        """Compute grad_D, a window of rows at a time."""
         for window, chosen in self._windows(self.cells.start, self.cells.length, self.Ld):
             self._gather(window, self._list_pairs(None, chosen), into_queries=False)
 
     def _windows(self, start: Tensor, length: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
-        """Rows whose gradients are summed together, and the segments that have some of them.
+        """Yield windows of rows whose gradients are summed together, and the segments that overlap each window.
 
-        Where nobody may look these are all rows and all segments.
+        If the host may not read values, there is one window with all rows and all segments.
         """
         if not self.may_look:
             yield slice(0, rows), torch.arange(start.shape[0], device=start.device)
@@ -60,9 +76,9 @@ class _PackedBackward(DenseBackward):
             yield window, meets.nonzero().squeeze(-1)
 
     def _list_pairs(self, queries: Tensor | None, items: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Query and item of the cells of some queries or of some items.
+        """Yield the queries and items of the cells of some queries or of some items, a bounded number at a time.
 
-        Their order depends on nothing else, and a bounded number comes at a time.
+        Their order depends on nothing else.
         """
         cells, device = self.cells, self.grad_scores.device
         most = MAX_ENTRIES if self.may_look else max(1, MAX_ENTRIES // self.argmax.shape[1])
@@ -84,9 +100,9 @@ class _PackedBackward(DenseBackward):
                     yield some.repeat_interleave(part.numel()), part.repeat(some.numel())
 
     def _entries(self, query: Tensor, item: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Cells repeated for each token of their query, and these tokens: at most so many, or those of one cell.
+        """Yield cells repeated for each token of their query, and these tokens, at most `most` or those from one cell.
 
-        Where nobody may look, every query counts as of all the tokens that one can have.
+        If the host may not read values, every query has the maximum number of tokens.
         """
         width = self.argmax.shape[1]
         if not self.may_look:
@@ -107,7 +123,7 @@ class _PackedBackward(DenseBackward):
             first = last
 
     def _gather(self, window: slice, chunks: Iterator[tuple[Tensor, Tensor]], into_queries: bool) -> None:
-        """The gradients of the rows of `window`, which receive something from some cells."""
+        """Compute the gradients of the rows of `window` from the cells in `chunks`."""
         total = self.grad_scores.new_zeros((window.stop - window.start, self.d), dtype=self.dtype)
         source = self.ragged.D if into_queries else self.ragged.Q
         table = self._table(source)
@@ -119,10 +135,10 @@ class _PackedBackward(DenseBackward):
     def _select_contributions(
         self, query: Tensor, item: Tensor, s: Tensor, window: slice, into_queries: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What winners send: from which row, into which of `window`, times what; and whether they do."""
+        """Return source rows, destination rows in `window`, weights, and a mask of the contributions that exist."""
         cells = self.cells
         winner = self.argmax[cells.locate_argmax(query, item, s, self.argmax.shape[1])].long()
-        # Winners beyond their document are of no forward of these arguments; they must not be read.
+        # No forward of these arguments returns an argmax outside the document, and such rows must not be read.
         exists = (winner >= 0) & (winner < cells.length[item])
         if not self.may_look:
             exists &= s < cells.q_length[query]
@@ -136,7 +152,7 @@ class _PackedBackward(DenseBackward):
         return source, destination, g, exists
 
     def _table(self, source: Tensor) -> Tensor | None:
-        """The source's rows in the computing dtype, normalised if asked; None if they take too much memory."""
+        """Return the source's rows in the computing dtype, normalized on request, or None if they exceed the budget."""
         if source.dtype == self.dtype and not self.normalize and source.is_contiguous():
             return source
         if source.numel() * self.dtype.itemsize > MAX_TABLE_BYTES:
@@ -154,7 +170,7 @@ class _PackedBackward(DenseBackward):
         weight: Tensor,
         exists: Tensor,
     ) -> None:
-        """Add what is sent from rows of `source`, which is `table` where there is one, into rows of `total`."""
+        """Add weighted rows of `source`, or of `table` if it is given, to rows of `total`."""
         if not self.may_look:
             origin, destination, weight = (torch.where(exists, x, 0) for x in (origin, destination, weight))
             rows = self._rows(source[origin], exists).mul_(weight.unsqueeze(-1))
@@ -164,7 +180,7 @@ class _PackedBackward(DenseBackward):
             origin, destination, weight = (x[exists] for x in (origin, destination, weight))
         if not origin.numel():
             return
-        # A stable sort fixes the order of addition; bags are only made of the rows that receive something.
+        # A stable sort fixes the order of addition. Only rows with contributions get a bag.
         destination, order = torch.sort(destination.int(), stable=True)
         origin, weight = origin[order], weight[order]
         found, counts = torch.unique_consecutive(destination, return_counts=True)

@@ -1,8 +1,8 @@
-"""The forward as a graph of ordinary operators: one `while_loop` over blocks of bounded size, every size symbolic.
+"""The forward as a graph of standard operators: one `while_loop` over blocks of bounded size, with symbolic sizes.
 
-What packages and other compilers take in place of the opaque operator. A step multiplies a block of query tokens with a
-block of document tokens. Sizes of a block follow the inputs' up to fixed bounds, so memory beyond inputs and outputs is
-bounded too. Nothing is written in place: compilers decide where results live.
+Packages and other compilers use it in place of the opaque operator. A step multiplies a block of query tokens with a
+block of document tokens. Block sizes follow the sizes of the inputs up to fixed bounds, so the memory in addition to
+inputs and outputs is bounded. Nothing is written in place, because compilers decide where results are stored.
 """
 
 from __future__ import annotations
@@ -17,35 +17,39 @@ from ...core.arguments import clamp_to_at_most_one
 from ...core.segments import DenseArgs
 from ..blocks import NORM_EPS
 
-MAX_QUERY_TOKENS, MAX_DOCUMENT_TOKENS = 128, 1024  # of a step at most
+MAX_QUERY_TOKENS, MAX_DOCUMENT_TOKENS = 128, 1024  # tokens of one step
 NEG_INF, NO_TOKEN = float("-inf"), 2**62
 
 
 class _LoopState(NamedTuple):
-    """What a step leaves to the next."""
+    """The state that a step passes to the next step."""
 
-    n: Tensor  # how many steps were done
-    best: Tensor  # [queries of a block, tokens, documents], over the tiles of the documents so far
-    sums: Tensor  # [queries of a block, documents], over the parts of the queries so far
+    n: Tensor  # number of completed steps
+    best: Tensor  # [queries of a block, tokens, documents], maxima over the document tiles so far
+    sums: Tensor  # [queries of a block, documents], sums over the query parts so far
     scores: Tensor  # [Nq, K]
-    where: Tensor | None  # as best: the first token that has it
+    where: Tensor | None  # the shape of best: the first token with the maximum
     argmax: Tensor | None  # [Nq, K, Lq]
 
 
 def _ceil_div(a: Any, b: Any) -> Any:
+    """Return ``a / b`` rounded up."""
     return (a + b - 1) // b
 
 
 def _choose_block_size(size: Any, most: Any) -> Any:
-    """How many of `size` a step takes. Of a symbolic size at least two, some of them twice if need be: tracers guard
-    on whether an axis is 1."""
+    """Return the block size for an axis of `size` elements, at most `most`.
+
+    A symbolic size gives at least two, and a step may then process an element twice. Tracers would add a guard on
+    whether the axis is 1.
+    """
     if isinstance(size, int) and isinstance(most, int):
         return max(1, min(size, most))
     return torch.sym_max(torch.sym_min(size, most), 2)
 
 
 class _LoopSizes:
-    """Sizes of a step, and how many steps there are."""
+    """The sizes of a step, and the number of steps."""
 
     def __init__(self, Q: Tensor, D: Tensor) -> None:
         self.candidates = D.dim() == 4
@@ -56,7 +60,7 @@ class _LoopSizes:
         self.queries = 1 if single else _choose_block_size(self.Nq, MAX_QUERY_TOKENS // self.query_tokens)
         self.document_tokens = _choose_block_size(self.Ld, MAX_DOCUMENT_TOKENS)
         self.documents = _choose_block_size(self.K, MAX_DOCUMENT_TOKENS // self.document_tokens)
-        # From the innermost loop outwards.
+        # From the innermost to the outermost loop.
         self.counts = (
             _ceil_div(self.Ld, self.document_tokens),
             _ceil_div(self.Lq, self.query_tokens),
@@ -66,15 +70,16 @@ class _LoopSizes:
 
     @property
     def steps(self) -> Any:
+        """Return the total number of steps."""
         tiles, parts, groups, units = self.counts
         return tiles * parts * groups * units
 
 
 class _LoopTensors(NamedTuple):
-    """Sizes as tensors, for the steps of the loop.
+    """The sizes as tensors, for the steps of the loop.
 
-    A tracer takes every size for 1 or more, and may read a size from a stride, which is 1 where the size is 0. Step
-    counts therefore come from outside of the loop, where sizes are those of the inputs: no step runs on empty inputs.
+    A tracer assumes that every size is at least 1. It may read a size from a stride, which is 1 if the size is 0. Step
+    counts are therefore computed outside the loop from the sizes of the inputs, and no step runs on empty inputs.
     """
 
     steps: Tensor
@@ -85,13 +90,14 @@ class _LoopTensors(NamedTuple):
     Lq: Tensor
     K: Tensor
     Ld: Tensor
-    queries: Tensor  # the indices of a block, [QB]
+    queries: Tensor  # indices within a block, [QB]
     query_tokens: Tensor  # [SB]
     documents: Tensor  # [DB]
     document_tokens: Tensor  # [TB]
 
 
 def _make_loop_tensors(blocks: _LoopSizes, device: torch.device) -> _LoopTensors:
+    """Build `_LoopTensors` on a device."""
     tiles, parts, groups, _ = blocks.counts
     numbers = blocks.steps, tiles, parts, groups, blocks.Nq, blocks.Lq, blocks.K, blocks.Ld
     sizes = blocks.queries, blocks.query_tokens, blocks.documents, blocks.document_tokens
@@ -102,12 +108,13 @@ def _make_loop_tensors(blocks: _LoopSizes, device: torch.device) -> _LoopTensors
 
 
 def _make_block_indices(block: Tensor, within: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of a block, those beyond the end repeating the last, and which are not beyond."""
+    """Return the indices of a block, with those past the end clamped to the last, and a mask of those within."""
     index = block * within.shape[0] + within
     return torch.minimum(index, total - 1), index < total
 
 
 def _gather_rows(X: Tensor, index: tuple[Tensor, ...], normalize: bool, dtype: torch.dtype) -> Tensor:
+    """Gather tokens, convert them to `dtype`, and normalize them if `normalize` is set."""
     x = X[index].to(dtype)
     if normalize:
         x = x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(NORM_EPS)
@@ -115,7 +122,7 @@ def _gather_rows(X: Tensor, index: tuple[Tensor, ...], normalize: bool, dtype: t
 
 
 def _score_block(carried: _LoopState, plan: _LoopTensors, x: DenseArgs, normalize: bool) -> _LoopState:
-    """One block of query tokens against one of document tokens."""
+    """Run one step: score a block of query tokens against a block of document tokens."""
     candidates, dtype = x.D.dim() == 4, carried.scores.dtype
     QB, SB, DB, TB = (within.shape[0] for within in plan[-4:])
     tile, rest = carried.n % plan.tiles, carried.n // plan.tiles
@@ -155,7 +162,7 @@ def _score_block(carried: _LoopState, plan: _LoopTensors, x: DenseArgs, normaliz
 
 
 def _update_argmax(S: Tensor, kept: Tensor | None, value: Tensor, before: Tensor, t: Tensor, where: Tensor) -> Tensor:
-    """The first kept tokens with the largest similarity so far, NaN the largest; NO_TOKEN where none is kept."""
+    """Return the first kept token with the largest similarity so far (NaN is largest), NO_TOKEN if none is kept."""
     hit = S.eq(value[..., None]) | S.isnan()
     if kept is not None:
         hit = hit & kept
@@ -165,6 +172,7 @@ def _update_argmax(S: Tensor, kept: Tensor | None, value: Tensor, before: Tensor
 
 
 def _make_initial_state(x: DenseArgs, blocks: _LoopSizes, argmax_dtype: torch.dtype | None) -> _LoopState:
+    """Build the state before the first step."""
     device = x.Q.device
     dtype = torch.float64 if x.Q.dtype == torch.float64 else torch.float32
     block = (blocks.queries, blocks.query_tokens, blocks.documents)
@@ -191,11 +199,22 @@ def forward_blocked(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores ``[Nq, Nd]`` (``[Nq, K]``) and winners ``[Nd, Nq, Lq]`` (``[Nq, K, Lq]``), None if `argmax_dtype` is.
+    """Compute scores and argmax with a `while_loop` of standard operators.
 
-    Arguments have all their axes, masks are bool.
+    Args:
+        Q: ``[Nq, Lq, d]``.
+        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
+        q_mask: bool, the shape of Q without d, or None.
+        d_mask: bool, the shape of D without d, or None.
+        q_weight: the shape of Q without d, or None.
+        normalize: whether tokens are divided by their norms.
+        argmax_dtype: an integer dtype, or None for no argmax.
+
+    Returns:
+        Scores ``[Nq, Nd]`` (``[Nq, K]``), and argmax ``[Nd, Nq, Lq]`` (``[Nq, K, Lq]``) or None.
     """
-    from torch._higher_order_ops.while_loop import while_loop_op  # `torch.while_loop` would start a compiler of its own
+    # `torch.while_loop` would start another compiler.
+    from torch._higher_order_ops.while_loop import while_loop_op
 
     given = DenseArgs(Q, D, q_mask, d_mask, q_weight)
     blocks = _LoopSizes(Q, D)
@@ -203,6 +222,7 @@ def forward_blocked(
     carried, present = [t for t in start if t is not None], [*plan, *(t for t in given if t is not None)]
 
     def unpacked(tensors: tuple[Tensor, ...]) -> tuple[_LoopState, _LoopTensors, DenseArgs]:
+        """Rebuild the records from the flat tensors of the loop."""
         found = iter(tensors)
         return (
             _LoopState(*(None if t is None else next(found) for t in start)),  # type: ignore[arg-type]
@@ -222,23 +242,23 @@ def forward_blocked(
 
 
 def select_topk(scores: Tensor, top_k: Any) -> tuple[Tensor, Tensor]:
-    """The `top_k` best of ``scores [Nq, Nd]`` (all, if fewer) and their columns.
+    """Return the `top_k` best of ``scores [Nq, Nd]`` (all, if there are fewer) and their columns.
 
-    In the order of `ops.topk`, which is that of a stable sort: NaN first, equal ones by column.
+    The order is the one of `ops.topk` and of a stable sort. NaN comes first, and equal scores are ordered by column.
     """
     count = torch.sym_min(top_k, scores.shape[1])
     if top_k == 1 and not isinstance(scores.shape[1], int):
-        # The column of padding is for code of the module that reads the best score of an empty corpus.
+        # The padding column serves a module that reads the best score of an empty corpus.
         count = clamp_to_at_most_one(scores.shape[1])
         scores = F.pad(scores, (0, 1), value=NEG_INF)
     values, columns = torch.sort(scores, dim=1, descending=True, stable=True)
-    # An index, not a slice: that would guard on which of the two is less.
+    # A slice would add a guard on which of top_k and the number of columns is smaller, an index does not.
     kept = torch.arange(count, device=scores.device)
     return values[:, kept], columns[:, kept]
 
 
 def _fill_empty_documents(end: _LoopState, x: DenseArgs) -> tuple[Tensor, Tensor | None]:
-    """``-inf`` for documents that keep no token, 0 where the query keeps none either."""
+    """Set scores of documents without a kept token to ``-inf``, or to 0 if the query keeps no token either."""
     device = x.Q.device
     queries = torch.ones(x.Q.shape[:2], dtype=torch.bool, device=device) if x.q_mask is None else x.q_mask
     kept = torch.ones(x.D.shape[:-1], dtype=torch.bool, device=device) if x.d_mask is None else x.d_mask

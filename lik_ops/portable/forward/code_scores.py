@@ -1,4 +1,4 @@
-"""Scores of documents by the centroids of their tokens alone, in plain torch."""
+"""Score documents by the centroids of their tokens alone, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ from torch import Tensor
 from ...core.segments import make_segment_rows
 from ..blocks import sum_pairwise
 
-_MAX_GATHERED_BYTES = 32 << 20  # of what is gathered from the table at a time
+_MAX_GATHERED_BYTES = 32 << 20  # gathered from the table at a time
 
 
 def code_scores(
     table: Tensor, weight: Tensor, probed: Tensor | None, codes: Tensor, offsets: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Of queries and documents ``sum_s weight[query, s] max_t table[query, code_t, s]``, fp32 ``[Nq, Nd]``.
+    """Compute ``sum_s weight[query, s] max_t table[query, code_t, s]``.
 
     Args:
-        table: fp32 ``[Nq, C, Lq]``, of each query token and centroid.
+        table: similarity of each query token and centroid, fp32 ``[Nq, C, Lq]``.
         weight: fp32 ``[Nq, Lq]``.
-        probed: bool ``[Nq, C]``: documents without one of these codes score ``-inf``. None: no document does.
-        codes: of all tokens; -1 is passed over. Others that are no centroid's make the score infinite.
-        offsets, lengths: where documents lie, ``[Nd]``. Those outside of `codes` score infinity.
+        probed: bool ``[Nq, C]``. Documents without one of these codes score ``-inf``. None probes all centroids.
+        codes: codes of all tokens. -1 is skipped. Any other code that is not a centroid makes the score infinite.
+        offsets: start of each document in `codes`, ``[Nd]``.
+        lengths: length of each document, ``[Nd]``. A document that reaches outside `codes` scores infinity.
+
+    Returns:
+        fp32 scores ``[Nq, Nd]``.
     """
     Nq, count, Lq = table.shape
     scores = table.new_full((Nq, len(offsets)), torch.inf)
     inside = (offsets >= 0) & (lengths >= 0) & (offsets <= len(codes) - lengths)
     chosen = inside.nonzero().flatten()
     offsets, lengths = offsets[chosen].long(), lengths[chosen].long()
-    # Of each code what its token has: products of all query tokens, and for which queries it is probed; -inf without.
+    # One row for each code: products with all query tokens, and the queries that probe it. The last row stands for a
+    # skipped token.
     rows = torch.cat([table.transpose(0, 1).reshape(count, Nq * Lq), table.new_full((1, Nq * Lq), -torch.inf)])
     hits = table.new_zeros((count + 1, Nq))
     hits[:count] = 1 if probed is None else probed.t().float()
@@ -50,5 +55,5 @@ def code_scores(
 
 
 def _max_by_segment(x: Tensor, lengths: Tensor) -> Tensor:
-    """The maxima of the rows of each segment, -inf of one without."""
+    """Return the maxima of the rows of each segment, -inf for an empty segment."""
     return torch.segment_reduce(x, "max", lengths=lengths, axis=0, unsafe=True, initial=-torch.inf)

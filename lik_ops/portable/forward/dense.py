@@ -1,4 +1,4 @@
-"""The portable forward: slices of similarities, or, where documents are read as they lie, many documents at once."""
+"""The portable forward: slices of similarities, or many documents at once if documents are read in place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .scores import NEG_INF, PortableForward
 from .slices import QueryPanel, SliceForward, choose_tiling
 from .wide import WideForward
 
-MIN_BLOCK_DOCUMENTS = 32  # of a block at least, where there are as many; a block may have almost twice as many
-MAX_TILE_BYTES = MiB  # of similarities
+MIN_BLOCK_DOCUMENTS = 32  # documents of a block, if the call has as many; a block may have almost twice as many
+MAX_TILE_BYTES = MiB  # similarities of a tile
 
 
 def forward(
@@ -27,10 +27,22 @@ def forward(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[Nq, Nd]`` and winners ``[Nd, Nq, Lq]``, or ``[Nq, K]`` and ``[Nq, K, Lq]`` for 4-D `D`.
+    """Compute scores and argmax of dense arguments.
 
-    Arguments are validated and lifted already. Scores are fp32 (fp64 for fp64 inputs); winners are of `argmax_dtype`,
-    and ``[0]`` where it is None.
+    Arguments are validated and have all their axes.
+
+    Args:
+        Q: ``[Nq, Lq, d]``.
+        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
+        q_mask: bool, the shape of Q without d, or None.
+        d_mask: bool, the shape of D without d, or None.
+        q_weight: the shape of Q without d, or None.
+        normalize: whether tokens are divided by their norms.
+        argmax_dtype: an integer dtype, or None for no argmax.
+
+    Returns:
+        Scores ``[Nq, Nd]`` (``[Nq, K]``), fp32 (fp64 for fp64 inputs). Argmax ``[Nd, Nq, Lq]`` (``[Nq, K, Lq]``), or
+        ``[0]`` if `argmax_dtype` is None.
     """
     dtype = torch.int32 if argmax_dtype is None else argmax_dtype
     scores, argmax, is_trivial = allocate_outputs(Q, D, q_mask, dtype, argmax_dtype is not None, -1)
@@ -43,8 +55,20 @@ def forward(
 def allocate_outputs(
     Q: Tensor, D: Tensor, q_mask: Tensor | None, dtype: torch.dtype, keep: bool, nothing: float
 ) -> tuple[Tensor, Tensor, bool]:
-    """Scores, and what is kept of each query token and document (``[0]`` unless `keep`), of a dtype; and whether both
-    are filled already, as there is nothing to multiply: with `nothing`."""
+    """Allocate the outputs, and fill them if there is nothing to multiply.
+
+    Args:
+        Q: ``[Nq, Lq, d]``.
+        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
+        q_mask: bool ``[Nq, Lq]``, or None.
+        dtype: dtype of the second output.
+        keep: whether the second output is wanted.
+        nothing: fill value of the second output.
+
+    Returns:
+        Scores, a tensor with a value for each query token and document (``[0]`` unless `keep`), and whether both are
+        filled.
+    """
     cross = D.dim() == 3
     (Nq, Lq, _), Ld = Q.shape, D.shape[-2]
     columns = D.shape[0] if cross else D.shape[1]
@@ -61,7 +85,7 @@ def allocate_outputs(
 
 
 def run_forward(layout: BatchedArgs, normalize: bool) -> None:
-    """Fill the outputs of `layout`, whose tensors have elements."""
+    """Fill the outputs of `layout`, whose tensors must not be empty."""
     kind: type[PortableForward] = InPlaceForward if InPlaceForward.takes(layout, normalize) else SliceForward
     kind = next(
         (special for special in (WideForward, FewQueriesForward, FewDocumentsForward) if special.takes(layout)), kind
@@ -70,20 +94,20 @@ def run_forward(layout: BatchedArgs, normalize: bool) -> None:
 
 
 class InPlaceForward(SliceForward):
-    """Documents are read where they lie, many at once: slices are token by token, a row of a slice for each document.
+    """The forward that reads documents in place, many at once.
 
-    A processor fetches ahead within pages of memory, and only few lines of each. Products of whole documents wait for
-    the memory and then multiply; here every slice takes the next token of `MIN_BLOCK_DOCUMENTS` pages or more, and
-    both overlap.
+    A slice is one token position, with one row for each document. A processor prefetches within pages of memory, and
+    only few lines of each page. Products of whole documents wait for the memory and then multiply. Here every slice
+    reads the next token of at least `MIN_BLOCK_DOCUMENTS` pages, and reading and multiplying overlap.
     """
 
     least = MIN_ROWS
 
     @staticmethod
     def takes(layout: BatchedArgs, normalize: bool) -> bool:
-        """Whether documents need no conversion and are enough for a slice.
+        """Return whether documents need no conversion and are enough for a slice.
 
-        Winners are found faster in whole documents, and queries of several panels read them from the cache.
+        With argmax, whole documents are faster. Queries of several panels read whole documents from the cache.
         """
         dtype, (X, Ld, d) = layout.pairs.dtype, layout.D.shape[1:]
         if normalize or layout.argmax is not None or X < MIN_ROWS:
@@ -96,11 +120,11 @@ class InPlaceForward(SliceForward):
         most = max(MIN_BLOCK_DOCUMENTS, MAX_TILE_BYTES // (self.Ld * self.shape.columns * size))
         self.tiling = choose_tiling(self.shape, ceil_div(X, max(1, X // most)), 1, X, self.Y, self.d, self.dtype)
         row_bytes = self.tiling.block_slices * self.shape.columns * size
-        self.slices = ceil_div(self.Ld, ceil_div(self.Ld, max(1, MAX_TILE_BYTES // row_bytes)))  # as even as can be
+        self.slices = ceil_div(self.Ld, ceil_div(self.Ld, max(1, MAX_TILE_BYTES // row_bytes)))  # as even as possible
         self.similarities = self.layout.pairs.new_empty(self.slices * row_bytes // size)
 
     def _columns(self, loaded: Tensor) -> Tensor:
-        # MKL is faster with columns that are contiguous in memory, and of fp32 the bits are the same.
+        # MKL is faster with columns that are contiguous in memory, and fp32 has the same bits.
         return super()._columns(loaded.mT.contiguous().mT)
 
     def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:

@@ -1,8 +1,8 @@
-"""The portable forward where one side has few tokens: they are the rows of slices whose columns the other side fills.
+"""The portable forward for calls in which one side has few tokens.
 
-Slices of the usual shapes would be padding for the most part. Here the tokens of either side follow one another in the
-slices, without padding between queries or documents, and products have fewer rows than `MIN_ROWS` where this machine
-gives such products the bits of the usual ones.
+The few tokens are the rows of slices whose columns the other side fills. Slices of the usual shapes would mostly be
+padding. Here the tokens of either side follow each other in the slices, without padding between queries or documents.
+Products have fewer rows than `MIN_ROWS` if this machine gives such products the bits of the usual ones.
 """
 
 from __future__ import annotations
@@ -32,19 +32,25 @@ from ..blocks import (
 from ..layout import BatchedArgs
 from .scores import NEG_INF, PortableForward, reduce_maxima, update_maxima
 
-MAX_SHARED_TOKENS = 512  # of the documents of a cross product, at most
-MAX_QUERY_TOKENS = 8  # of all queries that a document meets, at most
-MIN_DOCUMENT_TOKENS = 16  # of the documents that these queries meet
-MAX_SIDE_BYTES = 3 * MiB  # of either side, in one product
-FEW_COLUMNS_BY_DTYPE = {torch.float32: 16, torch.float64: 12}  # columns, where a machine allows so few
+MAX_SHARED_TOKENS = 512  # document tokens of a cross product, for `FewDocumentsForward`
+MAX_QUERY_TOKENS = 8  # query tokens of a batch, for `FewQueriesForward`
+MIN_DOCUMENT_TOKENS = 16  # document tokens of a batch, for `FewQueriesForward`
+MAX_SIDE_BYTES = 3 * MiB  # either side of one product
+FEW_COLUMNS_BY_DTYPE = {torch.float32: 16, torch.float64: 12}  # columns, if a machine allows so few
 
 
 @lru_cache(maxsize=4096)
 def has_slice_bits(rows: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> bool:
-    """Whether products of this shape have the bits of the slices that `choose_slice_shape` makes, on this machine.
+    """Return whether products of this shape have the bits of the slices of `choose_slice_shape` on this machine.
 
-    Rows are document tokens, `turned` query tokens. Kernels that add in another order round most similarities of random
-    tokens otherwise.
+    Kernels that add in another order round most similarities of random tokens differently.
+
+    Args:
+        rows: rows of the product.
+        columns: columns of the product.
+        d: features of a token.
+        dtype: dtype of the product.
+        turned: whether rows are query tokens, not document tokens.
     """
     step = STEPS[dtype][1]
     if rows >= MIN_ROWS and columns % step == 0 and not turned:
@@ -59,26 +65,26 @@ def has_slice_bits(rows: int, columns: int, d: int, dtype: torch.dtype, turned: 
 
 @lru_cache(maxsize=1024)
 def choose_few_rows(tokens: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> int | None:
-    """Rows below `MIN_ROWS` for so many tokens, None where this machine allows none."""
+    """Return rows below `MIN_ROWS` for `tokens` tokens, or None if this machine allows none."""
     possible = range(round_up(tokens, 4), MIN_ROWS, 4)
     return next((rows for rows in possible if has_slice_bits(rows, columns, d, dtype, turned)), None)
 
 
 def choose_rows(tokens: int, columns: int, d: int, dtype: torch.dtype) -> int:
-    """Rows of a slice that holds so many document tokens."""
+    """Return the rows of a slice that holds `tokens` document tokens."""
     few = choose_few_rows(tokens, columns, d, dtype)
     return few or max(round_up(tokens, STEPS[dtype][0]), MIN_ROWS)
 
 
 def choose_columns(tokens: int, dtype: torch.dtype) -> int:
-    """Columns of slices that so many tokens of the other side fill: two slices where they can."""
+    """Return the columns of slices that `tokens` tokens of the other side fill, two slices if possible."""
     _, step, most = STEPS[dtype]
     return max(step, min(most, tokens // 2 // step * step))
 
 
 @lru_cache(maxsize=1024)
 def choose_sharing(tokens: int, Lq: int, d: int, dtype: torch.dtype) -> tuple[int, int]:
-    """How many queries of `Lq` tokens, each with `tokens` of its own, share a slice; and its columns."""
+    """Return how many queries of `Lq` tokens, each with `tokens` of its own, share a slice, and its columns."""
     _, step, most = STEPS[dtype]
     for columns in (FEW_COLUMNS_BY_DTYPE[dtype], step):
         group = min(columns // Lq, max(columns, MIN_ROWS) // tokens)
@@ -88,36 +94,37 @@ def choose_sharing(tokens: int, Lq: int, d: int, dtype: torch.dtype) -> tuple[in
 
 
 class _NarrowForward(PortableForward):
-    """Products of one side's `tokens` of a batch with pieces of the other side."""
+    """Products of the few `tokens` of one side of a batch with pieces of the other side."""
 
     group = 1  # batches that share a slice
-    tokens: int  # of a batch on the narrow side
+    tokens: int  # tokens of a batch on the narrow side
 
     def _plan_products(self, columns: int, rows: int, widest: int) -> None:
-        """Sets the shape of slices, how many are multiplied at a time, and their buffer."""
+        """Set the shape of slices, the number of slices multiplied at a time, and their buffer."""
         self.columns, self.rows = columns, rows
         size = self.dtype.itemsize
         fit = MAX_SIMILARITY_BYTES // (rows * columns * size), MAX_SIDE_BYTES // (widest * self.d * size)
         self.slices = max(2, min(fit))
         self.similarities = self.layout.pairs.new_empty(self.slices * rows * columns)
-        self.buffers: dict[bool, Tensor] = {}  # of the slices of each side, the last ones
+        self.buffers: dict[bool, Tensor] = {}  # the last slices of each side
         self.loaded: Tensor | None = None  # slices of the narrow side
 
     def _narrow_side(self, b: slice) -> Tensor:
-        """The few tokens of some batches."""
+        """Return the few tokens of some batches."""
         raise NotImplementedError
 
     def _products(self, b: slice, other: Tensor, each: int) -> Tensor:
-        """Slices ``[n, rows, columns]`` for some batches, each with so many tokens of `other`; n is at least 2.
+        """Compute slices ``[n, rows, columns]`` for some batches, each with `each` tokens of `other`; n is at least 2.
 
-        A `group` of batches, which has so many together, shares a slice. Of its blocks those on the diagonal count.
+        A `group` of batches shares a slice, and then has `each` tokens together. Only the blocks on its diagonal are
+        used.
         """
         panels = ceil_div(each, self.columns)
         filled = self._slices(other, each, panels * self.columns, 1 if panels > 1 else 2, narrow=False)
         filled = filled.reshape(-1, self.columns, self.d)
         n = filled.shape[0]
-        single = b.stop - b.start == 1  # one slice meets all panels, and may be read where it lies
-        if self.loaded is None or self.B > 1:  # a single batch meets all pieces
+        single = b.stop - b.start == 1  # one slice is multiplied with all panels, and may be read in place
+        if self.loaded is None or self.B > 1:  # a single batch is multiplied with all pieces
             least = 1 if single else 2
             self.loaded = self._slices(self._narrow_side(b), self.group * self.tokens, self.rows, least, narrow=True)
         few = self.loaded
@@ -129,13 +136,16 @@ class _NarrowForward(PortableForward):
         return torch.bmm(few, filled.mT, out=S)
 
     def _joined(self, panels: Tensor, batches: int, count: int) -> Tensor:
-        """``[slices, n, columns]`` as ``[batches, n, count]``: the panels of a batch follow one another."""
+        """Reshape ``[slices, n, columns]`` to ``[batches, n, count]`` by joining the panels of each batch."""
         each = ceil_div(count, self.columns)
         of_batches = panels[: batches * each].view(batches, each, *panels.shape[1:])
         return of_batches.transpose(1, 2).reshape(batches, panels.shape[1], -1)[..., :count]
 
     def _slices(self, source: Tensor, each: int, size: int, least: int, narrow: bool) -> Tensor:
-        """Tokens of ``source [..., d]``, so many in each of `least` slices or more ``[n, size, d]``, then zeros."""
+        """Copy tokens of ``source [..., d]`` into slices ``[n, size, d]``, `each` tokens in a slice, followed by zeros.
+
+        There are at least `least` slices. Aligned tokens that fill the slices are not copied.
+        """
         rows = source.reshape(-1, self.d)
         count, d = rows.shape
         n = max(least, ceil_div(count, each))
@@ -164,14 +174,15 @@ class _NarrowForward(PortableForward):
 
 
 class FewDocumentsForward(_NarrowForward):
-    """Forward of calls where the documents that a query meets fit one slice.
+    """The forward for calls in which the documents of a query fit one slice.
 
-    Queries of a cross product (`crossed`) meet the same documents: their tokens follow one another in the columns.
-    Queries with candidates of their own have slices of their own; a `group` of short ones shares a slice.
+    All queries of a cross product (`crossed`) are scored against the same documents, and their tokens follow each other
+    in the columns. A query with its own candidates has its own slices, and a `group` of short ones shares a slice.
     """
 
     @staticmethod
     def takes(layout: BatchedArgs) -> bool:
+        """Return whether the documents of a query fit one slice."""
         B, X, Ld, d = layout.D.shape
         tokens = X * Ld
         fits = max(tokens, STEPS[layout.pairs.dtype][2]) * d * layout.pairs.dtype.itemsize <= MAX_SIDE_BYTES
@@ -185,7 +196,7 @@ class FewDocumentsForward(_NarrowForward):
             self.group, columns = choose_sharing(self.tokens, self.Lq, self.d, self.dtype)
         rows = choose_rows(self.group * self.tokens, columns, self.d, self.dtype)
         self._plan_products(columns, rows, columns if self.crossed else max(columns, rows))
-        # Pieces of the queries begin, where they can, at whole slices.
+        # Pieces of the queries begin at whole slices if possible.
         self.whole = columns // gcd(columns, self.Lq) if self.crossed else self.group * ALIGNMENT_BYTES
         items = max(1, MAX_MAXIMA_BYTES // (self.X * self.Lq * self.dtype.itemsize))
         items = min(items // self.whole * self.whole or items, max(self.B, self.Y))
@@ -214,9 +225,9 @@ class FewDocumentsForward(_NarrowForward):
         return self.layout.D[b, : self.X, : self.Ld]
 
     def _similarities(self, b: slice, y: slice, s: slice) -> Tensor:
-        """``[slices, rows, columns]`` of a piece, masked tokens ``-inf``.
+        """Return ``[slices, rows, columns]`` of a piece, with ``-inf`` for masked tokens.
 
-        Of groups only what lies on the diagonal, ``[queries, tokens, query tokens]``.
+        Groups give only the blocks on the diagonal, ``[queries, tokens, query tokens]``.
         """
         layout, count = self.layout, s.stop - s.start
         each = count * (y.stop - y.start) if self.crossed else count * self.group
@@ -234,17 +245,18 @@ class FewDocumentsForward(_NarrowForward):
         return S
 
     def _place(self, values: Tensor, target: Tensor) -> None:
-        """Put ``[slices, documents, columns]`` into ``[batches, documents, queries, tokens]``."""
+        """Write ``[slices, documents, columns]`` into ``[batches, documents, queries, tokens]``."""
         batches, X, queries, count = target.shape
         values = values[:batches] if self.group > 1 else self._joined(values[:, :X], batches, queries * count)
         target.copy_(values.unflatten(-1, (queries, count)))
 
 
 class FewQueriesForward(_NarrowForward):
-    """Forward of calls whose query tokens are few."""
+    """The forward for calls with few query tokens."""
 
     @staticmethod
     def takes(layout: BatchedArgs) -> bool:
+        """Return whether there are few query tokens and this machine allows such products."""
         _, Y, Lq, d = layout.Q.shape
         X, Ld = layout.D.shape[1:3]
         if Y * Lq > MAX_QUERY_TOKENS or X * Ld < MIN_DOCUMENT_TOKENS or not is_host_readable(layout.pairs):
@@ -281,12 +293,12 @@ class FewQueriesForward(_NarrowForward):
         return self.layout.Q[b, : self.Y, : self.Lq]
 
     def _similarities(self, b: slice, x: slice, t: slice) -> Tensor:
-        """``[batches, query tokens, documents, tokens]`` of a piece, masked tokens ``-inf``."""
+        """Return ``[batches, query tokens, documents, tokens]`` of a piece, with ``-inf`` for masked tokens."""
         layout, (batches, X, Ld) = self.layout, (s.stop - s.start for s in (b, x, t))
         S = self._products(b, layout.D[b, x, t], X * Ld)
         S = self._joined(S[:, : self.tokens], batches, X * Ld).unflatten(2, (X, Ld))
         return S if layout.d_mask is None else S.masked_fill(~layout.d_mask[b, x, t].unsqueeze(1), NEG_INF)
 
     def _reorder_axes(self, values: Tensor) -> Tensor:
-        """``[batches, query tokens, documents]`` as ``[batches, documents, queries, tokens]``."""
+        """Reorder ``[batches, query tokens, documents]`` to ``[batches, documents, queries, tokens]``."""
         return values.unflatten(1, (-1, self.Lq)).permute(0, 3, 1, 2)

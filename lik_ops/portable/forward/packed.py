@@ -1,9 +1,11 @@
-"""The portable forward of packed tokens: queries and documents of like lengths, padded where they are read.
+"""The portable forward of packed tokens: queries and documents of similar lengths, padded when they are read.
 
-On a CPU, where values may decide, items that have tokens are sorted by length and cut into blocks, each a call of the
-dense forward: shorter queries are masked, shorter documents repeat their last token. The bits are those of the dense
-call, as `blocks` says. Elsewhere nobody knows the lengths: every query counts as of `max_seqlen_q` tokens and every
-document as of all there are, right but slow.
+On a CPU, code may branch on values. Items with tokens are sorted by length and cut into blocks, and each block is one
+dense forward. Shorter queries are masked, and shorter documents repeat their last token. The bits equal the bits of the
+dense call, as `portable.blocks` explains.
+
+On other devices the host does not know the lengths. Every query is padded to `max_seqlen_q` tokens and every document
+to the total number of tokens, which is correct but slow.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from ..layout import BatchedArgs, DecodedRows, PaddedRows, PairSegments
 from .dense import run_forward
 from .scores import NEG_INF
 
-MAX_DOCUMENT_TOKENS = 1 << 18  # of a block, padding included: they are gathered in small parts
+MAX_DOCUMENT_TOKENS = 1 << 18  # tokens of a block, including padding; they are gathered in small parts
 MAX_QUERY_TOKENS = 1 << 14
-MAX_ENTRIES = 1 << 19  # winners of a block; each takes up to 20 bytes
+MAX_ENTRIES = 1 << 19  # argmax elements of a block, up to 20 bytes each
 MAX_SORTED_ITEMS = 1 << 16  # sorted at a time
-MIN_OWN_BLOCK_ITEMS = 512  # items of a query from which on it has blocks of its own
-BLOCK_COST_MULTIPLICATIONS = 1 << 24  # multiplications that take as long as one more block
+MIN_OWN_BLOCK_ITEMS = 512  # a query with so many items has its own blocks
+BLOCK_COST_MULTIPLICATIONS = 1 << 24  # multiplications that cost as much time as one more block
 TOKENS_PER_PADDING = 8  # one token in so many of a block may be padding
 
 
@@ -37,9 +39,17 @@ def forward_ragged(
     max_seqlen_q: int,
     stored: EncodedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores and winners as `RaggedArgs` says; winners are ``[0]`` where `argmax_dtype` is None.
+    """Compute the scores and argmax of packed arguments, in the shapes of `RaggedArgs`.
 
-    Given `stored`, these are the documents: then D says nothing but how many tokens there are.
+    Args:
+        r: the packed arguments.
+        normalize: whether tokens are divided by their norms.
+        argmax_dtype: an integer dtype, or None for no argmax.
+        max_seqlen_q: upper bound of the tokens of a query.
+        stored: encoded documents. If given, ``r.D`` is a placeholder that only carries the token count.
+
+    Returns:
+        Scores, and argmax, which is ``[0]`` if `argmax_dtype` is None.
     """
     cells = PairSegments(r, max_seqlen_q)
     scores = r.Q.new_zeros(r.scores_shape(), dtype=score_dtype(r.Q.dtype))
@@ -56,19 +66,19 @@ def forward_ragged(
 
 
 def _fill_empty_scores(cells: PairSegments, scores: Tensor) -> None:
-    """The scores of documents and queries without tokens, and of what is not valid."""
+    """Set the scores of documents and queries without tokens and of invalid segments."""
     valid, keeps, q_valid = cells.valid, cells.keeps(), cells.q_valid
     if cells.query is None:
         valid, keeps = valid & q_valid[:, None], keeps[:, None]
     else:
         scores = scores.view(-1)
-        # A pair list may have no queries at all; then no item is valid.
+        # If a pair list has no queries at all, no item is valid.
         keeps = keeps[cells.query] if len(keeps) else valid
     scores.masked_fill_(cells.length == 0, NEG_INF).masked_fill_(~keeps, 0).masked_fill_(~valid, float("nan"))
 
 
 class _PackedForward:
-    """One call: how it is cut into blocks, queries ``[B, Y]`` against items ``[B, X]``, and what becomes of each."""
+    """One call: cuts it into blocks, queries ``[B, Y]`` against items ``[B, X]``, and computes each."""
 
     def __init__(
         self,
@@ -86,10 +96,12 @@ class _PackedForward:
         self.most_q = min(max_seqlen_q, self.ragged.Q.shape[0])
 
     def run(self) -> None:
+        """Compute all blocks."""
         for queries, items in self._split_by_length() if self.cells.may_look else self._split_by_bounds():
             self._compute(queries, items)
 
     def _split_by_length(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield blocks of queries and items of similar lengths; reads values."""
         cells = self.cells
         live = (cells.length > 0).nonzero().squeeze(-1)
         if not live.numel():
@@ -109,7 +121,7 @@ class _PackedForward:
             yield from self._split_aligned(some, cells.query)
 
     def _product(self, queries: Tensor, live: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every query against every item."""
+        """Yield blocks that cover every query against every item."""
         q_length, length = self.cells.q_length, self.cells.length
         for group in _group_by_length(
             queries,
@@ -119,15 +131,15 @@ class _PackedForward:
         ):
             Lq, rows = int(q_length[group].max()), int(q_length[group].sum())
             for part in live.split(MAX_SORTED_ITEMS):
-                # Winners are kept for a block at a time.
+                # The argmax of one block is in memory at a time.
                 most = min(MAX_DOCUMENT_TOKENS, max(1, MAX_ENTRIES // (group.numel() * Lq)) * int(length[part].max()))
                 for chosen in _group_by_length(part, length, BLOCK_COST_MULTIPLICATIONS // (self.d * rows), most):
                     yield group[None], chosen[None]
 
     def _split_aligned(self, live: Tensor, query: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every item against its own query."""
+        """Yield blocks that cover every item against its own query."""
         q_length, length = self.cells.q_length[query], self.cells.length
-        # A slice holds up to 32 query tokens at one cost; longer ones go by powers of two.
+        # A slice costs the same for up to 32 query tokens. Longer queries are grouped by powers of two.
         kind = (q_length[live].sub(1).div(32, rounding_mode="floor") + 1).log2().ceil()
         for of_kind in kind.unique():
             chosen = live[kind == of_kind]
@@ -137,7 +149,7 @@ class _PackedForward:
                 yield query[part, None], part[:, None]
 
     def _split_by_bounds(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Blocks that depend on no value."""
+        """Yield blocks that do not depend on values."""
         cells, device = self.cells, self.scores.device
         if self.most_q == 0 or self.ragged.queries == 0:
             return
@@ -151,6 +163,7 @@ class _PackedForward:
                 yield group[None], items[None]
 
     def _compute(self, queries: Tensor, items: Tensor) -> None:
+        """Compute a block and scatter its scores and argmax into the outputs."""
         cells, r, (B, Y), X = self.cells, self.ragged, queries.shape, items.shape[1]
         q_length, length = cells.q_length[queries], cells.length[items]
         Lq, Ld = (int(q_length.max()), int(length.max())) if cells.may_look else (self.most_q, r.D.shape[0])
@@ -180,7 +193,7 @@ class _PackedForward:
         if self.argmax is not None and layout.argmax is not None:
             if not cells.may_look:
                 layout.argmax.masked_fill_(length[:, :, None, None] == 0, -1)
-            # Winners of padding are -1, as are all before, so that none covers another.
+            # The argmax of padding and all initial values are -1, so the maximum keeps every real value.
             width = self.argmax.shape[1]
             row, column = cells.locate_argmax(queries[:, None, :, None], items[:, :, None, None], token, width)
             at = (row * width + column).expand(layout.argmax.shape).reshape(-1)
@@ -188,9 +201,9 @@ class _PackedForward:
 
 
 def _group_by_length(ids: Tensor, length: Tensor, allowance: int, most: int) -> Iterator[Tensor]:
-    """Cut `ids` into groups of similar length, padding of which is a fraction of them or at most `allowance` tokens.
+    """Cut `ids` into groups of similar length whose padding is a small fraction or at most `allowance` tokens.
 
-    A group has at most `most` tokens, or one element. Longest first; of equal lengths in the order given.
+    A group has at most `most` tokens, or one element. The longest come first, and equal lengths keep their order.
     """
     lengths, order = length[ids].sort(descending=True, stable=True)
     ids, before = ids[order], F.pad(lengths.cumsum(0), (1, 0))

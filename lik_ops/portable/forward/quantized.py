@@ -1,4 +1,4 @@
-"""The portable forward of quantised documents: packed ones, which are decoded where they are read."""
+"""The portable forward of quantized documents, which are packed and decoded when they are read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,24 @@ from ..blocks import MiB, cut_pieces, is_host_readable
 from .dense import forward
 from .packed import forward_ragged
 
-_MAX_DECODED_BYTES = 4 * MiB  # of tokens in fp32 that are quantised, or decoded, at a time
+_MAX_DECODED_BYTES = 4 * MiB  # fp32 tokens that are quantized or decoded at a time
 
 
 def forward_quantized(
     r: RaggedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Scores and winners as `RaggedArgs` says, whose D says nothing but how many tokens there are."""
+    """Compute the scores and argmax of quantized documents, in the shapes of `RaggedArgs`.
+
+    Args:
+        r: the packed arguments. ``r.D`` is a placeholder that only carries the token count.
+        stored: the encoded documents.
+        normalize: whether tokens are divided by their norms.
+        argmax_dtype: an integer dtype, or None for no argmax.
+        max_seqlen_q: upper bound of the tokens of a query.
+
+    Returns:
+        Scores, and argmax, which is ``[0]`` if `argmax_dtype` is None.
+    """
     r = r._replace(Q=r.Q.to(score_dtype(r.Q.dtype)))
     dense = _try_dense(r, stored)
     if dense is None:
@@ -30,8 +41,10 @@ def forward_quantized(
 
 
 def _try_dense(r: RaggedArgs, stored: EncodedTokens) -> DenseArgs | None:
-    """A small cross product of queries, and documents, of one length each that fill their tensors: `forward_ragged`
-    takes longer to find that out than to multiply."""
+    """Return dense arguments for a small cross product of equal lengths without gaps, else None.
+
+    In such a call, `forward_ragged` needs more time to find this out than to multiply.
+    """
     (Tq, d), Td, queries, columns = r.Q.shape, r.D.shape[0], r.queries, r.columns
     if r.pairs is not None or r.candidates or not is_host_readable(r.Q) or not 0 < Td * d * 4 <= _MAX_DECODED_BYTES:
         return None
@@ -51,7 +64,14 @@ def _try_dense(r: RaggedArgs, stored: EncodedTokens) -> DenseArgs | None:
 
 
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
-    """Document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` as int8, and the scale of each."""
+    """Quantize document tokens to int8.
+
+    Args:
+        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
+
+    Returns:
+        int8 in the shape of D, and fp32 scales in the shape of D without d.
+    """
     *owner, K, Ld, d = D.shape
     tokens = D if owner else D.unsqueeze(0)
     data = torch.empty(tokens.shape, dtype=torch.int8, device=D.device)

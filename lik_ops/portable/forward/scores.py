@@ -1,4 +1,4 @@
-"""What every portable forward does: slab by slab, the maxima of query tokens are found, weighted and summed."""
+"""The base of all portable forwards: compute, weight and sum the maxima of query tokens, slab by slab."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ NEG_INF = float("-inf")
 
 
 class PortableForward:
-    """One call. A subclass plans in `_plan` how large slabs are and finds the maxima of each in `_fill`.
+    """One call: a subclass sets the size of slabs in `_plan` and computes the maxima of a slab in `_fill`.
 
-    A *unit* is one query, or several that a subclass computes together. A *slab* is ``[batches, documents, units]``.
+    A *unit* is one query, or several queries that a subclass computes together. A *slab* is ``[batches, documents,
+    units]``.
     """
 
-    queries = 1  # of a unit
-    least = 1  # documents of a slab or block, where there are as many
-    width: int  # elements of `best` for each unit, at least its query tokens
+    queries = 1  # queries of a unit
+    least = 1  # minimum documents of a slab or block, if the call has as many
+    width: int  # elements of `best` for each unit, at least its number of query tokens
     slab: tuple[int, int, int]  # batches, documents and units that `best` has room for
 
     def __init__(self, layout: BatchedArgs, normalize: bool) -> None:
@@ -35,14 +36,15 @@ class PortableForward:
         self.best = layout.pairs.new_empty((*self.slab, self.width))
 
     def _plan(self) -> None:
-        """Sets `slab`; `queries`, `units` and `width` where they are others; and what `_fill` needs."""
+        """Set `slab`, other state of `_fill`, and `queries`, `units` and `width` if they are not the defaults."""
         raise NotImplementedError
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
-        """Put the maxima of a slab into `best`, from its start on, and the winners into the output."""
+        """Write the maxima of a slab to the start of `best`, and the argmax to the output."""
         raise NotImplementedError
 
     def run(self) -> None:
+        """Compute all slabs."""
         for b in split_range(0, self.B, self.slab[0]):
             for u in split_range(0, self.units, self.slab[2]):
                 for x in self._steps(0, self.X, self.slab[1]):
@@ -50,12 +52,12 @@ class PortableForward:
                     self._finish(b, x, u)
 
     def _steps(self, first: int, last: int, step: int) -> Iterator[slice]:
-        """``[first, last)`` by `step` documents; the last step takes documents once more to have `least`."""
+        """Yield ``[first, last)`` in steps of `step` documents; the last step may overlap to have `least` documents."""
         for x in split_range(first, last, step):
             yield slice(max(first, min(x.start, x.stop - self.least)), x.stop)
 
     def _finish(self, b: slice, x: slice, u: slice) -> None:
-        """The scores of a slab, and its winners where a mask decides."""
+        """Compute the scores of a slab from its maxima, and the argmax that depends on masks."""
         layout, q, units = self.layout, self.queries, u.stop - u.start
         y = slice(u.start * q, min(u.stop * q, self.Y))
         count = y.stop - y.start
@@ -82,7 +84,7 @@ class PortableForward:
             scores.masked_fill_(empty if q_mask is None else empty & q_mask.any(-1)[:, None], NEG_INF)
 
     def _group_by_unit(self, of_queries: Tensor, units: int) -> Tensor:
-        """``[batches, queries, Lq]`` as ``[batches, 1, units, queries of a unit, Lq]``, zeros where there is none."""
+        """Reshape ``[batches, queries, Lq]`` to ``[batches, 1, units, queries of a unit, Lq]``, padded with zeros."""
         missing = units * self.queries - of_queries.shape[1]
         if missing:
             of_queries = F.pad(of_queries, (0, 0, 0, missing))
@@ -90,14 +92,14 @@ class PortableForward:
 
 
 def reduce_maxima(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Maxima of each `tokens` rows of ``S [n, rows, columns]`` and their first indices; NaN counts as the maximum.
+    """Reduce groups of `tokens` rows of ``S [n, rows, columns]`` to maxima and the first indices; NaN is the maximum.
 
     Both are ``[n, rows // tokens, columns]``.
     """
     n, rows, columns = S.shape
     if is_host_readable(S):
-        # torch.max finds indices one element at a time; pooling over an image of `columns` channels, channels last,
-        # a vector at a time. Of several NaN it takes the last.
+        # torch.max finds indices one element at a time. Pooling over a channels-last image with `columns` channels
+        # finds a vector of indices at a time. If there are several NaN, pooling returns the last one.
         image = S.unsqueeze(-2).permute(0, 3, 1, 2)
         pooled = F.max_pool2d(image, (tokens, 1), return_indices=True)
         value, index = (x.permute(0, 2, 3, 1).reshape(n, -1, columns) for x in pooled)
@@ -109,7 +111,10 @@ def reduce_maxima(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def update_maxima(best: Tensor, argmax: Tensor, value: Tensor, index: Tensor, start: int) -> None:
-    """Keep maxima and winners of the tokens from `start` on, where no earlier token has as much; all have one shape."""
+    """Merge the maxima and argmax of the tokens from `start` on into `best` and `argmax`.
+
+    An earlier token wins a tie. All tensors have one shape.
+    """
     if start == 0:
         best.copy_(value)
         argmax.copy_(index)

@@ -1,7 +1,7 @@
-"""The portable forward by slices of the usual shapes, which `blocks` describes.
+"""The portable forward by slices of the usual shapes, which `portable.blocks` describes.
 
-Queries that share a slice, or a single query, are a *unit*; a unit has one or several *panels*, the query sides of its
-slices. A *block* is what one bmm multiplies with a panel: whole documents, or one tile of each.
+Queries that share a slice, or a single query, are a *unit*. A unit has one or several *panels*, the query sides of its
+slices. A *block* is multiplied with a panel by one bmm. It has whole documents, or one tile of each document.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from .scores import NEG_INF, PortableForward, reduce_maxima, update_maxima
 
 
 class SliceTiling(NamedTuple):
-    """How much is done at a time."""
+    """The amounts of work that are done at a time."""
 
-    block_batches: int  # batches in one bmm; above 1 only where a block holds all documents of its batches
-    block_slices: int  # slices of each of them
-    slab: tuple[int, int, int]  # batches, documents and units whose maxima are found before their sums
-    span: int  # panels of each unit that are kept
+    block_batches: int  # batches in one bmm; above 1 only if a block holds all documents of its batches
+    block_slices: int  # slices of each batch
+    slab: tuple[int, int, int]  # batches, documents and units whose maxima are computed before their sums
+    span: int  # panels of each unit in memory
 
 
 def count_slices_within_budget(shape: SliceShape, d: int, dtype: torch.dtype) -> int:
-    """Slices that the budgets of a block allow."""
+    """Return the number of slices that the memory budgets of a block allow."""
     documents, similarities = (shape.rows * n * dtype.itemsize for n in (d, shape.columns))
     return max(2, min(MAX_DOCUMENT_BYTES // documents, MAX_SIMILARITY_BYTES // similarities))
 
 
 @lru_cache(maxsize=1024)
 def choose_tiling(shape: SliceShape, most: int, B: int, X: int, Y: int, d: int, dtype: torch.dtype) -> SliceTiling:
-    """The tiling of a call whose blocks have at most `most` slices."""
+    """Choose the tiling of a call whose blocks have at most `most` slices."""
     unit_width = shape.panels * shape.columns
     panel_bytes = shape.columns * d * dtype.itemsize
     entries = MAX_MAXIMA_BYTES // dtype.itemsize
     most = min(most, entries // (unit_width * shape.documents))
     per_batch, units = ceil_div(X, shape.documents), ceil_div(Y, shape.queries)
-    # Batches of few documents go several at a time, and then each slice has panels of its own.
+    # Several batches of few documents share a bmm, and then each slice has its own panels.
     batches = max(1, min(B, min(most, MAX_PANEL_BYTES // panel_bytes) // per_batch)) if B > 1 else 1
     block_slices = per_batch if batches > 1 else max(1, min(most, per_batch))
     block_documents = block_slices * shape.documents
@@ -81,24 +81,24 @@ class QueryPanel(NamedTuple):
     """The query side of one bmm."""
 
     unit: int
-    tile: int  # of the unit's panels
+    tile: int  # index of the panel in its unit
     columns: Tensor  # [slices, d, columns]
-    best: Tensor  # its part of the slab, [batches * documents of the slab, columns]
+    best: Tensor  # the panel's part of the slab, [batches * documents of the slab, columns]
 
 
 class _BlockViews(NamedTuple):
-    """The buffers as a block of some size uses them."""
+    """The buffers as used by a block of some size."""
 
-    used: int  # slices that hold something
-    documents: Tensor  # [slices, rows, d], of which on CPU no more than needed, but two
+    used: int  # slices with documents
+    documents: Tensor  # [slices, rows, d], on a CPU only as many slices as needed, but at least two
     similarities: Tensor  # [slices, rows, columns]
-    target: Tensor  # where documents go, [batches, slices of a batch, documents of a slice, tokens, d]
+    target: Tensor  # destination of documents, [batches, slices of a batch, documents of a slice, tokens, d]
     masked: Tensor | None  # [used, rows]
-    masked_target: Tensor | None  # as `target` with d = 1
+    masked_target: Tensor | None  # like `target` with d = 1
 
 
 class SliceForward(PortableForward):
-    """The forward by slices: the loops over panels and blocks, and the buffers of these."""
+    """The forward by slices: the loops over panels and blocks, and their buffers."""
 
     def _plan(self) -> None:
         dtype = self.dtype
@@ -107,16 +107,16 @@ class SliceForward(PortableForward):
         self.slab, self.queries = self.tiling.slab, shape.queries
         self.units, self.width = ceil_div(self.Y, shape.queries), shape.panels * shape.columns
         each = self.slices if self.tiling.block_batches > 1 else 1
-        # Columns that no token fills have to be numbers: NaN among the maxima is costly, see `reduce_maxima`.
+        # Columns without a token must not hold NaN, because NaN among the maxima is slow, see `reduce_maxima`.
         full = shape.queries * self.Lq == self.width and self.Y % shape.queries == 0
         new = self.layout.pairs.new_empty if full else self.layout.pairs.new_zeros
         self.panels = new((each, self.slab[2], self.tiling.span * shape.columns, self.d), dtype=dtype)
 
     def _plan_blocks(self) -> None:
-        """Sets `tiling`, `slices`, which is how many are in one bmm at most, and the buffers of a block."""
+        """Set `tiling`, the maximum number of `slices` in one bmm, and the buffers of a block."""
         layout, shape, d, dtype = self.layout, self.shape, self.d, self.dtype
-        self.tokens = self.Ld if len(shape.starts) == 1 else shape.rows  # of one document in a slice
-        # One slice alone would go to another kernel of MKL than several. Other libraries may choose by their number.
+        self.tokens = self.Ld if len(shape.starts) == 1 else shape.rows  # tokens of one document in a slice
+        # MKL uses another kernel for a single slice. Other libraries may choose by the number of slices.
         most = count_slices_within_budget(shape, d, dtype)
         self.tiling = tiling = choose_tiling(shape, most, self.B, self.X, self.Y, d, dtype)
         self.slices = max(2, tiling.block_batches * tiling.block_slices) if self.may_look else most
@@ -127,7 +127,7 @@ class SliceForward(PortableForward):
         self.views: dict[tuple[int, int], _BlockViews] = {}
         whole = shape.documents == 1 and self.tokens == shape.rows >= MIN_ROWS
         self.in_place = whole and self.may_look and not self.normalize and is_product_ready(layout.D, dtype)
-        if self.in_place and tiling.block_batches > 1:  # slices of one bmm have one distance
+        if self.in_place and tiling.block_batches > 1:  # slices of one bmm are equally spaced
             self.in_place = layout.D.stride(0) == self.X * layout.D.stride(1)
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
@@ -140,7 +140,7 @@ class SliceForward(PortableForward):
                     self._compute(some, documents, documents.start - x.start, panels)
 
     def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:
-        """The maxima of a block, whose documents begin at `place` of the slab."""
+        """Compute the maxima of a block, whose documents begin at `place` of the slab."""
         views = self._views(b.stop - b.start, x.stop - x.start)
         for start in self.shape.starts:
             documents = self._load_documents(b, x, start, views)
@@ -160,11 +160,11 @@ class SliceForward(PortableForward):
                 yield QueryPanel(unit, tile, of_unit, best_of_unit)
 
     def _columns(self, loaded: Tensor) -> Tensor:
-        """``[slices | 1, units, columns, d]`` as ``[slices, units, d, columns]``."""
+        """Transpose ``[slices | 1, units, columns, d]`` to ``[slices, units, d, columns]``."""
         return loaded.mT if loaded.shape[0] == self.slices else loaded.mT.expand(self.slices, -1, -1, -1)
 
     def _load_panels(self, b: slice, u: slice, p: slice) -> Tensor:
-        """Tokens of the queries of some units in some panels: ``[slices | 1, units, columns, d]``."""
+        """Load tokens of the queries of some units for some panels: ``[slices | 1, units, columns, d]``."""
         shape, batches = self.shape, b.stop - b.start
         y = slice(u.start * shape.queries, u.stop * shape.queries)
         queries = self.layout.Q[b, y, p.start * shape.columns : p.stop * shape.columns].unsqueeze(1)
@@ -179,7 +179,7 @@ class SliceForward(PortableForward):
         return loaded
 
     def _views(self, batches: int, count: int) -> _BlockViews:
-        """The buffers for a block of `count` documents of each of `batches`."""
+        """Return the buffers for a block of `count` documents of each of `batches`."""
         if (batches, count) not in self.views:
             shape = self.shape
             used = batches * ceil_div(count, shape.documents)
@@ -197,7 +197,7 @@ class SliceForward(PortableForward):
         return self.views[batches, count]
 
     def _load_documents(self, b: slice, x: slice, start: int, views: _BlockViews) -> Tensor:
-        """Slices of the tokens from `start` of some documents; notes which of them are masked."""
+        """Load slices of the tokens from `start` of some documents, and record which of them are masked."""
         part = b, x, slice(start, start + self.tokens)
         documents = views.documents
         if self.in_place and views.used > 1:
@@ -214,14 +214,15 @@ class SliceForward(PortableForward):
             assert views.masked is not None and views.masked_target is not None
             copy_grouped(views.masked_target, ~self.layout.d_mask[part].unsqueeze(-1))
             masked = views.masked.unsqueeze(-1)
-            # On CPU the indices of masked rows, of which there may be none; elsewhere nobody may look.
+            # Indices of masked rows, possibly none, on a CPU. On other devices the mask itself, without a
+            # synchronization.
             self.masked_rows = masked.view(-1).nonzero().squeeze(-1) if self.may_look else masked
         return documents
 
     def _score(
         self, b: slice, x: slice, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel, best: Tensor
     ) -> None:
-        """One bmm: update `best`, ``[documents, columns]``, and the winners."""
+        """Run one bmm, and update `best` ``[documents, columns]`` and the argmax."""
         shape, tokens = self.shape, self.tokens
         S = self._products(documents, views, panel)
         if self.layout.argmax is not None:
@@ -237,7 +238,7 @@ class SliceForward(PortableForward):
             torch.maximum(best, S.amax(-2), out=best)
 
     def _products(self, documents: Tensor, views: _BlockViews, panel: QueryPanel) -> Tensor:
-        """Similarities ``[used, rows, columns]``, -inf where masked."""
+        """Compute similarities ``[used, rows, columns]``, -inf for masked tokens."""
         S, n = views.similarities, views.similarities.shape[0]
         torch.bmm(documents, panel.columns if n == self.slices else panel.columns[:n], out=S)
         if n > views.used:
@@ -250,7 +251,10 @@ class SliceForward(PortableForward):
         return S
 
     def _mask_overlaps(self, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel) -> Tensor:
-        """`_products` for what counts a token more than once: -inf where the last slice overlaps the one before."""
+        """Compute `_products` with -inf where the last slice overlaps its predecessor.
+
+        It is for reductions in which a repeated token changes the result.
+        """
         S = self._products(documents, views, panel)
         repeated = self.shape.starts.index(start) * self.tokens - start
         if repeated > 0:
@@ -260,7 +264,7 @@ class SliceForward(PortableForward):
     def _keep_argmax(
         self, b: slice, x: slice, start: int, panel: QueryPanel, best: Tensor, value: Tensor, index: Tensor
     ) -> None:
-        """Put the maxima of a tile into `best` and its winners into the output where no earlier tile has as much."""
+        """Merge the maxima of a tile into `best` and its argmax into the output; an earlier tile wins a tie."""
         assert self.layout.argmax is not None
         q, target = self.shape.queries, self.layout.argmax[b, x]
         if q > 1:
@@ -271,7 +275,7 @@ class SliceForward(PortableForward):
         batches, count, queries, tokens = target.shape
 
         def of_tokens(columns: Tensor) -> Tensor:
-            """``[batches * documents, columns]`` as ``[batches, documents, queries, tokens]``, padding cut off."""
+            """Reshape ``[batches * documents, columns]`` to ``[batches, documents, queries, tokens]``; drop padding."""
             of_batches = columns.view(batches, -1, self.shape.columns)
             return of_batches[:, :count, : queries * tokens].unflatten(-1, (queries, tokens))
 

@@ -1,4 +1,4 @@
-"""The best of scores by plain torch, on any device, in one total order: see `ops.topk`."""
+"""Top-k of scores in plain PyTorch, on any device, in one total order: see `ops.topk`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ import sys
 import torch
 from torch import Tensor
 
-_LOW_HALF = 0 if sys.byteorder == "little" else 1  # which of the halves of a 64-bit integer is the lower
-BLOCK_COLUMNS = 64  # columns of which `best` looks at the maximum alone
-_MAX_BLOCKS_PER_SCORE = 4  # for each score that is kept, or looking at maxima first is no less work
-BYTES_PER_SCORE = {4: 32, 8: 48}  # of what is put in order, by the size of a score
+_LOW_HALF = 0 if sys.byteorder == "little" else 1  # position of the lower half of a 64-bit integer
+BLOCK_COLUMNS = 64  # columns of a block, whose maximum `best` reads first
+_MAX_BLOCKS_PER_SCORE = 4  # with fewer blocks for each kept score, reading maxima first does not save work
+BYTES_PER_SCORE = {4: 32, 8: 48}  # memory of ordering a score, by the size of the score
 
 
 def _to_sortable_integers(scores: Tensor) -> Tensor:
-    """Integers in the order of `scores`: NaN above all, -0.0 equal to 0.0."""
+    """Convert scores to integers in the same order, with NaN above all and -0.0 equal to 0.0."""
     as_integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
     sizes = torch.iinfo(as_integer)
-    # -0.0 + 0.0 is 0.0; all NaN become the one of Python, whose bits are above those of infinity.
+    # -0.0 + 0.0 is 0.0. All NaN become Python's NaN, whose bits are above infinity.
     bits = (scores + 0.0).nan_to_num_(math.nan, math.inf, -math.inf).view(as_integer)
-    # Where the sign is set, the other bits rise as scores fall.
+    # If the sign is set, the other bits rise as scores fall.
     return bits.bitwise_xor_((bits >> (sizes.bits - 1)).bitwise_and_(sizes.max))
 
 
 def needs_blocks(columns: int, top_k: int) -> bool:
+    """Return whether `best` should first select blocks by their maxima."""
     return columns // BLOCK_COLUMNS > _MAX_BLOCKS_PER_SCORE * top_k
 
 
 def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The `top_k` best of ``scores [Nq, n]`` (all, if fewer), in order, and their columns; equal ones by column.
+    """Return the `top_k` best of ``scores [Nq, n]`` (all, if there are fewer), in order, and their columns.
 
-    Those of `indices` ``[Nq, n]`` in place of columns where they are given.
+    Equal scores are ordered by column. If `indices` ``[Nq, n]`` is given, its values are returned in place of columns.
     """
     looks = needs_blocks(scores.shape[1], top_k)
     columns = select_columns_by_blocks(scores, top_k) if looks else select_columns(scores, top_k)
@@ -39,10 +40,11 @@ def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Ten
 
 
 def select_columns_by_blocks(scores: Tensor, top_k: int) -> Tensor:
-    """`select_columns` of many.
+    """Compute `select_columns` for many columns.
 
-    Of many columns only those are ordered that can be among the best: the k best scores lie in the k blocks with the
-    best maxima (of equal ones, the first), as each of k such blocks has a score that comes before all of another.
+    Only columns that can be among the best are ordered. The k best scores are in the k blocks with the best maxima,
+    where the first of equal maxima counts. Each of these k blocks has a score that comes before all scores of any other
+    block.
     """
     count = scores.shape[1] // BLOCK_COLUMNS
     whole, rest = (
@@ -61,14 +63,23 @@ def select_columns_by_blocks(scores: Tensor, top_k: int) -> Tensor:
 
 
 def select_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) -> Tensor:
-    """Columns ``[Nq, k]`` of the best scores, which are those of `columns` ``[Nq, n]`` (ascending, if fp64)."""
+    """Return the columns ``[Nq, k]`` of the best scores.
+
+    Args:
+        scores: ``[Nq, n]``.
+        top_k: k, clamped to n.
+        columns: the column of each score, ``[Nq, n]``, ascending if scores are fp64. None for 0 to n - 1.
+
+    Returns:
+        int64 ``[Nq, k]``, in order.
+    """
     k, n, device = min(top_k, scores.shape[1]), scores.shape[1], scores.device
     ordered = _to_sortable_integers(scores)
     if ordered.dtype == torch.int64:
         at = ordered.sort(dim=1, descending=True, stable=True).indices[:, :k]
-        # A copy, not a view of all of them.
+        # A copy, because a view would keep the memory of all indices.
         return at.clone(memory_format=torch.contiguous_format) if columns is None else columns.gather(1, at)
-    # Keys of 64 bits, of which no two are equal: the score, and below it the column, with its bits inverted.
+    # Distinct 64-bit keys with the score in the upper half and the inverted column in the lower half.
     low = torch.arange(-1, -n - 1, -1, dtype=torch.int32, device=device) if columns is None else ~columns.int()
     halves = [ordered, ordered]
     halves[_LOW_HALF] = low.expand_as(ordered)
@@ -77,15 +88,22 @@ def select_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) ->
 
 
 def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """`best` of int64 messages ``[parts, 2, Nq, width]`` after each other: the bits of fp32 scores, and indices."""
+    """Compute `best` of the messages of several ranks.
+
+    Args:
+        received: int64 ``[parts, 2, Nq, width]``, the bits of fp32 scores and their indices.
+        top_k: scores to keep.
+
+    Returns:
+        The scores and their indices.
+    """
     scores, indices = received.permute(1, 2, 0, 3).flatten(2)
     return best(scores.int().view(torch.float32), top_k, indices)
 
 
 def estimate_bytes(documents: int, top_k: int, itemsize: int) -> int:
-    """What `best` and the scores of a query with so many documents take."""
+    """Estimate the memory of the scores of a query with `documents` documents, and of `best`."""
     if not needs_blocks(documents, top_k):
         return documents * BYTES_PER_SCORE[itemsize]
-    return (
-        documents * (itemsize + 1) + BLOCK_COLUMNS * (top_k + 1) * BYTES_PER_SCORE[itemsize]
-    )  # 1: the maxima of blocks
+    # The 1 accounts for the maxima of blocks.
+    return documents * (itemsize + 1) + BLOCK_COLUMNS * (top_k + 1) * BYTES_PER_SCORE[itemsize]

@@ -1,7 +1,7 @@
-"""The portable forward of tokens so wide that not four of them fill a slice: a similarity at a time.
+"""The portable forward of tokens so wide that fewer than four of them fill a slice: one similarity at a time.
 
-Features are cut into chunks whose products are added in one order. Products of vectors have other bits at other
-addresses, so every chunk starts at a multiple of 64 bytes: rows that do not are copied.
+Features are cut into chunks whose products are added in one order. Products of vectors have different bits at different
+addresses, so every chunk starts at a multiple of 64 bytes. Rows that are not aligned are copied.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from ..blocks import (
 from ..layout import BatchedArgs, PaddedRows
 from .scores import NEG_INF, PortableForward, reduce_maxima
 
-MIN_WIDE_BYTES = MiB  # of a token, above which it is wide
-CHUNK_FEATURES = 8192  # features
-MAX_QUERY_TOKENS, MAX_DOCUMENT_TOKENS = 32, 64  # multiplied with each other at most
-MAX_READ_BYTES = 12 * MiB  # of their features at a time
-MAX_PRODUCT_BYTES = 2 * MiB  # of their chunks, and of the similarities of documents
+MIN_WIDE_BYTES = MiB  # a larger token is wide
+CHUNK_FEATURES = 8192
+MAX_QUERY_TOKENS, MAX_DOCUMENT_TOKENS = 32, 64  # multiplied with each other at a time
+MAX_READ_BYTES = 12 * MiB  # features of these tokens that are read at a time
+MAX_PRODUCT_BYTES = 2 * MiB  # products of chunks, and similarities of documents
 
 
 class WideForward(PortableForward):
-    """Forward of wide tokens."""
+    """The forward of wide tokens."""
 
     @staticmethod
     def takes(layout: BatchedArgs) -> bool:
+        """Return whether tokens are wide."""
         return layout.Q.shape[3] * layout.pairs.dtype.itemsize > MIN_WIDE_BYTES and is_host_readable(layout.pairs)
 
     def _plan(self) -> None:
@@ -60,7 +61,7 @@ class WideForward(PortableForward):
                 argmax[b, some, y, s] = index.unsqueeze(0).to(argmax.dtype)
 
     def _similarities(self, b: slice, x: slice, y: slice, s: slice) -> Tensor:
-        """``[documents, tokens, query tokens]``, masked tokens ``-inf``."""
+        """Compute ``[documents, tokens, query tokens]``, with ``-inf`` for masked tokens."""
         layout, queries = self.layout, _flatten_rows(self.layout.Q, b, y, s)
         S = layout.pairs.new_empty((x.stop - x.start, self.Ld, len(queries)))
         for t in split_range(0, self.Ld, self.document_tokens):
@@ -70,12 +71,12 @@ class WideForward(PortableForward):
         return S
 
     def _products(self, documents: list[Tensor], queries: list[Tensor]) -> Tensor:
-        """``[documents, queries]`` of rows."""
+        """Compute dot products ``[documents, queries]`` of rows."""
         products = documents[0].new_empty((len(documents), len(queries), self.chunks), dtype=self.dtype)
         norms = [[self._norm(row) for row in rows] if self.normalize else None for rows in (documents, queries)]
         step = max(2, MAX_READ_BYTES // ((len(documents) + len(queries)) * CHUNK_FEATURES * self.dtype.itemsize))
         whole = self.d // CHUNK_FEATURES
-        # Never one chunk alone, as never one slice.
+        # Never a single chunk, for the same reason as never a single slice.
         blocks = [(min(c, whole - 2), min(c + step, whole)) for c in range(0, whole, step)]
         if whole < self.chunks:
             blocks.append((whole - 1, self.chunks))
@@ -87,7 +88,7 @@ class WideForward(PortableForward):
         return sum_pairwise(products)
 
     def _read(self, rows: list[Tensor], norms: list[Tensor] | None, first: int, last: int) -> list[Tensor]:
-        """Chunks ``[first, last)`` of each row as ``[chunks, 1, CHUNK]``, zeros behind its end."""
+        """Return chunks ``[first, last)`` of each row as ``[chunks, 1, CHUNK_FEATURES]``, padded with zeros."""
         begin, end = first * CHUNK_FEATURES, min(last * CHUNK_FEATURES, self.d)
         found = []
         for i, row in enumerate(rows):
@@ -101,12 +102,13 @@ class WideForward(PortableForward):
         return found
 
     def _norm(self, row: Tensor) -> Tensor:
+        """Compute the norm of a row in a fixed order of chunks."""
         parts = [torch.linalg.vector_norm(part.to(self.dtype)) for part in row.split(CHUNK_FEATURES)]
         return torch.linalg.vector_norm(torch.stack(parts)).clamp_min_(NORM_EPS)
 
 
 def _flatten_rows(x: Tensor, *part: slice) -> list[Tensor]:
-    """Tokens of ``x [batches, items, tokens, d]`` as they lie."""
+    """Return the tokens of ``x [batches, items, tokens, d]`` one by one, as views."""
     if isinstance(x, PaddedRows):
         return x.each((part[0], part[1], part[2]))
     return [row for item in x[part].unbind() for tokens in item.unbind() for row in tokens.unbind()]

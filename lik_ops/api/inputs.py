@@ -1,4 +1,4 @@
-"""Scores of packed tokens: what the public functions do with queries and documents of many lengths."""
+"""Argument preparation and scoring that the public functions share, for dense, packed and quantized tokens."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from .packing import PackedSequences, check_sides, is_sequences, pack_side, pack
 
 Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
 Documents: TypeAlias = Tokens | Quantized | Index
-ArgmaxOutput: TypeAlias = Tensor | list[Tensor]  # the latter of a list of queries
+ArgmaxOutput: TypeAlias = Tensor | list[Tensor]  # a list for a list of queries
 
 
 class ScoringArgs(NamedTuple):
-    """The arguments that all layouts share, checked. Lists and nested tensors are packed, and bring their bounds."""
+    """The checked arguments that all layouts share, with lists and nested tensors already packed."""
 
     op: str
     Q: Tensor
@@ -58,19 +58,20 @@ class ScoringArgs(NamedTuple):
     backward: str = "auto"
     recompute: bool = False
     with_argmax: bool = False
-    queries: PackedSequences | None = None  # where they came as such
-    quantized: Quantized | None = None  # what D, a stand-in without memory, stands for
-    own: bool = False  # each query has its own documents, which follow one another
-    q_flat: bool = False  # it came without its first axis, which the results have to lose
+    queries: PackedSequences | None = None  # if they were a list or nested tensor
+    quantized: Quantized | None = None  # the documents, if D is a placeholder without memory
+    own: bool = False  # each query has its own candidates, packed in order
+    q_flat: bool = False  # Q was 2-D, so the results have no query axis
     d_flat: bool = False
-    refused: bool = False  # by `eager.try_maxsim_ragged`
+    refused: bool = False  # the fast path cannot run this call
 
     @property
     def most(self) -> Any:
-        """A bound on the tokens of a query that needs no look at a device."""
+        """An upper bound on the tokens of a query that needs no device sync."""
         return self.Q.shape[1 if self.cu_seqlens_q is None else 0]
 
     def ragged(self, offsets: Tensor | None, lengths: Tensor | None = None, pairs: Tensor | None = None) -> RaggedArgs:
+        """Return the `RaggedArgs` of the operator for documents at `offsets` or for `pairs`."""
         per_token = self.q_mask, self.d_mask, self.q_weight
         return sharding.make_ragged_args(self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, *per_token)
 
@@ -95,14 +96,33 @@ def prepare_args(
     refused: bool = False,
     whole: bool = True,
 ) -> ScoringArgs:
-    """Pack what came as sequences, and check the arguments that all layouts share.
+    """Pack lists and nested tensors, and check the arguments that all layouts share.
 
     Args:
-        d_shape: the shape of D where it is not that which `cu_seqlens_d` asks for.
-        lifts: which of Q and D may be 2-D without `cu_seqlens`: a single query or document.
-        packs: which of Q and D the function accepts packed, with `cu_seqlens`. For messages only.
-        whole: whether `cu_seqlens_d` is the caller's, and not part of it.
-        refused: `eager.try_maxsim_ragged` did not take these arguments. It is tried again only if others come out.
+        op: the name of the function, for error messages.
+        Q: queries: a tensor, a list or a nested tensor.
+        D: documents: a tensor, a list, a nested tensor, a `Quantized` or an `Index`.
+        cu_seqlens_q: ``[Nq + 1]``: the bounds of packed queries, or None.
+        cu_seqlens_d: ``[Nd + 1]``: the bounds of packed documents, or None.
+        q_mask: query tokens to keep, or None.
+        d_mask: document tokens to keep, or None.
+        q_weight: the weight of each query token, or None.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``.
+        recompute: do not keep the argmax for the backward.
+        with_argmax: also return the argmax.
+        d_shape: the expected shape of D, if it does not follow from `cu_seqlens_d`.
+        lifts: the sides, out of "QD", that may be 2-D without `cu_seqlens`: a single query or document.
+        packs: the sides, out of "QD", that the function accepts packed with `cu_seqlens`. Only for messages.
+        refused: `eager.try_maxsim_ragged` has refused these arguments. It is tried again only if they change here.
+        whole: `cu_seqlens_d` comes from the caller and must cover D. False if it is a slice of the caller's bounds.
+
+    Returns:
+        The checked arguments.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
     """
     check_options(op, normalize, backward, recompute)
     sharding.register_if_needed()
@@ -147,7 +167,10 @@ def prepare_args(
 
 
 def _cast_to_autocast(Q: Tensor, D: Tensor, q_weight: Any, stands_in: bool) -> tuple[Tensor, Tensor, Any]:
-    """In the dtype of an autocast region, which a stand-in follows."""
+    """Return Q, D and `q_weight` in the dtype of the autocast region.
+
+    A placeholder D follows the dtype of Q.
+    """
     if not stands_in:
         return autocast.cast_to_autocast(Q, D, q_weight)
     Q, _, q_weight = autocast.cast_to_autocast(Q, Q, q_weight)
@@ -155,22 +178,23 @@ def _cast_to_autocast(Q: Tensor, D: Tensor, q_weight: Any, stands_in: bool) -> t
 
 
 def _check_candidate_lists(op: str, Q: Any, D: Tensor) -> None:
-    """Raise unless there are as many queries as lists of candidates."""
-    # A nested tensor that is not jagged has no shape, and is told apart when it is unpacked.
+    """Raise unless there are as many queries as candidate lists."""
+    # A nested tensor of the strided layout has no shape. It is checked when it is unpacked.
     count = len(Q) if isinstance(Q, (list, tuple)) else Q.size(0) if Q.is_nested or Q.dim() == 3 else None
     if count is None:
-        raise ValueError(f"{op}: Q: expected [Nq, Lq, d] beside D [Nq, K, Ld, d], got {format_shape(Q)}")
+        raise ValueError(f"{op}: Q: expected [Nq, Lq, d] with D [Nq, K, Ld, d], got {format_shape(Q)}")
     check_same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {format_shape(D)}")
 
 
 def _check_per_token(op: str, given: tuple, q_weight: Any, is_normalized: bool) -> None:
+    """Check masks and weights, and inspect tokens for the warnings of `hints`."""
     Q, D, q_mask, d_mask = given
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     hints.inspect_tokens(op, Q, D, q_mask, d_mask, is_normalized)
 
 
 def _check_offsets(op: str, queries: tuple, documents: tuple, whole: bool) -> None:
-    """Raise unless the offsets of both sides, if any, may be those of the tensors next to them."""
+    """Raise unless the offsets of each side fit the tensor of that side."""
     for side, (cu_seqlens, of), covers in (("q", queries, True), ("d", documents, whole)):
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
@@ -179,25 +203,28 @@ def _check_offsets(op: str, queries: tuple, documents: tuple, whole: bool) -> No
 
 
 def unpack_index(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:
-    """The documents of an index, and their bounds."""
+    """Return the quantized documents of an index and their ``cu_seqlens``.
+
+    Raise if `cu_seqlens_d` is also given.
+    """
     if cu_seqlens_d is not None:
-        raise ValueError(f"{op}: cu_seqlens_d: expected None beside an Index, got {describe_type(cu_seqlens_d)}")
+        raise ValueError(f"{op}: cu_seqlens_d: expected None with an Index, got {describe_type(cu_seqlens_d)}")
     return D.documents, D.cu_seqlens
 
 
 def replace_documents(g: ScoringArgs, D: Tensor | Quantized) -> ScoringArgs:
-    """The same beside other documents, of arguments that were checked."""
+    """Return checked arguments with other documents in place of D."""
     if isinstance(D, Tensor):
         return g._replace(D=D)
     return g._replace(D=make_tokens_like(g.Q, D.shape), quantized=D, refused=True)
 
 
 def _make_placeholder(op: str, Q: Any, quantized: Quantized) -> Tensor:
-    """A stand-in for the documents, of the dtype that they had: that of a list of no queries."""
+    """Return a placeholder for quantized documents, in the dtype that they had before quantization."""
     if not isinstance(Q, (list, tuple, Tensor)):
         raise TypeError(f"{op}: Q: expected a Tensor or a list of tensors, got {describe_non_tensor(Q)}")
     if isinstance(Q, Tensor) and not Q.is_nested:
-        check_floats(op, "Q", Q)  # torch makes no stand-in beside some layouts and dtypes
+        check_floats(op, "Q", Q)  # torch makes no placeholder for some layouts and dtypes of Q
     like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
     if isinstance(like, Tensor) and quantized.device != like.device:
         raise ValueError(f"{op}: D: expected the device of Q, {like.device}, got {quantized.device}")
@@ -205,10 +232,12 @@ def _make_placeholder(op: str, Q: Any, quantized: Quantized) -> Tensor:
 
 
 def _is_single(x: Any) -> bool:
+    """Return whether `x` is a strided 2-D tensor: one query or one document."""
     return isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested and x.dim() == 2
 
 
 def _add_batch_axis(x: Any) -> Any:
+    """Return `x` with a leading axis if it is a strided tensor, else unchanged."""
     return x.unsqueeze(0) if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested else x
 
 
@@ -219,8 +248,7 @@ def _try_eager(
     pairs: Tensor | None = None,
     max_seqlen_q: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """`eager.try_maxsim_ragged` or `try_maxsim_quantized`: scores and winners, or None where the call has to take the
-    operator."""
+    """Return ``(scores, argmax)`` from the fast path, or None if the call must use the operator."""
     if g.quantized is not None:
         indices, per_token = (g.cu_seqlens_q, offsets, lengths, pairs, None), (g.q_mask, g.d_mask, g.q_weight)
         chosen = g.quantized.d, g.normalize, g.backward, g.recompute
@@ -236,7 +264,19 @@ def _try_eager(
 def repeat_quantized(
     Q: Any, D: Quantized, cu_seqlens_q: Any, cu_seqlens_d: Any, per_token: tuple, options: tuple
 ) -> Tensor | None:
-    """The scores of a call like the last one of quantised documents, of which nothing has to be checked."""
+    """Return the scores of a call with the metadata of the last quantized call, which needs no checks, or None.
+
+    Args:
+        Q: queries.
+        D: quantized documents.
+        cu_seqlens_q: the bounds of packed queries, or None.
+        cu_seqlens_d: the bounds of packed documents, or None.
+        per_token: ``(q_mask, d_mask, q_weight)``.
+        options: ``(normalize, backward, recompute)``.
+
+    Returns:
+        The scores, or None if the call differs from the last one or code is being compiled.
+    """
     if torch.compiler.is_dynamo_compiling():
         return None
     indices = cu_seqlens_q, cu_seqlens_d, None, None, None
@@ -244,9 +284,14 @@ def repeat_quantized(
 
 
 def score_varlen(g: ScoringArgs) -> tuple[Tensor, ArgmaxOutput | None]:
-    """Every query against every document: scores ``[Nq, Nd]`` and, if asked, winners as the queries came.
+    """Score every query against every document, or against its own candidates if `g.own`.
 
-    Of quantised documents ``[Nq, K, Ld, d]`` those of each query.
+    Args:
+        g: the checked arguments.
+
+    Returns:
+        ``(scores, argmax)``: scores ``[Nq, Nd]``, or ``[Nq, K]`` for quantized candidates ``[Nq, K, Ld, d]``. The
+        argmax has the form of the queries, or is None if it was not requested.
     """
     if g.own:
         assert g.quantized is not None
@@ -258,13 +303,27 @@ def score_varlen(g: ScoringArgs) -> tuple[Tensor, ArgmaxOutput | None]:
 
 
 def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, ArgmaxOutput | None]:
-    """Each query against its own candidates of a store: scores ``[Nq, K]`` and, if asked, winners."""
+    """Score each query against its own candidates in a packed store.
+
+    Args:
+        g: the checked arguments, with the store as D.
+        offsets: ``[Nq, K]``, or ``[K]`` for a single query: the first row of each candidate.
+        lengths: the number of rows of each candidate, with the shape of `offsets`.
+
+    Returns:
+        ``(scores, argmax)``: scores ``[Nq, K]``. The argmax has the form of the queries, or is None if it was not
+        requested.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a shape or device is wrong.
+    """
     as_given = offsets, lengths
     if g.q_flat:
         _check_candidates(g, offsets, lengths, (None,), "[K]")
         offsets, lengths = offsets.unsqueeze(0), lengths.unsqueeze(0)
     queries = g.Q.shape[0] if g.cu_seqlens_q is None else g.cu_seqlens_q.shape[0] - 1
-    if g.quantized is not None:  # the short way of others checks them, once a description
+    if g.quantized is not None:  # the fast path checks other calls, once for each description
         _check_candidates(g, offsets, lengths, (queries, None), "[Nq, K]")
     given_both = offsets is not None and lengths is not None
     if given_both and (found := _try_eager(g, offsets, lengths)) is not None:
@@ -277,12 +336,26 @@ def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[
 
 
 def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
+    """Raise unless `offsets` and `lengths` are integers of the expected shape on the device of Q."""
     check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)
     check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
 
 
 def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple[Tensor, Tensor | None]:
-    """The pairs of a list: scores ``[P]`` and, if asked, winners ``[P, max_seqlen_q]``."""
+    """Score the pairs of a list.
+
+    Args:
+        g: the checked arguments.
+        pairs: ``[P, 2]``: the index of a query and the index of a document.
+        max_seqlen_q: an upper bound on the tokens of a query, or None.
+
+    Returns:
+        ``(scores, argmax)``: scores ``[P]``. The argmax is ``[P, max_seqlen_q]``, or None if it was not requested.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a shape or device is wrong, or `max_seqlen_q` is required.
+    """
     check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
     if max_seqlen_q is not None:
         check_count(g.op, "max_seqlen_q", max_seqlen_q)
@@ -291,7 +364,8 @@ def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = No
         max_seqlen_q = max(g.queries.lengths, default=0)
     beyond = 0
     if not torch.compiler.is_dynamo_compiling() and isinstance(g.most, int) and isinstance(max_seqlen_q, int):
-        # No query has more tokens than all have: nothing is made for them. Traced sizes would be guarded on.
+        # No query has more tokens than all queries together, so larger bounds are cut and padded at the end. A traced
+        # size would add a guard.
         beyond = max(max_seqlen_q - g.most, 0)
         max_seqlen_q -= beyond
     scores, argmax = _score_pairs(g, pairs, max_seqlen_q)
@@ -299,6 +373,7 @@ def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = No
 
 
 def _score_pairs(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None) -> tuple[Tensor, Tensor | None]:
+    """Return scores and argmax of a pair list, from the fast path or the operator."""
     if (found := _try_eager(g, g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)) is not None:
         return found
     if g.cu_seqlens_q is not None and max_seqlen_q is None:
@@ -311,7 +386,7 @@ def _score_pairs(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None) -> tup
 
 
 def _bound_query_length(g: ScoringArgs, cu_seqlens_q: Tensor) -> int:
-    """The tokens of the longest query, or a bound on them where nobody may look and it costs nothing."""
+    """Return the tokens of the longest query, or an upper bound if a sync is not allowed and a bound costs nothing."""
     may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and is_ordinary_tensor(cu_seqlens_q)
     if may_look:
         lengths = cu_seqlens_q.long().diff()
@@ -319,12 +394,13 @@ def _bound_query_length(g: ScoringArgs, cu_seqlens_q: Tensor) -> int:
     if g.with_argmax or needs_gradients(g.Q, g.D, g.q_weight):
         raise ValueError(
             f"{g.op}: max_seqlen_q: expected a bound on the tokens of a query, which packed queries with gradients or"
-            f" winners need on {g.Q.device.type} and in compiled code, got None"
+            f" argmax need on {g.Q.device.type} and in compiled code, got None"
         )
     return g.Q.shape[0]
 
 
 def _call_operator(g: ScoringArgs, r: RaggedArgs, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+    """Return scores and argmax from the ragged operator, or from the quantized operator for quantized documents."""
     if g.quantized is not None:
         return _call_quantized_operator(g, g.quantized, r, max_seqlen_q)
     return call_ragged_operator(
@@ -335,10 +411,14 @@ def _call_operator(g: ScoringArgs, r: RaggedArgs, max_seqlen_q: int) -> tuple[Te
 def _call_quantized_operator(
     g: ScoringArgs, D: Quantized, r: RaggedArgs, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor | None]:
+    """Return scores and argmax of ``lik::maxsim_quantized_fwd``.
+
+    Raise if a gradient is needed.
+    """
     functional.reject_forward_ad(r.Q, r.q_weight)
     if needs_gradients(r.Q, r.q_weight):
         raise NotImplementedError(
-            f"{g.op}: scores of quantised documents have no gradient: call it under torch.no_grad, or score"
+            f"{g.op}: scores of quantized documents have no gradient: call it under torch.no_grad, or score"
             " D.dequantize()"
         )
     sharding.register_if_needed()
@@ -356,7 +436,22 @@ def call_ragged_operator(
     recompute: bool = False,
     with_argmax: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores and, if asked, winners of the operator, past what it cannot go through."""
+    """Return scores and argmax of ``lik::maxsim_ragged_fwd``, after rejecting unsupported transforms.
+
+    Args:
+        r: the arguments of the operator.
+        normalize: L2-normalize every token first.
+        max_seqlen_q: an upper bound on the tokens of a query.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``.
+        recompute: do not keep the argmax for the backward.
+        with_argmax: also return the argmax.
+
+    Returns:
+        ``(scores, argmax)``, with None for the argmax if it was not requested.
+
+    Raises:
+        NotImplementedError: ``torch.func`` or forward-mode AD would differentiate the call.
+    """
     if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
         raise NotImplementedError(
             "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
@@ -371,7 +466,7 @@ def call_ragged_operator(
 
 
 def _restore_axes(g: ScoringArgs, scores: Tensor, argmax: Tensor | None) -> tuple[Tensor, ArgmaxOutput | None]:
-    """Results without the axes that a single query or document did not have."""
+    """Return the results without the axes that a single query or document does not have."""
     scores = scores.squeeze(1) if g.d_flat else scores
     won = None if argmax is None else _reshape_argmax(g, argmax, g.d_flat)
     if not g.q_flat:
@@ -380,10 +475,10 @@ def _restore_axes(g: ScoringArgs, scores: Tensor, argmax: Tensor | None) -> tupl
 
 
 def _reshape_argmax(g: ScoringArgs, argmax: Tensor, of_one: bool) -> ArgmaxOutput:
-    """Winners ``[Nd, Tq]`` or ``[K, Tq]`` as the queries came: those of the i-th are ``[Nd, L_i]`` or ``[K, L_i]``.
+    """Return the argmax ``[Nd, Tq]`` or ``[K, Tq]`` in the form of the queries.
 
-    Of dense queries ``[Nq, Nd, Lq]``, of a list a list, of a jagged tensor a jagged one; of packed queries
-    ``[Tq, Nd]``. `of_one` drops the axis of the only document.
+    The form is ``[Nq, Nd, Lq]`` for dense queries, a list of ``[Nd, L_i]`` for a list, a jagged tensor for a jagged
+    tensor, and ``[Tq, Nd]`` for packed queries. `of_one` drops the axis of the only document.
     """
     argmax = argmax[0].long() if of_one else argmax.long()
     if g.queries is not None and g.queries.lengths is not None:
@@ -399,7 +494,7 @@ def _reshape_argmax(g: ScoringArgs, argmax: Tensor, of_one: bool) -> ArgmaxOutpu
 
 
 def score_aligned_pairs(g: ScoringArgs) -> Tensor:
-    """Query i against document i only: each query has one candidate. Scores ``[B]``."""
+    """Return the scores ``[B]`` of query i and document i, computed as one candidate for each query."""
     r, bound = g.ragged(g.cu_seqlens_d), g.most
     if r.columns != r.queries:
         raise ValueError(f"{g.op}: D: expected B = {r.queries} documents, got {r.columns}")

@@ -1,4 +1,4 @@
-"""Sequences of tokens and packed tokens: one out of the other, and what the caller gave as sequences."""
+"""Conversion between sequences of tokens and packed tokens, and checks of packed arguments."""
 
 from __future__ import annotations
 
@@ -43,20 +43,21 @@ __all__ = [
 
 
 def pack(sequences: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
-    """Put sequences of tokens behind one another, as the functions for packed tokens take them.
+    """Concatenate sequences of tokens into packed tokens and ``cu_seqlens``.
 
     Args:
-        sequences: at least one tensor ``[L_i, d]``, all of one d, dtype and device; L_i may be 0. Or ``[L_i, ...]``,
-            what there is one of for each token, as weights. Or a nested tensor: the values of a jagged one are taken as
-            they are, without a copy.
+        sequences: at least one tensor ``[L_i, d]``, all of the same d, dtype and device. L_i may be 0. The elements may
+            also be ``[L_i, ...]``, one entry for each token, for example weights. A nested tensor is also accepted. The
+            values of a jagged tensor are used without a copy.
 
     Returns:
-        ``(packed, cu_seqlens)``: ``[sum L_i, d]``, differentiable, and ``[N + 1]``, where each begins and where the
-        last ends, on the same device; int64, or the offsets of a jagged tensor.
+        ``(packed, cu_seqlens)`` on the same device. The packed tokens are ``[sum L_i, d]`` and differentiable. The
+        bounds are ``[N + 1]``: the first row of each sequence, and the end of the last one. They are int64, or the
+        offsets of a jagged tensor.
 
     Raises:
         TypeError: an element is not a tensor, or the dtypes differ.
-        ValueError: there is no element, or ranks, d or devices differ.
+        ValueError: there is no element, or the ranks, d or devices differ.
 
     Example:
         >>> packed, cu_seqlens = lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)])
@@ -68,18 +69,20 @@ def pack(sequences: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-    """The sequences that `pack` put together, as views. Reads `cu_seqlens` on the host, so on a GPU it waits.
+    """Return the sequences of packed tokens as views.
+
+    The function reads `cu_seqlens` on the host, so it waits for a GPU.
 
     Args:
-        packed: ``[T, ...]``: tokens, or what there is one of for each token.
+        packed: ``[T, ...]``: tokens, or one entry for each token.
         cu_seqlens: ``[N + 1]``, int32 or int64.
 
     Returns:
-        N tensors ``[L_i, ...]``.
+        A list of N tensors ``[L_i, ...]``.
 
     Raises:
-        TypeError: `pack_sequences` or `cu_seqlens` is no tensor, or `cu_seqlens` is of another dtype.
-        ValueError: `cu_seqlens` is not ascending from 0 or more to at most T.
+        TypeError: `packed` or `cu_seqlens` is not a tensor, or the dtype of `cu_seqlens` is wrong.
+        ValueError: `cu_seqlens` is not ascending, or its values are not in the range from 0 to T.
 
     Example:
         >>> [x.shape[0] for x in lik_ops.unpack(*lik_ops.pack([torch.randn(3, 8), torch.randn(5, 8)]))]
@@ -100,17 +103,17 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
 
 
 def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
-    """The mask that keeps the first tokens: what `maxsim` takes for sequences padded at their end.
+    """Return the mask that keeps the first tokens of sequences that are padded at the end.
 
     Args:
-        lengths: ``[...]``, int32 or int64; below 0 counts as 0, above `L` as `L`.
-        L: tokens of a padded sequence.
+        lengths: ``[...]``, int32 or int64. Values below 0 are treated as 0, and values above `L` as `L`.
+        L: the number of tokens of a padded sequence.
 
     Returns:
-        bool ``[..., L]``, True for tokens to keep.
+        A bool mask ``[..., L]``, True for tokens to keep.
 
     Raises:
-        TypeError: `lengths` is not a tensor of integers, or `L` no int.
+        TypeError: `lengths` is not a tensor of integers, or `L` is not an int.
         ValueError: `L` is negative.
 
     Example:
@@ -129,7 +132,7 @@ def lengths_to_mask(lengths: Tensor, L: int) -> Tensor:
 
 
 class PackedPairs(NamedTuple):
-    """Queries and their candidates, packed: arguments of `lik_ops.maxsim_pair_list`."""
+    """Packed queries and candidates with their pairs: arguments of `lik_ops.maxsim_pair_list`."""
 
     Q: Tensor  # [Tq, d]
     D: Tensor  # [Td, d]
@@ -139,24 +142,24 @@ class PackedPairs(NamedTuple):
 
 
 def pack_padded(Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor) -> PackedPairs:
-    """Queries and candidates that came padded, packed, with the list of pairs that makes them `maxsim_padded` again.
+    """Pack padded queries and candidates, and list their pairs for `maxsim_pair_list`.
 
-    For what takes packed tokens; `maxsim_padded` scores padded ones where they lie. Looks at the lengths, so on a GPU
-    it waits.
+    Use this function if packed tokens are needed. `maxsim_padded` scores padded tokens in place. The function reads the
+    lengths on the host, so it waits for a GPU.
 
     Args:
-        Q: ``[B, Lq, d]``.
-        D: ``[B, C, Ld, d]``.
-        query_lengths: ``[B]``, int32 or int64: how many tokens of each query count.
-        doc_lengths: ``[B, C]``: the same of the candidates.
+        Q: query tokens ``[B, Lq, d]``.
+        D: candidates ``[B, C, Ld, d]``.
+        query_lengths: ``[B]``, int32 or int64: the number of tokens of each query.
+        doc_lengths: ``[B, C]``, int32 or int64: the number of tokens of each candidate.
 
     Returns:
-        ``(Q, D, pairs, cu_seqlens_q, cu_seqlens_d)``: packed tokens, differentiable, ``[B * C, 2]`` with pair
-        ``b * C + c`` that of query b and its candidate c, and where each begins, int64.
+        ``(Q, D, pairs, cu_seqlens_q, cu_seqlens_d)``. Q and D are packed and differentiable. Row ``b * C + c`` of
+        `pairs` ``[B * C, 2]`` is query b with its candidate c. The bounds are int64.
 
     Raises:
         TypeError: a dtype or type is wrong.
-        ValueError: a rank, size or device is wrong, or a length is negative or larger than the padded one.
+        ValueError: a rank, size or device is wrong, or a length is negative or larger than the padded length.
 
     Example:
         >>> Q, D = torch.randn(2, 3, 8), torch.randn(2, 4, 5, 8)
@@ -182,40 +185,47 @@ def pack_padded(Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor
 
 
 def _compute_cu_seqlens(lengths: Tensor) -> Tensor:
-    """``cu_seqlens`` of sequences of these lengths."""
+    """Return the ``cu_seqlens`` of sequences with these lengths."""
     return torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int64), (1, 0))
 
 
 class PackedSequences(NamedTuple):
-    """Sequences packed: what is known of them without a look at a device."""
+    """Packed sequences with everything that is known without a device sync."""
 
     tokens: Tensor  # [T, ...]
     cu_seqlens: Tensor  # [N + 1]
-    lengths: list[int] | None  # of a list; None of a jagged tensor
-    rows: Any  # of a jagged tensor: its symbolic length, which stands for its offsets
+    lengths: list[int] | None  # for a list; None for a jagged tensor
+    rows: Any  # for a jagged tensor: its symbolic length, which identifies its offsets
 
 
 def is_sequences(x: Any) -> bool:
-    """Whether `x` is what `pack_sequences` packs: a list or tuple, or a nested tensor."""
+    """Return whether `x` is a list, a tuple or a nested tensor, which `pack_sequences` packs."""
     return isinstance(x, (list, tuple)) or (isinstance(x, Tensor) and x.is_nested)
 
 
 def pack_sequences(op: str, name: str, x: Any, nothing: Tensor | None = None) -> PackedSequences:
-    """Pack a list or nested tensor; messages begin with `op` and `name`.
+    """Pack a list or a nested tensor.
 
     Args:
-        nothing: what a list of no tensors is packed to; without it that is an error.
+        op: the name of the function, for error messages.
+        name: the name of the argument, for error messages.
+        x: a list of tensors ``[L_i, ...]`` or a nested tensor.
+        nothing: the packed tokens of an empty list. If None, an empty list is an error.
+
+    Returns:
+        The packed sequences.
 
     Raises:
-        TypeError, ValueError: as `pack`.
+        TypeError: an element is not a tensor, or the dtypes differ.
+        ValueError: there is no element, or the ranks, d or devices differ.
     """
     if isinstance(x, Tensor) and x.is_nested:
         jagged: Any = x
         if x.layout == torch.jagged and jagged.lengths() is None:
-            if x.values().shape[1:] != x.shape[2:]:  # asked thus, because in Dynamo every size is an int
+            if x.values().shape[1:] != x.shape[2:]:  # not tested by type, because every size is an int in Dynamo
                 raise ValueError(f"{op}: {name}: expected a nested tensor [N, L, ...] ragged in L, got {list(x.shape)}")
             return PackedSequences(x.values(), jagged.offsets(), None, x.shape[1])
-        x = x.unbind()  # rows between the sequences, or another layout
+        x = x.unbind()  # a jagged tensor with gaps, or the strided layout
     if not isinstance(x, Iterable) or (isinstance(x, Tensor) and x.dim() == 0):
         raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {describe_non_tensor(x)}")
     if isinstance(x, Tensor):
@@ -240,62 +250,89 @@ def pack_sequences(op: str, name: str, x: Any, nothing: Tensor | None = None) ->
         if t.device != first.device:
             raise ValueError(f"{at}: expected the device of the first, {first.device}, got {t.device}")
     lengths = [t.shape[0] for t in sequences]
-    with autocast.suspend_autocast(first.device.type):  # which cannot join one half type in a region of the other
+    # In an autocast region of one half type, `torch.cat` cannot join tensors of the other half type.
+    with autocast.suspend_autocast(first.device.type):
         tokens = torch.cat(sequences)
     bounds = copy_from_host([0, *itertools.accumulate(lengths)], first.device)
     return PackedSequences(tokens, sharding.replicate_like(bounds, tokens), lengths, None)
 
 
 def copy_from_host(values: list, device: torch.device) -> Tensor:
-    """Host values as a tensor on `device`, which nothing waits for."""
+    """Return host values as a tensor on `device`, without waiting for the device."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, device=device)
     return torch.tensor(values, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-def _make_empty_tokens(beside: Any) -> Tensor | None:
-    """What an empty list is packed to: the other side says d, dtype and device. None where it has no tokens either."""
-    if is_sequences(beside):
-        is_jagged = isinstance(beside, Tensor) and beside.layout == torch.jagged
-        beside = beside.values() if is_jagged else next(iter(beside), None)
-    is_tokens = isinstance(beside, Tensor) and beside.layout == torch.strided and beside.dim() > 0
-    return beside.new_empty((0, beside.shape[-1])) if is_tokens else None
+def _make_empty_tokens(other_side: Any) -> Tensor | None:
+    """Return the packed tokens of an empty list, with the d, dtype and device of the other side.
+
+    Return None if the other side has no tokens.
+    """
+    if is_sequences(other_side):
+        is_jagged = isinstance(other_side, Tensor) and other_side.layout == torch.jagged
+        other_side = other_side.values() if is_jagged else next(iter(other_side), None)
+    is_tokens = isinstance(other_side, Tensor) and other_side.layout == torch.strided and other_side.dim() > 0
+    return other_side.new_empty((0, other_side.shape[-1])) if is_tokens else None
 
 
 def pack_side(
-    op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, beside: Any
+    op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, other_side: Any
 ) -> PackedSequences:
-    """A side that came as sequences, packed; raises where a mask or bounds came with it."""
+    """Return one side of a call packed.
+
+    A mask or bounds next to a list or nested tensor are an error.
+
+    Args:
+        op: the name of the function, for error messages.
+        name: the name of the side, "Q" or "D".
+        mask: the name of its mask argument.
+        cu: the name of its bounds argument.
+        x: the sequences.
+        given_mask: the mask argument, which must be None.
+        given_cu: the bounds argument, which must be None.
+        other_side: the other side. It gives an empty list its d, dtype and device.
+
+    Returns:
+        The packed sequences ``[T, d]``.
+
+    Raises:
+        TypeError: an element is not a tensor, or the dtypes differ.
+        ValueError: a shape or device is wrong, or a mask or bounds were given.
+    """
     is_empty = isinstance(x, (list, tuple)) and not x
-    found = pack_sequences(op, name, x, _make_empty_tokens(beside) if is_empty else None)
+    found = pack_sequences(op, name, x, _make_empty_tokens(other_side) if is_empty else None)
     if found.tokens.dim() != 2:
         shape = ", ".join(map(str, ("L", *found.tokens.shape[1:])))
         raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of [{shape}]")
     if given_cu is not None:
         raise ValueError(
-            f"{op}: {cu}: expected None beside a list or nested tensor {name}, got {type(given_cu).__name__}"
+            f"{op}: {cu}: expected None with a list or nested tensor {name}, got {type(given_cu).__name__}"
         )
     if given_mask is not None:
         raise ValueError(
-            f"{op}: {mask}: expected None beside a list or nested tensor {name} (leave out tokens that do not count),"
+            f"{op}: {mask}: expected None with a list or nested tensor {name} (leave out masked tokens),"
             f" got {type(given_mask).__name__}"
         )
-    _check_width(op, name, found, beside)
+    _check_width(op, name, found, other_side)
     return found
 
 
-def _check_width(op: str, name: str, found: PackedSequences, beside: Any) -> None:
-    """Raise ValueError unless sequences have the d of the other side, which the message does not show as packed."""
-    if not isinstance(beside, Tensor) or beside.is_nested or beside.dim() == 0:
-        return  # checked when the other side is packed, or no tokens
+def _check_width(op: str, name: str, found: PackedSequences, other_side: Any) -> None:
+    """Raise ValueError unless the sequences have the d of the other side.
+
+    The message shows the sequences unpacked.
+    """
+    if not isinstance(other_side, Tensor) or other_side.is_nested or other_side.dim() == 0:
+        return  # the other side is checked when it is packed, or has no tokens
 
     def message() -> str:
         other, d = "Q" if name == "D" else "D", found.tokens.shape[1]
         element = f"[{found.lengths[0]}, {d}]" if found.lengths else f"a nested tensor [N, L, {d}]"
         at = "[0]" if found.lengths else ""
-        return f"{op}: {name}{at}: expected d = {beside.shape[-1]} as in {other}, got {element}"
+        return f"{op}: {name}{at}: expected d = {other_side.shape[-1]} as in {other}, got {element}"
 
-    check_same_size(found.tokens.shape[1], beside.shape[-1], message)
+    check_same_size(found.tokens.shape[1], other_side.shape[-1], message)
 
 
 def check_sides(
@@ -308,14 +345,17 @@ def check_sides(
     lifts: str,
     packs: str,
 ) -> None:
-    """Raise unless Q and D are embeddings, packed or dense, that fit together: see `inputs.given`."""
+    """Raise unless Q and D are embeddings, packed or dense, that fit together.
+
+    See `inputs.prepare_args`.
+    """
     q_shapes, q_hint = _describe_shapes("q", cu_seqlens_q, lifts, packs)
     d_shapes, d_hint = ((d_shape,), "") if d_shape else _describe_shapes("d", cu_seqlens_d, lifts, packs)
     check_tokens(op, Q, D, q_shapes, d_shapes, (q_hint, d_hint))
 
 
 def _describe_shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: str) -> tuple[tuple[str, ...], str]:
-    """Return the shapes that a side may have, and what a message adds to them."""
+    """Return the shapes that a side may have, and a hint for the error message."""
     if cu_seqlens is not None:
         return (f"[T{side}, d]",), f" with cu_seqlens_{side}"
     dense = f"[N{side}, L{side}, d]"
@@ -324,7 +364,7 @@ def _describe_shapes(side: str, cu_seqlens: Tensor | None, lifts: str, packs: st
 
 
 def pack_weights(op: str, q_weight: Any, queries: PackedSequences) -> Tensor | None:
-    """Weights of queries that came as sequences: sequences of the same lengths, or packed ``[Tq]``."""
+    """Return the weights of packed queries, from sequences of the same lengths or from packed ``[Tq]``."""
     if not is_sequences(q_weight):
         if isinstance(q_weight, Tensor):
             _check_packed_weight(op, q_weight, queries)
@@ -333,7 +373,7 @@ def pack_weights(op: str, q_weight: Any, queries: PackedSequences) -> Tensor | N
     weights = pack_sequences(op, "q_weight", q_weight, nothing)
     if weights.lengths is not None and queries.lengths is not None:
         same = weights.lengths == queries.lengths
-    else:  # only their tensors know the lengths: two jagged ones have to share their offsets
+    else:  # lengths are known only on the device: two jagged tensors must share their offsets
         same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
     if not same:
         expected = "the offsets" if queries.lengths is None else f"the lengths {_format_lengths(queries.lengths)}"
@@ -343,7 +383,7 @@ def pack_weights(op: str, q_weight: Any, queries: PackedSequences) -> Tensor | N
 
 
 def _check_packed_weight(op: str, q_weight: Tensor, queries: PackedSequences) -> None:
-    """Raise ValueError unless one tensor holds the weights of all queries that came as sequences."""
+    """Raise ValueError unless one 1-D tensor holds the weights of all packed queries."""
     tokens = queries.tokens.shape[0]
 
     def message() -> str:
@@ -355,4 +395,5 @@ def _check_packed_weight(op: str, q_weight: Tensor, queries: PackedSequences) ->
 
 
 def _format_lengths(lengths: list[int]) -> str:
+    """Return at most eight lengths as text."""
     return str(lengths) if len(lengths) <= 8 else f"[{', '.join(map(str, lengths[:8]))}, ...]"

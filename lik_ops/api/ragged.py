@@ -1,4 +1,4 @@
-"""MaxSim of queries and documents of many lengths: packed, in lists, as lists of pairs, or padded with lengths."""
+"""MaxSim of queries and documents of different lengths: packed, in lists, as lists of pairs, or padded with lengths."""
 
 from __future__ import annotations
 
@@ -42,26 +42,27 @@ def maxsim_varlen(
     normalize: bool = False,
     backward: Backward = "auto",
 ) -> Tensor:
-    """MaxSim of every packed query against every packed document, without padding.
+    """Compute the MaxSim score of every packed query and every packed document, without padding.
 
-    Query i is the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of Q. The bits of a score are those of `maxsim`
-    of the same tokens on a CPU.
+    Query i is rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of Q. On a CPU, a score has the same bits as the
+    score of `maxsim` for the same tokens.
 
     Args:
-        Q: packed query tokens ``[Tq, d]``; or, with `cu_seqlens_q` None, ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, a
-            list of ``[L_i, d]`` or a jagged nested tensor, whose values are taken as they are.
-        D: packed document tokens ``[Td, d]`` of the dtype and device of Q; or, with `cu_seqlens_d` None,
-            ``[Nd, Ld, d]``, a list or a nested tensor.
-        cu_seqlens_q: ``[Nq + 1]``, int32 or int64: where queries begin, and where the last ends.
-        cu_seqlens_d: ``[Nd + 1]``, the same of the documents.
-        q_weight: weight of each query token, the shape of Q without d (of a list, a list of ``[L_i]`` or packed); fp32
-            (fp64 for fp64). Differentiable.
-        normalize: L2-normalise every token first.
+        Q: packed query tokens ``[Tq, d]``. If `cu_seqlens_q` is None: ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, a
+            list of ``[L_i, d]`` or a jagged nested tensor. The values of a jagged tensor are used without a copy.
+        D: packed document tokens ``[Td, d]`` of the dtype and device of Q. If `cu_seqlens_d` is None: ``[Nd, Ld, d]``,
+            a list of ``[L_i, d]`` or a nested tensor.
+        cu_seqlens_q: ``[Nq + 1]``, int32 or int64: the first row of each query, and the end of the last query.
+        cu_seqlens_d: ``[Nd + 1]``, int32 or int64: the first row of each document, and the end of the last document.
+        q_weight: the weight of each query token, with the shape of Q without d; fp32 (fp64 for fp64 inputs). For a list
+            of queries, pass a list of ``[L_i]`` or packed weights ``[Tq]``. Differentiable.
+        normalize: L2-normalize every token first.
         backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        Scores ``[Nq, Nd]``, of one query ``[Lq, d]`` ``[Nd]``, fp32 (fp64 for fp64). An empty document scores ``-inf``,
-        an empty query 0. Where a segment is negative or reaches outside its tensor, NaN, and no gradient.
+        Scores ``[Nq, Nd]`` in fp32 (fp64 for fp64 inputs), or ``[Nd]`` for one query ``[Lq, d]``. An empty document
+        scores ``-inf``. An empty query scores 0. A segment that is negative or reaches outside its tensor scores NaN
+        and has no gradient.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -74,7 +75,7 @@ def maxsim_varlen(
         torch.Size([2, 3])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    # Checks take far longer than a kernel.
+    # The checks below cost far more time than a kernel.
     if isinstance(D, Quantized):
         scores = inputs.repeat_quantized(
             Q, D, cu_seqlens_q, cu_seqlens_d, (None, None, q_weight), (normalize, backward, False)
@@ -98,21 +99,24 @@ def maxsim_candidates_varlen(
     normalize: bool = False,
     backward: Backward = "auto",
 ) -> Tensor:
-    """MaxSim of each query against its own candidates, which are read where they lie in a packed store.
+    """Compute the MaxSim score of each query and its own candidates, which are read in place from a packed store.
 
     Args:
-        Q: query tokens ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, packed ``[Tq, d]`` with `cu_seqlens_q`, a list or a
-            nested tensor.
+        Q: query tokens ``[Nq, Lq, d]``, ``[Lq, d]`` for one query, packed ``[Tq, d]`` with `cu_seqlens_q`, a list of
+            ``[L_i, d]`` or a nested tensor.
         D: the store, packed document tokens ``[Td, d]`` of the dtype and device of Q.
-        doc_offsets: ``[Nq, K]``, int32 or int64: the row of D that each candidate begins at. Candidates may repeat and
-            overlap; their gradients add up. ``[K]`` of one query.
-        doc_lengths: the shape of `doc_offsets`, int32 or int64: how many rows each has.
-        cu_seqlens_q, q_weight, normalize, backward: as in `maxsim_varlen`.
+        doc_offsets: ``[Nq, K]``, or ``[K]`` for one query; int32 or int64. The first row in D of each candidate.
+            Candidates may repeat and overlap. Their gradients add up.
+        doc_lengths: the number of rows of each candidate, with the shape of `doc_offsets`; int32 or int64.
+        cu_seqlens_q: ``[Nq + 1]``: the bounds of packed queries, as in `maxsim_varlen`.
+        q_weight: the weight of each query token, as in `maxsim_varlen`.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        Scores ``[Nq, K]``, of one query ``[K]``, fp32 (fp64 for fp64). A candidate of length 0 scores ``-inf``, an
-        empty query 0. An offset, length or segment that is negative or reaches outside its tensor gives NaN, and no
-        gradient.
+        Scores ``[Nq, K]`` in fp32 (fp64 for fp64 inputs), or ``[K]`` for one query. A candidate of length 0 scores
+        ``-inf``. An empty query scores 0. An offset, length or segment that is negative or reaches outside its tensor
+        gives NaN and no gradient.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -151,26 +155,35 @@ def maxsim_pair_list(
     max_seqlen_q: int | None = None,
     backward: Backward = "auto",
 ) -> Tensor:
-    """MaxSim of the pairs of a list only: what mining, distillation and sparse batches need.
+    """Compute the MaxSim scores of a list of (query, document) pairs.
+
+    Mining, distillation and sparse batches need only such a list, not all pairs.
 
     Args:
-        Q: query tokens ``[Nq, Lq, d]``, packed ``[Tq, d]`` with `cu_seqlens_q`, a list or a nested tensor.
-        D: document tokens ``[Nd, Ld, d]``, packed ``[Td, d]`` with `cu_seqlens_d`, a list or a nested tensor; of the
-            dtype and device of Q.
-        pairs: ``[P, 2]``, int32 or int64: indices of a query and a document. Both may repeat; gradients add up.
-        q_mask, d_mask: tokens to keep, the shape of Q and D without d, as in `maxsim`; not of lists and nested tensors.
-        cu_seqlens_q, cu_seqlens_d, q_weight, normalize, backward: as in `maxsim_varlen`.
-        max_seqlen_q: a bound on the tokens of a packed query. Needed on a GPU and in compiled code where gradients are
-            wanted, because nobody may look at `cu_seqlens_q` or a nested tensor's offsets there; worked out otherwise.
-            More than all queries have together costs nothing.
+        Q: query tokens ``[Nq, Lq, d]``, packed ``[Tq, d]`` with `cu_seqlens_q`, a list of ``[L_i, d]`` or a nested
+            tensor.
+        D: document tokens of the dtype and device of Q: ``[Nd, Ld, d]``, packed ``[Td, d]`` with `cu_seqlens_d`, a list
+            of ``[L_i, d]`` or a nested tensor.
+        pairs: ``[P, 2]``, int32 or int64: the index of a query and the index of a document. Both may repeat. Gradients
+            add up.
+        q_mask: query tokens to keep, as in `maxsim`. Not for lists and nested tensors.
+        d_mask: document tokens to keep, as in `maxsim`. Not for lists and nested tensors.
+        cu_seqlens_q: ``[Nq + 1]``: the bounds of packed queries, as in `maxsim_varlen`.
+        cu_seqlens_d: ``[Nd + 1]``: the bounds of packed documents, as in `maxsim_varlen`.
+        q_weight: the weight of each query token, as in `maxsim_varlen`.
+        normalize: L2-normalize every token first.
+        max_seqlen_q: an upper bound on the number of tokens of a packed query. It is required for gradients on a GPU
+            and in compiled code, because the offsets of packed queries and nested tensors cannot be read there without
+            a sync. Otherwise it is computed. A bound above the total number of query tokens costs nothing.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        Scores ``[P]``, fp32 (fp64 for fp64). NaN, and no gradient, where an index is not that of a query or document,
-        a segment is negative or reaches outside its tensor, or a query is longer than `max_seqlen_q`.
+        Scores ``[P]`` in fp32 (fp64 for fp64 inputs). An index out of range, or a segment that is negative or reaches
+        outside its tensor, scores NaN and has no gradient. So does a query that is longer than `max_seqlen_q`.
 
     Raises:
         TypeError: a dtype or type is wrong.
-        ValueError: a rank, size, device or option is wrong, or `max_seqlen_q` is needed.
+        ValueError: a rank, size, device or option is wrong, or `max_seqlen_q` is required.
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(100, 300, 128)
@@ -197,22 +210,23 @@ def maxsim_padded(
     normalize: bool = False,
     backward: Backward = "auto",
 ) -> Tensor:
-    """MaxSim of each query against its own candidates, padded, of which only the first tokens count.
+    """Compute the MaxSim score of each query and its own padded candidates, given the lengths of both.
 
-    What a reranker has whose encoder returns padded batches and lengths. Nothing is copied; what padding holds, NaN
-    included, never matters.
+    A reranker can use this function if its encoder returns padded batches and lengths. Nothing is copied. The values of
+    the padding never matter, even NaN.
 
     Args:
         Q: query tokens ``[B, Lq, d]``.
         D: candidates ``[B, C, Ld, d]`` of the dtype and device of Q.
-        query_lengths: ``[B]``, int32 or int64: how many tokens of each query count.
-        doc_lengths: ``[B, C]``, int32 or int64: how many tokens of each candidate count.
-        q_weight: weight of each query token ``[B, Lq]``; fp32 (fp64 for fp64). Differentiable.
-        normalize, backward: as in `maxsim`.
+        query_lengths: ``[B]``, int32 or int64: the number of tokens of each query.
+        doc_lengths: ``[B, C]``, int32 or int64: the number of tokens of each candidate.
+        q_weight: the weight of each query token ``[B, Lq]``; fp32 (fp64 for fp64 inputs). Differentiable.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        Scores ``[B, C]``, fp32 (fp64 for fp64). A candidate of length 0 scores ``-inf``, a query of length 0 scores 0.
-        A length that is negative or larger than the padded one gives NaN, and no gradient.
+        Scores ``[B, C]`` in fp32 (fp64 for fp64 inputs). A candidate of length 0 scores ``-inf``. A query of length 0
+        scores 0. A length that is negative or larger than the padded length gives NaN and no gradient.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -242,7 +256,7 @@ def score_padded(
     normalize: bool = False,
     backward: Backward = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """`maxsim_padded` and, if asked, the winners ``[B, C, Lq]``."""
+    """Return the scores of `maxsim_padded` and, if `with_argmax`, the argmax ``[B, C, Lq]``, else None."""
     quantized = D if isinstance(D, Quantized) else None
     if quantized is not None:
         check_floats(op, "Q", Q)
@@ -263,7 +277,7 @@ def score_padded(
     if quantized is None and not with_argmax and _supports_lengths(Q, D, q_weight):
         scores = _score_padded_views(Q, D, query_lengths, torch.where(valid, doc_lengths, -1), q_weight, normalize)
         return scores.masked_fill_(~valid, float("nan")), None
-    # What is not valid keeps no document token, so that nothing flows back from it and nothing wins.
+    # A pair with an invalid length keeps no document token, so it has no gradient and no argmax.
     masks = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(torch.where(valid, doc_lengths, 0), D.shape[2])
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     documents: Any = D if quantized is None else quantized
@@ -275,10 +289,11 @@ def score_padded(
 
 
 def _supports_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
-    """Whether padded tokens are best taken as ragged ones that lie apart: on a CPU, which reads no padding then.
+    """Return whether padded tokens are best scored as ragged views with lengths.
 
-    The bits are those of masks. With gradients masks are as fast, and their winners smaller. Triton's kernels read the
-    lengths themselves, where eager calls take the short way.
+    This holds on a CPU, where the ragged path skips the padding. The bits are the same as with masks. If gradients are
+    needed, masks are as fast and their argmax is smaller. Triton kernels read the lengths themselves, through the fast
+    path of eager calls.
     """
     if torch.compiler.is_compiling() or Q.device.type != "cpu" or inputs.needs_gradients(Q, D, q_weight):
         return False
@@ -289,7 +304,7 @@ def _supports_lengths(Q: Tensor, D: Tensor, q_weight: Tensor | None) -> bool:
 def _score_padded_views(
     Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor, q_weight: Tensor | None, normalize: bool
 ) -> Tensor:
-    """`maxsim_padded` over views of contiguous tokens."""
+    """Return the scores of `maxsim_padded` from ragged views of contiguous tokens."""
     B, C, Ld, _ = D.shape
     offsets, q_mask = (
         make_dense_offsets(B * C, Ld, D.device)[:-1].view(B, C),
@@ -300,4 +315,5 @@ def _score_padded_views(
 
 
 def _mask_valid_lengths(lengths: Tensor, most) -> Tensor:
+    """Return which lengths are in the range from 0 to `most`."""
     return (lengths >= 0) & (lengths <= most)

@@ -1,4 +1,4 @@
-"""The ragged functions with their winners: which document token each query token matched."""
+"""Variants of the ragged functions that also return the argmax: the document token that each query token matched."""
 
 from __future__ import annotations
 
@@ -56,20 +56,28 @@ def maxsim_varlen_with_argmax(
     normalize: bool = False,
     backward: Backward = "auto",
 ) -> tuple[Tensor, ArgmaxOutput]:
-    """The scores of `maxsim_varlen` and, for each query token, the document token that won.
+    """Compute the scores of `maxsim_varlen` and the best document token of each query token.
 
     Args:
-        Q, D, cu_seqlens_q, cu_seqlens_d, q_weight, normalize, backward: as in `maxsim_varlen`.
+        Q: query tokens, as in `maxsim_varlen`.
+        D: document tokens, as in `maxsim_varlen`.
+        cu_seqlens_q: ``[Nq + 1]``: the bounds of packed queries.
+        cu_seqlens_d: ``[Nd + 1]``: the bounds of packed documents.
+        q_weight: the weight of each query token, as in `maxsim_varlen`.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        ``(scores, argmax)``: the scores of `maxsim_varlen`, differentiable, and int64 winners, relative to their
-        document: ``[Tq, Nd]`` for packed queries, a row for each row of Q, which `unpack` cuts as it cuts Q;
-        ``[Nq, Nd, Lq]`` for dense ones; a list of ``[Nd, L_i]`` for a list, a jagged ``[Nq, Nd, L]`` for a jagged
-        tensor. Ties go to the lowest index; -1 for an empty document, for rows that no query holds and where the score
-        is NaN because a segment reaches outside.
+        ``(scores, argmax)``. The scores are the differentiable scores of `maxsim_varlen`. The argmax is int64 and
+        relative to the document. For packed queries its shape is ``[Tq, Nd]``, one row for each row of Q, so `unpack`
+        splits both in the same way. For dense queries its shape is ``[Nq, Nd, Lq]``. For a list it is a list of
+        ``[Nd, L_i]``. For a jagged tensor it is a jagged ``[Nq, Nd, L]``. Ties go to the lowest index. The index is -1
+        for an empty document, for rows outside every query, and for a score that is NaN because a segment reaches
+        outside its tensor.
 
     Raises:
-        TypeError, ValueError: as `maxsim_varlen`.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
 
     Example:
         >>> Q, cu_seqlens_q = lik_ops.pack([torch.randn(5, 128), torch.randn(32, 128)])
@@ -128,18 +136,27 @@ def maxsim_candidates_varlen_with_argmax(
     normalize: bool = False,
     backward: Backward = "auto",
 ) -> tuple[Tensor, ArgmaxOutput]:
-    """The scores of `maxsim_candidates_varlen` and, for each query token, the token of the candidate that won.
+    """Compute the scores of `maxsim_candidates_varlen` and the best candidate token of each query token.
 
     Args:
-        Q, D, doc_offsets, doc_lengths, cu_seqlens_q, q_weight, normalize, backward: as in `maxsim_candidates_varlen`.
+        Q: query tokens, as in `maxsim_candidates_varlen`.
+        D: the store, packed document tokens ``[Td, d]``.
+        doc_offsets: ``[Nq, K]``, or ``[K]`` for one query: the first row in D of each candidate.
+        doc_lengths: the number of rows of each candidate, with the shape of `doc_offsets`.
+        cu_seqlens_q: ``[Nq + 1]``: the bounds of packed queries.
+        q_weight: the weight of each query token, as in `maxsim_varlen`.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        ``(scores, argmax)``: the scores of `maxsim_candidates_varlen`, differentiable, and int64 winners, relative to
-        their candidate: ``[Tq, K]`` for packed queries, ``[Nq, K, Lq]`` for dense ones, a list of ``[K, L_i]`` for a
-        list, a jagged ``[Nq, K, L]`` for a jagged tensor; -1 as in `maxsim_varlen_with_argmax`.
+        ``(scores, argmax)``. The scores are the differentiable scores of `maxsim_candidates_varlen`. The argmax is
+        int64 and relative to the candidate. Its shape is ``[Tq, K]`` for packed queries and ``[Nq, K, Lq]`` for dense
+        queries. For a list it is a list of ``[K, L_i]``. For a jagged tensor it is a jagged ``[Nq, K, L]``. The index
+        is -1 in the same cases as in `maxsim_varlen_with_argmax`.
 
     Raises:
-        TypeError, ValueError: as `maxsim_candidates_varlen`.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
 
     Example:
         >>> store, cu_seqlens = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
@@ -170,21 +187,31 @@ def maxsim_pair_list_with_argmax(
     max_seqlen_q: int | None = None,
     backward: Backward = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The scores of `maxsim_pair_list` and, for each token of a pair's query, the token of its document that won.
+    """Compute the scores of `maxsim_pair_list` and the best document token of each query token of a pair.
 
     Args:
-        Q, D, pairs, q_mask, d_mask, cu_seqlens_q, cu_seqlens_d, q_weight, normalize, backward: as in
-            `maxsim_pair_list`.
-        max_seqlen_q: as in `maxsim_pair_list`; here it is also the last axis of the winners, however long queries are,
-            and needed on a GPU and in compiled code for packed queries and jagged tensors.
+        Q: query tokens, as in `maxsim_pair_list`.
+        D: document tokens, as in `maxsim_pair_list`.
+        pairs: ``[P, 2]``: the index of a query and the index of a document.
+        q_mask: query tokens to keep. Not for lists and nested tensors.
+        d_mask: document tokens to keep. Not for lists and nested tensors.
+        cu_seqlens_q: ``[Nq + 1]``: the bounds of packed queries.
+        cu_seqlens_d: ``[Nd + 1]``: the bounds of packed documents.
+        q_weight: the weight of each query token, as in `maxsim_varlen`.
+        normalize: L2-normalize every token first.
+        max_seqlen_q: an upper bound on the number of tokens of a packed query, and the size of the last axis of the
+            argmax. It is required on a GPU and in compiled code for packed queries and jagged tensors.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        ``(scores, argmax)``: the scores of `maxsim_pair_list`, differentiable, and int64 ``[P, Lq]``, for packed
-        queries ``[P, max_seqlen_q]``: winners relative to their document, -1 beyond the tokens of a query, for masked
-        ones, for a document that keeps no token, and where nothing is at an index or segment.
+        ``(scores, argmax)``. The scores are the differentiable scores of `maxsim_pair_list`. The argmax is int64 and
+        relative to the document. Its shape is ``[P, Lq]``, or ``[P, max_seqlen_q]`` for packed queries. The index is -1
+        past the end of a query, for masked query tokens, for a document without kept tokens, and for an invalid pair or
+        segment.
 
     Raises:
-        TypeError, ValueError: as `maxsim_pair_list`.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong, or `max_seqlen_q` is required.
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(100, 300, 128)
@@ -211,17 +238,24 @@ def maxsim_padded_with_argmax(
     normalize: bool = False,
     backward: Backward = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The scores of `maxsim_padded` and, for each query token, the token of the candidate that won.
+    """Compute the scores of `maxsim_padded` and the best candidate token of each query token.
 
     Args:
-        Q, D, query_lengths, doc_lengths, q_weight, normalize, backward: as in `maxsim_padded`.
+        Q: query tokens ``[B, Lq, d]``.
+        D: candidates ``[B, C, Ld, d]``.
+        query_lengths: ``[B]``: the number of tokens of each query.
+        doc_lengths: ``[B, C]``: the number of tokens of each candidate.
+        q_weight: the weight of each query token ``[B, Lq]``.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
 
     Returns:
-        ``(scores, argmax)``: the scores of `maxsim_padded`, differentiable, and int64 ``[B, C, Lq]``: winners, -1 for
-        padding, for empty candidates and where a length is out of range.
+        ``(scores, argmax)``. The scores are the differentiable scores of `maxsim_padded`. The argmax is int64
+        ``[B, C, Lq]``. The index is -1 for padding, for empty candidates and for a length out of range.
 
     Raises:
-        TypeError, ValueError: as `maxsim_padded`.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(2, 10, 300, 128)

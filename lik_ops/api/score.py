@@ -1,4 +1,4 @@
-"""The public scoring functions: MaxSim over all pairs, candidates or aligned pairs, and with its winners."""
+"""Public scoring functions for dense tensors: all pairs, candidates and aligned pairs, with or without the argmax."""
 
 from collections.abc import Sequence
 from typing import Any, cast, overload
@@ -36,35 +36,39 @@ def maxsim(
     recompute: bool = False,
     save: Save | None = None,
 ) -> Tensor:
-    """Late-interaction scores: ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``.
+    """Compute late-interaction scores ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], D[j, t]>``.
 
     The formula is equation 3 of ColBERT (Khattab and Zaharia, 2020). The similarities ``[Nq, Nd, Lq, Ld]`` are never
-    materialised, in the forward or the backward. The same as ``torch.ops.lik.maxsim``.
+    stored, neither in the forward nor in the backward. The function is equivalent to ``torch.ops.lik.maxsim``.
 
     Args:
-        Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64.
-        D: document token embeddings of the same dtype and device: ``[Nd, Ld, d]`` scores every query against every
-            document; ``[Nq, K, Ld, d]`` scores each query against its own K candidates; ``[Ld, d]`` is one document.
-            Queries, documents or both of many lengths: a list of ``[L_i, d]``, or a jagged nested tensor, whose values
-            are taken as they are. Every query then meets every document.
-        q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
-            Masked query tokens leave the sum.
-        d_mask: document tokens to keep, the shape of D without d. Masked document tokens leave the maximum. Any
-            pattern, holes included; what masked tokens hold, NaN included, never matters. Lists and nested tensors take
-            no mask: leave tokens out.
-        q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs). Differentiable. Of
-            a list of queries a list of ``[L_i]``, of a jagged tensor one that shares its offsets, or packed ``[Tq]``.
-        normalize: L2-normalise every token first, as ``torch.nn.functional.normalize`` does, without a copy.
-        backward: ``"lowmem"`` (reproducible, no atomics), ``"unified"`` (one pass, atomic adds on a GPU) or ``"auto"``.
-        recompute: keep no winners for the backward, which then finds them again: less memory, more time.
-        save: None, or ``"int8"``: keep documents for the backward as int8 with a scale for each token, which takes half
-            the memory of fp16 and bf16 where nothing else keeps D. Scores are the same; the gradients of Q and
-            `q_weight` are those of the int8 tokens that won, that of D is exact but for the norms of `normalize`.
-            For tensors, without `recompute`.
+        Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query. The dtype is fp16, bf16, fp32 or fp64.
+            Queries of different lengths are a list of ``[L_i, d]`` or a jagged nested tensor.
+        D: document token embeddings of the dtype and device of Q. ``[Nd, Ld, d]`` scores every query against every
+            document. ``[Nq, K, Ld, d]`` scores each query against its own K candidates. ``[Ld, d]`` is one document.
+            Documents of different lengths are a list of ``[L_i, d]`` or a jagged nested tensor. With lists and nested
+            tensors, every query is scored against every document. The values of a jagged tensor are used without a
+            copy.
+        q_mask: query tokens to keep, with the shape of Q without d. The dtype is bool (True = keep), or an integer
+            dtype read as ``!= 0``. Masked query tokens are excluded from the sum.
+        d_mask: document tokens to keep, with the shape of D without d. Masked document tokens are excluded from the
+            maximum. Any pattern is allowed, including holes. The values of masked tokens never matter, even NaN. Lists
+            and nested tensors have no mask: leave tokens out instead.
+        q_weight: the weight of each query token, with the shape of Q without d; fp32 (fp64 for fp64 inputs).
+            Differentiable. For a list of queries, pass a list of ``[L_i]`` or packed weights ``[Tq]``. For a jagged
+            tensor, pass a jagged tensor that shares its offsets or packed weights ``[Tq]``.
+        normalize: L2-normalize every token first, like ``torch.nn.functional.normalize``. No normalized copy is stored.
+        backward: ``"lowmem"`` is reproducible and uses no atomics. ``"unified"`` is one pass with atomic adds on a GPU.
+            ``"auto"`` is the same as ``"lowmem"``.
+        recompute: do not keep the argmax for the backward, which computes it again. This saves memory and costs time.
+        save: None or ``"int8"``. With ``"int8"``, autograd keeps the documents as int8 with one scale per token. This
+            needs half the memory of fp16 and bf16 if nothing else keeps D alive. Scores do not change. The gradients of
+            Q and `q_weight` are computed from the int8 tokens at the argmax. The gradient of D is exact, except for the
+            norms of `normalize`. Only for dense tensors and without `recompute`.
 
     Returns:
-        Scores in fp32 (fp64 for fp64): ``[Nq, Nd]`` or ``[Nq, K]``; a 2-D Q or D drops its axis. A document that
-        keeps no token scores ``-inf``; a query that keeps no token scores 0.
+        Scores ``[Nq, Nd]`` or ``[Nq, K]`` in fp32 (fp64 for fp64 inputs). A 2-D Q or D drops its axis. A document
+        without kept tokens scores ``-inf``. A query without kept tokens scores 0.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -81,7 +85,7 @@ def maxsim(
         return _score_saved((Q, D, q_mask, d_mask, q_weight), normalize, backward, recompute, save)
     compiling = _is_compiling()
     if not compiling:
-        # Saves the microseconds of the dispatcher. The operator below tries the same, for who calls it directly.
+        # Skips the dispatcher, which costs microseconds. The operator below tries the same path for direct callers.
         if isinstance(D, Quantized):
             scores = inputs.repeat_quantized(
                 Q, D, None, None, (q_mask, d_mask, q_weight), (normalize, backward, recompute)
@@ -90,17 +94,17 @@ def maxsim(
             scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:
             return scores
-    # Of everything that is looked at below, compiled code looks at every call whether it is still the same: so what
-    # most calls have is looked at first, and with few names.
+    # Compiled code guards on everything that is read below. The common case is therefore checked first, and reads few
+    # names.
     if not (isinstance(Q, Tensor) and isinstance(D, Tensor)) or Q.is_nested or D.is_nested:
         if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
             options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
             g = prepare_args("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
             return inputs.score_varlen(g)[0]
-        if has_torch_function((Q, D)):  # a Proxy of torch.fx: symbolic tracing keeps the call
+        if has_torch_function((Q, D)):  # a torch.fx Proxy: symbolic tracing records the call
             options = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "recompute": recompute}
             return handle_torch_function(maxsim, (Q, D), Q, D, q_mask, d_mask, **options)
-        check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # else the dispatcher's errors, which name no argument
+        check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # the dispatcher's errors would not name the argument
     if not (q_mask is None and d_mask is None and q_weight is None):
         check_types("maxsim", Q, D, q_mask, d_mask, q_weight)
     if not (normalize is False and recompute is False and isinstance(backward, str) and backward == "auto"):
@@ -116,14 +120,15 @@ def maxsim(
 
 
 def _check_save_option(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> None:
+    """Raise unless `save` is valid for these inputs and `recompute`."""
     check_save(op, save, recompute)
     for name, x in (("Q", Q), ("D", D)):
         if is_sequences(x) or isinstance(x, (Quantized, Index)):
-            raise TypeError(f"{op}: {name}: expected a dense Tensor beside save={save!r}, got {type(x).__name__}")
+            raise TypeError(f"{op}: {name}: expected a dense Tensor with save={save!r}, got {type(x).__name__}")
 
 
 def _score_saved(given: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
-    """`try_maxsim` of tensors, of which autograd keeps the documents as int8."""
+    """Return the scores of dense tensors, with the documents saved for the backward as int8."""
     _check_save_option("maxsim", given[0], given[1], recompute, save)
     check_types("maxsim", *given)
     check_options("maxsim", normalize, backward, recompute)
@@ -142,18 +147,25 @@ def maxsim_pairs(
     recompute: bool = False,
     save: Save | None = None,
 ) -> Tensor:
-    """MaxSim of query i against document i only.
+    """Compute the MaxSim score of query i and document i only.
 
     Args:
-        Q: ``[B, Lq, d]``, a list of ``[L_i, d]`` or a jagged nested tensor.
-        D: ``[B, Ld, d]``, or the same.
-        q_mask, d_mask, q_weight, normalize, backward, recompute, save: as in `try_maxsim`.
+        Q: query tokens ``[B, Lq, d]``, a list of ``[L_i, d]`` or a jagged nested tensor.
+        D: document tokens ``[B, Ld, d]``, a list of ``[L_i, d]`` or a jagged nested tensor.
+        q_mask: query tokens to keep ``[B, Lq]``, as in `maxsim`.
+        d_mask: document tokens to keep ``[B, Ld]``, as in `maxsim`.
+        q_weight: the weight of each query token, as in `maxsim`.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
+        recompute: do not keep the argmax for the backward, as in `maxsim`.
+        save: None or ``"int8"``, as in `maxsim`.
 
     Returns:
-        Scores ``[B]``, fp32 (fp64 for fp64).
+        Scores ``[B]`` in fp32 (fp64 for fp64 inputs).
 
     Raises:
-        TypeError, ValueError: as `try_maxsim`; also when Q or D is not 3-D or their batch sizes differ.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong, Q or D is not 3-D, or the batch sizes differ.
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(4, 300, 128)
@@ -219,20 +231,29 @@ def maxsim_with_argmax(
     backward: Backward = "auto",
     recompute: bool = False,
 ) -> tuple[Tensor, ArgmaxOutput]:
-    """The scores of `try_maxsim` and, for each query token, the document token that won: what a similarity map shows.
+    """Compute the scores of `maxsim` and the best document token of each query token.
+
+    The argmax says which document token each query token matched, for example for a similarity map.
 
     Args:
-        Q, D, q_mask, d_mask, q_weight, normalize, backward: as in `try_maxsim`.
-        recompute: accepted for symmetry; the winners are kept in any case.
+        Q: query tokens, as in `maxsim`.
+        D: document tokens, as in `maxsim`.
+        q_mask: query tokens to keep, as in `maxsim`.
+        d_mask: document tokens to keep, as in `maxsim`.
+        q_weight: the weight of each query token, as in `maxsim`.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `maxsim`.
+        recompute: accepted for symmetry. The argmax is kept in any case.
 
     Returns:
-        ``(scores, argmax)``: the scores of `try_maxsim`, differentiable, and int64 ``[Nq, Nd, Lq]`` (``[Nq, K, Lq]``
-        for candidates), the index of the winning token within its document. Ties go to the lowest index; -1 for a
-        masked query token and for a document that keeps no token. A 2-D Q or D drops its axis. Of a list of queries the
-        winners are a list of ``[Nd, L_i]``, of a jagged tensor a jagged ``[Nq, Nd, L]``.
+        ``(scores, argmax)``. The scores are the differentiable scores of `maxsim`. The argmax is int64 ``[Nq, Nd, Lq]``
+        (``[Nq, K, Lq]`` for candidates), the index of the best token within its document. Ties go to the lowest index.
+        The index is -1 for a masked query token and for a document without kept tokens. A 2-D Q or D drops its axis.
+        For a list of queries the argmax is a list of ``[Nd, L_i]``. For a jagged tensor it is a jagged ``[Nq, Nd, L]``.
 
     Raises:
-        TypeError, ValueError: as `try_maxsim`.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
 
     Example:
         >>> Q, D = torch.randn(32, 128), torch.randn(5, 300, 128)

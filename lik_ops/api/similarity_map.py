@@ -1,4 +1,4 @@
-"""The similarities themselves, of a few queries and documents: for pictures."""
+"""The similarities of a few queries and documents, for plots."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ _OP = "similarity_map"
 def similarity_map(
     Q: Tensor, D: Tensor, q_mask: Tensor | None = None, d_mask: Tensor | None = None, *, normalize: bool = False
 ) -> Tensor:
-    """The similarity of every token of a query to every token of a document: what a picture of a match shows.
+    """Compute the similarity of every token of a query to every token of a document, for plots.
 
-    It makes all similarities, which no other function does. Leading axes broadcast as in `torch.matmul`: a query
-    beside ``[N, Ld, d]`` gives the maps of its N documents, ``[B, Lq, d]`` beside ``[B, Ld, d]`` those of B pairs.
+    This is the only function that stores all similarities. Leading axes broadcast as in `torch.matmul`. A query
+    ``[Lq, d]`` with documents ``[N, Ld, d]`` gives the maps of N documents. Queries ``[B, Lq, d]`` with documents
+    ``[B, Ld, d]`` give the maps of B pairs.
 
     Args:
         Q: query tokens ``[Lq, d]`` or ``[..., Lq, d]``; fp16, bf16, fp32 or fp64.
         D: document tokens ``[Ld, d]`` or ``[..., Ld, d]`` of the dtype and device of Q.
-        q_mask, d_mask: tokens to keep, the shape of Q and D without d; bool (True = keep) or integers read as ``!= 0``.
-        normalize: L2-normalise every token first: similarities are cosines.
+        q_mask: query tokens to keep, with the shape of Q without d. The dtype is bool (True = keep), or an integer
+            dtype read as ``!= 0``.
+        d_mask: document tokens to keep, with the shape of D without d, in the same dtypes.
+        normalize: L2-normalize every token first, so that similarities are cosines.
 
     Returns:
-        ``[..., Lq, Ld]``, fp32 (fp64 for fp64), differentiable: the maximum of a row is what its query token adds to
-        the score. Rows and columns of masked tokens are ``-inf``, which matplotlib leaves blank.
+        Similarities ``[..., Lq, Ld]`` in fp32 (fp64 for fp64 inputs), differentiable. The maximum of a row is the
+        contribution of its query token to the score. Rows and columns of masked tokens are ``-inf``, which matplotlib
+        leaves blank.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -50,9 +54,10 @@ def similarity_map(
 
 
 def _prepare_tokens(x: Tensor, drop: Tensor | None, normalize: bool) -> Tensor:
+    """Return tokens in the dtype of the scores, with dropped tokens zeroed, normalized if asked."""
     x = x.to(score_dtype(x.dtype))
     if drop is not None:
-        x = x.masked_fill(drop.unsqueeze(-1), 0)  # NaN of a masked token would reach gradients
+        x = x.masked_fill(drop.unsqueeze(-1), 0)  # NaN in a masked token would reach the gradients
     return F.normalize(x, dim=-1) if normalize else x
 
 

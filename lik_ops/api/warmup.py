@@ -1,4 +1,4 @@
-"""`warmup`: compile before the first request what later calls will need."""
+"""`warmup`: compile the kernels of later calls before the first request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .score import maxsim, maxsim_with_argmax
 __all__ = ["warmup"]
 
 
-@torch.inference_mode(False)  # whatever is on around: gradients are asked for
+@torch.inference_mode(False)  # gradients are needed even if the caller is in inference mode
 def warmup(
     device: torch.device | str,
     dtype: torch.dtype,
@@ -51,37 +51,44 @@ def warmup(
     top_k: int | Sequence[int] = (),
     ragged: bool = False,
 ) -> list[tuple[str, float]]:
-    """Compile the kernels that calls like these will run, so that no request waits for the compiler.
+    """Compile the kernels of the described calls, so that no request waits for the compiler.
 
-    Makes small calls on zeros and waits for them. Compiled kernels serve every number of documents, and queries and
-    documents of every length up to where another tile is better; they stay for this process, and on disk in Triton's
-    cache. Without kernels to compile, as on a CPU, it does nothing but the calls.
+    The function makes small calls on zeros and waits for them. A compiled kernel serves every number of documents. It
+    also serves all lengths of queries and documents up to the point where a different tile is better. Compiled kernels
+    stay in this process, and on disk in Triton's cache. Without kernels to compile, for example on a CPU, the function
+    only makes the calls.
 
     Args:
-        device: where the calls will be; for several GPUs, call it for each.
-        dtype: of Q and D.
-        d: features of a token.
-        Lq: tokens of a query.
-        Nq: numbers of queries at a time; few and many may take different kernels, and the backward loads winners
-            otherwise where 16 does not divide ``Nq * Lq``.
-        Ld: lengths of documents; those shorter than a tile (64 tokens) may take another kernel, as may those of several
-            thousand tokens where Nd is small.
-        Nd: numbers of documents, or of candidates of each query; few and many may take different kernels.
-        candidates: each query has its own documents, D is ``[Nq, K, Ld, d]``.
-        q_mask, d_mask, q_weight: whether calls pass these.
-        normalize: as calls will say.
-        argmax: also `maxsim_with_argmax`.
-        training: also the forward that keeps winners, and the backward of Q and D.
-        backward: as calls will say.
-        top_k: of `retrieve`: also what finds so many best among up to 4 million documents.
-        ragged: also `maxsim_varlen`, `maxsim_candidates_varlen`, `maxsim_pair_list` and `maxsim_padded`, of as many
-            queries and documents, which are of the lengths Lq and Ld.
+        device: the device of the calls. For several GPUs, call `warmup` once for each.
+        dtype: the dtype of Q and D.
+        d: the number of features of a token.
+        Lq: the number of tokens of a query.
+        Nq: one or several numbers of queries in a call. A small and a large number may use different kernels. The
+            backward also loads the argmax differently if ``Nq * Lq`` is not a multiple of 16.
+        Ld: one or several lengths of documents. Documents shorter than a tile (64 tokens) may use a different kernel.
+            So may documents of several thousand tokens if Nd is small.
+        Nd: one or several numbers of documents, or of candidates for each query. A small and a large number may use
+            different kernels.
+        candidates: each query has its own documents: D is ``[Nq, K, Ld, d]``.
+        q_mask: whether the calls pass `q_mask`.
+        d_mask: whether the calls pass `d_mask`.
+        q_weight: whether the calls pass `q_weight`.
+        normalize: the value that the calls pass.
+        argmax: also warm up `maxsim_with_argmax`.
+        training: also warm up the forward that keeps the argmax, and the backward of Q and D.
+        backward: the value that the calls pass.
+        top_k: one or several values of `top_k` in `retrieve`. Also warms up the selection of that many documents out of
+            up to 4 million.
+        ragged: also warm up `maxsim_varlen`, `maxsim_candidates_varlen`, `maxsim_pair_list` and `maxsim_padded`, for
+            the same numbers and lengths of queries and documents.
 
     Returns:
-        What was called, in words, and how many seconds it took: mostly the compiler's, the first time.
+        A list of ``(call, seconds)``: a description of each call and its time. The first time, most of it is
+        compilation.
 
     Raises:
-        TypeError, ValueError: as `maxsim`; also where a size is not positive.
+        TypeError: a dtype or type is wrong.
+        ValueError: an option is wrong, or a size is not positive.
 
     Example:
         >>> sizes = {"d": 128, "Lq": 32, "Nq": (1, 16), "Ld": 300, "Nd": 2}
@@ -127,12 +134,13 @@ def warmup(
 
 
 class _CallTimer:
-    """Makes calls, without gradients and, where Q requires them, with; and notes how long each took."""
+    """Makes calls, without gradients and, if Q requires them, with gradients, and records the time of each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.made = device, list[tuple[str, float]]()
 
     def make(self, name: str, call: Callable[[], Any], Q: Tensor, D: Tensor) -> None:
+        """Time a call without gradients and, if Q requires them, a training step of the call."""
         said = f"{name}, Q {format_shape(Q)}, D {format_shape(D)}"
         with torch.no_grad():
             self.time(said, call)
@@ -140,6 +148,7 @@ class _CallTimer:
             self.time(f"{said}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
 
     def time(self, said: str, call: Callable[[], Any]) -> None:
+        """Make one call, wait for it, and record its time in seconds."""
         begin = time.perf_counter()
         call()
         if self.device.type == "cuda":
@@ -148,7 +157,7 @@ class _CallTimer:
 
 
 def _call_ragged_functions(calls: _CallTimer, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:
-    """The functions of packed and padded tokens, of queries ``[Nq, Lq, d]`` and candidates ``[Nq, K, Ld, d]``."""
+    """Call the packed and padded functions on queries ``[Nq, Lq, d]`` and candidates ``[Nq, K, Ld, d]``."""
     (Nq, Lq, _), (K, Ld) = Q.shape, D.shape[1:3]
     store = D[0].flatten(0, 1) if Nq else D.flatten(0, 2)
     packed = Q.flatten(0, 1)
@@ -168,7 +177,7 @@ def _call_ragged_functions(calls: _CallTimer, Q: Tensor, D: Tensor, weight: Tens
 
 
 def _as_sizes(name: str, given: Any) -> tuple[int, ...]:
-    """One size or several, `top_k` also none."""
+    """Return one or several sizes as a tuple, which may be empty only for `top_k`."""
     several = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
     if not several and name != "top_k":
         raise ValueError(f"warmup: {name}: expected at least one size, got none")

@@ -1,7 +1,7 @@
-"""The first message of a call that all processes of a group make: whether they mean the same call.
+"""The first message of a distributed call, which checks that all processes make the same call.
 
-A few integers of each process go round in one collective. Objects follow only where something is wrong, for the words
-of the error that is then raised in all.
+One collective exchanges a few integers of each process. If the arguments do not agree, the processes exchange objects
+to build the error message, which is raised on all of them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..api.packing import copy_from_host
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 
-_WORDS = 16  # of each rank's message, whatever it calls: messages of other lengths would end a group or be misread
+_WORDS = 16  # integers of each rank's message, for all functions: unequal lengths would break the group or be misread
 
 _group_backends: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def resolve_group(group: Any) -> Any:
-    """The group itself, where None is all processes."""
+    """Return the group, or the default group if `group` is None."""
     return dist.group.WORLD if group is None else group
 
 
 def check_group(op: str, group: Any) -> None:
-    """Raise unless this process is one of `group`, or of an initialised default group if it is None."""
+    """Raise unless this process belongs to `group`, or to an initialized default group if `group` is None."""
     if group is None:
         if not dist.is_initialized():
             raise RuntimeError(f"{op}: call torch.distributed.init_process_group() first, in every process")
@@ -42,7 +42,10 @@ def check_group(op: str, group: Any) -> None:
 
 
 def _get_group_backends(group: Any) -> dict[str, str]:
-    """The backend of each type of device that the group sends from: the same on all ranks."""
+    """Return the backend of each device type that the group sends from.
+
+    It is the same on all ranks.
+    """
     group = resolve_group(group)
     found = _group_backends.get(group)
     if found is None:
@@ -52,15 +55,22 @@ def _get_group_backends(group: Any) -> dict[str, str]:
 
 
 def _supports_device(device: torch.device, group: Any) -> bool:
-    """Whether the group sends from there, and not by a copy on the host that it makes itself."""
+    """Return whether the group sends from this device without a copy through the host."""
     backend = _get_group_backends(group).get(device.type)
     return backend is not None and (device.type == "cpu" or backend not in ("gloo", "mpi"))
 
 
 def choose_wire_device(group: Any, device: torch.device, everywhere: bool) -> torch.device:
-    """From where the group takes tensors that were computed on `device`.
+    """Return the device from which the group sends tensors that were computed on `device`.
 
-    `everywhere`: on all ranks on a device of this type; else ranks of a group with a backend for each would not meet.
+    Args:
+        group: the processes.
+        device: the device of the tensors.
+        everywhere: whether the tensors of all ranks are on devices of this type. Otherwise ranks of a group with a
+            backend for each device type would use different backends.
+
+    Returns:
+        `device`, the CPU, or the current GPU.
     """
     if _supports_device(device, group) and (everywhere or not is_host_group(group)):
         return device
@@ -68,23 +78,29 @@ def choose_wire_device(group: Any, device: torch.device, everywhere: bool) -> to
 
 
 def get_device_code(device: torch.device) -> int:
-    """A number of the type of a device."""
+    """Return the type of a device as a number: 0 for a CPU, 1 for others."""
     return int(device.type != "cpu")
 
 
 def is_host_group(group: Any) -> bool:
-    """Whether the group sends from the memory of the host: then `Agreement` needs nothing of a GPU."""
+    """Return whether the group can send from host memory.
+
+    If so, `Agreement` needs no GPU.
+    """
     return "cpu" in _get_group_backends(group)
 
 
 def get_current_device(group: Any) -> torch.device:
-    """Where tensors of this process are if none says so: the current GPU where the group has NCCL, else the CPU."""
+    """Return the default device of this process: the current GPU if the group has NCCL, else the CPU."""
     has_nccl = "nccl" in _get_group_backends(group).values()
     return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
 def _choose_first_wire(group: Any, tensors: tuple) -> torch.device:
-    """As `choose_wire_device`, of a kind that all ranks choose, whatever they were called with."""
+    """Return the device that the first message is sent from.
+
+    All ranks select the same type of device.
+    """
     if is_host_group(group):
         return torch.device("cpu")
     at = get_current_device(group)
@@ -93,30 +109,34 @@ def _choose_first_wire(group: Any, tensors: tuple) -> torch.device:
 
 
 def all_gather(received: Tensor, sent: Tensor, group: Any) -> None:
-    """`sent` of all ranks into `received`, one after another; both flat."""
-    # The name since torch 2.13, which warns of the older one.
+    """Gather `sent` of all ranks into `received`, in the order of ranks.
+
+    Both tensors are flat.
+    """
+    # torch 2.13 renamed the function and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, sent, group=group)
 
 
 @cache
 def _make_side_stream(device: torch.device, group: int) -> torch.cuda.Stream:
-    """A stream on which the message does not wait for what the current one has still to do, nor for another group."""
+    """Return a stream on which the message waits neither for the current stream nor for another group."""
     return torch.cuda.Stream(device)
 
 
 def _hash_description(described: dict[str, Any]) -> int:
+    """Return a 64-bit hash of the described arguments."""
     text = repr(sorted(described.items())).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 class Agreement:
-    """The message on its way; `wait` for what the others say.
+    """The first message of a call, sent by the constructor and received by `wait`.
 
-    A group that sends from the host makes it at once, whatever a GPU does meanwhile: it comes after what is launched.
-
-    On a GPU the host waits for this message alone, which of all earlier work follows only the group's messages; what is
-    launched before the wait runs meanwhile. The message has to be launched first: a GPU that is full would let it wait.
+    A group that can send from the host sends the message at once, independent of the GPU. It is sent after kernels were
+    launched. Otherwise the message is sent from a GPU. The host then waits only for this message, which waits only for
+    earlier messages of the group. Kernels that are launched before the wait overlap with it. The message must be
+    launched before those kernels, because a full GPU would delay it.
     """
 
     def __init__(
@@ -128,9 +148,15 @@ class Agreement:
         numbers: Sequence[int],
         error: Exception | None,
     ) -> None:
-        """`alike` has to be the same on all ranks, and so has `op`; `numbers` are told; so is that there was `error`.
+        """Send the message of this rank.
 
-        `tensors`: arguments of the call, one of which may say which GPU is this process's.
+        Args:
+            op: the name of the function. It must be the same on all ranks.
+            group: the processes.
+            tensors: arguments of the call. One of them may determine the GPU of this process.
+            alike: arguments that must be the same on all ranks.
+            numbers: integers that are sent to all ranks.
+            error: the error in the arguments of this rank, or None.
         """
         self.op, self.group, self.alike, self.error = op, group, {"function": op} | alike, error
         self.count = len(numbers)
@@ -151,7 +177,11 @@ class Agreement:
             self.copied = torch.cuda.current_stream(at).record_event()
 
     def wait(self) -> list[list[int]]:
-        """The numbers of each rank; an error of one of them, or what they do not agree on, is raised in all."""
+        """Return the numbers of each rank.
+
+        Raises:
+            Exception: an error of one rank, or a disagreement between ranks. It is raised on all ranks.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         rows = self.rows.tolist()
@@ -161,7 +191,10 @@ class Agreement:
         return [numbers[: self.count] for _, _, *numbers in rows]
 
     def compare(self, described: dict[str, Any]) -> None:
-        """Raise what is wrong with a rank's call, or what differs, by name and value. All ranks have to ask."""
+        """Raise the error of a rank, or an error that lists the arguments that differ.
+
+        All ranks must call this function.
+        """
         told: list[Any] = [None] * dist.get_world_size(self.group)
         error = None if self.error is None else str(self.error)
         dist.all_gather_object(told, (self.op, described, error), group=self.group)
@@ -180,5 +213,5 @@ class Agreement:
 
 
 def view_as_bytes(x: Tensor) -> Tensor:
-    """A view as bytes, because not every backend knows every dtype."""
+    """Return a view as bytes, because some backends do not support every dtype."""
     return x.view(-1).view(torch.uint8)

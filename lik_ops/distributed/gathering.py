@@ -1,4 +1,4 @@
-"""What the processes of a search send each other: queries that only one of them has, and the best of each."""
+"""Messages of a distributed search: the queries of one process, and the best documents of each process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT_BYTES = 256  # bytes, of each tensor in a message
 
 
 class SearchQueries(NamedTuple):
-    """The queries of a search, ``[Nq, Lq, d]`` or ``[Lq, d]``, and what belongs to their tokens."""
+    """The queries of a search, ``[Nq, Lq, d]`` or ``[Lq, d]``, with their mask and weights."""
 
     Q: Tensor
     q_mask: Tensor | None = None
@@ -29,7 +29,14 @@ NO_QUERIES = [0] * 7
 
 
 def describe_queries(queries: SearchQueries) -> list[int]:
-    """As many integers as `NO_QUERIES`, from which `broadcast_queries` knows the size of what comes."""
+    """Return the shape, dtype and optional tensors of queries as integers.
+
+    Args:
+        queries: the queries.
+
+    Returns:
+        As many integers as in `NO_QUERIES`. `broadcast_queries` computes the size of its message from them.
+    """
     Q, q_mask, q_weight = queries
     shape = [*Q.shape, 0][:3]
     return [Q.dim(), *shape, DTYPES.index(Q.dtype), int(q_mask is not None), int(q_weight is not None)]
@@ -38,9 +45,17 @@ def describe_queries(queries: SearchQueries) -> list[int]:
 def broadcast_queries(
     queries: SearchQueries | None, about: list[int], group: Any, device: torch.device, everywhere: bool
 ) -> SearchQueries:
-    """The queries of rank 0, of which it told `about`, on `device`: one message. Those of rank 0 itself as they are.
+    """Send the queries of rank 0 to all ranks, in one message.
 
-    `everywhere`: whether all ranks want them on a device of this type, or have them there.
+    Args:
+        queries: the queries on rank 0, else None.
+        about: the result of `describe_queries` on rank 0.
+        group: the processes.
+        device: the device on which this rank needs the queries.
+        everywhere: whether all ranks send from or receive to devices of this type.
+
+    Returns:
+        The queries on `device`. Rank 0 gets its own tensors.
     """
     dim, *sizes, code, masked, weighted = about
     shape, dtype = sizes[:dim], DTYPES[code]
@@ -65,10 +80,18 @@ def broadcast_queries(
 def merge_best(
     best: topk.ScoresAndIndices, first: int, documents: list[int], top_k: int, group: Any, everywhere: bool = True
 ) -> topk.ScoresAndIndices:
-    """The best documents of all processes, from those of each ``[Nq, min(top_k, documents)]``: one message.
+    """Merge the best documents of all processes, in one message.
 
-    `first` is the document that this process's index 0 means, `documents` how many each process has searched;
-    `everywhere`: all of them on a device of this type.
+    Args:
+        best: scores and indices ``[Nq, min(top_k, documents)]`` of this process.
+        first: the global index of this process's document 0.
+        documents: the number of documents that each process has searched.
+        top_k: the number of documents to return for each query.
+        group: the processes.
+        everywhere: whether the results of all ranks are on devices of this type.
+
+    Returns:
+        ``(scores, indices)`` of all processes, with global indices.
     """
     scores, indices = best
     device, integers = scores.device, torch.int64 if scores.dtype == torch.float64 else torch.int32
@@ -80,5 +103,5 @@ def merge_best(
     received = message.new_empty((len(counts), *message.shape))
     if message.numel():
         all_gather(received.view(-1), message.view(-1), group)
-    # In the order of the documents, which decides between equal scores.
+    # Ranks are merged in the order of documents, because ties go to the lowest document.
     return topk.merge_messages(received.to(device), counts, top_k, scores.dtype)

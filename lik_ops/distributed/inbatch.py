@@ -1,4 +1,4 @@
-"""A process's queries against the documents of all processes: scores, and the contrastive loss of them."""
+"""Scores and contrastive loss of a process's queries against the documents of all processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
 
 
 def _describe_call(op: str, given: tuple, normalize: bool, backward: str) -> tuple[dict[str, Any], Exception | None]:
-    """What has to be alike on all ranks, or what is wrong with this one's arguments."""
+    """Return the arguments that must be the same on all ranks, or the error in the arguments of this rank."""
     Q, D, q_mask, d_mask, q_weight = given
     try:
         check_no_dtensor(op, Q=Q, D=D)
@@ -35,7 +35,7 @@ def _describe_call(op: str, given: tuple, normalize: bool, backward: str) -> tup
 
 
 class _RingArgs(NamedTuple):
-    """Tensors of a ring that all ranks agreed on."""
+    """Tensors of a ring pass on which all ranks agree."""
 
     round: RingPass
     Q: Tensor
@@ -47,15 +47,16 @@ class _RingArgs(NamedTuple):
 
     @property
     def tensors(self) -> tuple:
+        """Q, D, `q_weight`, `q_mask` and `d_mask`."""
         return self[1:6]
 
 
 def _agree_on_args(
     op: str, given: tuple, normalize: bool, group: Any, backward: str = "auto", error: Exception | None = None
 ) -> _RingArgs:
-    """Q, D, q_mask, d_mask and q_weight, once all ranks have said that theirs are right; else their errors.
+    """Return Q, D, q_mask, d_mask and q_weight after all ranks have confirmed their arguments, else raise their errors.
 
-    `error` is what is already known to be wrong with this one's arguments.
+    `error` is a known error in the arguments of this rank.
     """
     Q, D, q_mask, d_mask, q_weight = given
     alike, error = _describe_call(op, given, normalize, backward) if error is None else ({}, error)
@@ -82,31 +83,37 @@ def maxsim_inbatch(
     recompute: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """`lik_ops.maxsim` of this process's queries against the documents of all processes, as negatives of each other.
+    """Compute `lik_ops.maxsim` of this process's queries against the documents of all processes.
 
-    The documents go round a ring, one block at a time: no process ever holds more than two blocks, its own beside them,
-    however many there are. The backward goes round once more and brings each block's gradient home. Every process has
-    to call it, and has to call ``backward`` where one does.
+    Documents of other queries are negatives. The documents are passed around a ring, one block at a time. A process
+    never stores more than two blocks in addition to its own. The backward passes the documents around once more, with
+    the gradient of each block. Every process must call this function, and must call ``backward`` if one process does.
 
     Args:
-        Q: this process's queries ``[Nq, Lq, d]``; as many or as long as it likes.
-        D: this process's documents ``[Nd, Ld, d]``; the same `d` and dtype on all ranks.
-        q_mask, d_mask, q_weight, normalize, backward: as in `lik_ops.maxsim`. A rank without `d_mask` keeps all tokens.
-        recompute: find the winners again in the backward. False keeps those of all blocks, which is faster, but takes
-            memory that grows with the number of processes.
-        group: the processes; None is all of them.
+        Q: this process's queries ``[Nq, Lq, d]``. Their number and length may differ between ranks.
+        D: this process's documents ``[Nd, Ld, d]``, with the same d and dtype on all ranks.
+        q_mask: query tokens to keep, as in `lik_ops.maxsim`.
+        d_mask: document tokens to keep, as in `lik_ops.maxsim`. A rank without a mask keeps all tokens.
+        q_weight: the weight of each query token, as in `lik_ops.maxsim`.
+        normalize: L2-normalize every token first.
+        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``, as in `lik_ops.maxsim`.
+        recompute: compute the argmax again in the backward. False keeps the argmax of all blocks. This is faster but
+            needs memory that grows with the number of processes.
+        group: the processes. None is all processes.
 
     Returns:
-        Scores ``[Nq, sum of Nd]``, the documents in the order of the ranks: with the same `Nd` everywhere, document j
-        of this process is column ``rank * Nd + j``. Differentiable in Q, D and `q_weight`: D receives the gradients of
-        all processes' scores, as if one process had computed their sum. A process's part of them is rounded to the
-        dtype of D, the parts are added in fp32 (fp64).
+        Scores ``[Nq, sum of Nd]``, with documents in the order of ranks. If `Nd` is the same everywhere, document j of
+        this process is column ``rank * Nd + j``. The scores are differentiable in Q, D and `q_weight`. D receives the
+        gradients of the scores of all processes, as if one process had computed their sum. The contribution of each
+        process is rounded to the dtype of D, and contributions are added in fp32 (fp64).
 
     Raises:
-        TypeError, ValueError: as `lik_ops.maxsim`; also when the ranks' arguments do not fit together, on all ranks.
-        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
-            within the timeout of the group.
-        NotImplementedError: `torch.func` or a second derivative is asked for.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong, or the arguments of the ranks do not fit together. It is
+            raised on all ranks.
+        RuntimeError: `torch.distributed.init_process_group` was not called, or another process died or did not make the
+            call within the timeout of the group.
+        NotImplementedError: ``torch.func`` or a second derivative is requested.
 
     Example:
         >>> # torchrun --nproc-per-node 2 train.py
@@ -146,35 +153,42 @@ def maxsim_cross_entropy(
     reduction: str = "mean",
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """`lik_ops.maxsim_cross_entropy` of this process's queries, with the documents of all processes.
+    """Compute `lik_ops.maxsim_cross_entropy` of this process's queries with the documents of all processes.
 
-    ``F.cross_entropy(maxsim_inbatch(Q, D) / temperature, labels)`` without the scores: documents go round a ring as in
-    `maxsim_inbatch`, and of each query two numbers stay. The backward goes round once more, finds the scores and
-    winners of each block again, in parts of at most 24 MiB, and brings the gradients of the documents home. Every
-    process has to call it, and has to call ``backward`` where one does.
+    The loss equals ``F.cross_entropy(maxsim_inbatch(Q, D) / temperature, labels)``, but the scores are not stored.
+    Documents are passed around a ring as in `maxsim_inbatch`, and two numbers are kept for each query. The backward
+    passes the documents around once more. It computes the scores and the argmax of each block again, in parts of at
+    most 24 MiB, and returns the gradients of the documents. Every process must call this function, and must call
+    ``backward`` if one process does.
 
     Args:
-        Q: this process's queries ``[Nq, Lq, d]``; as many or as long as it likes.
-        D: this process's documents ``[Nd, Ld, d]``; the same `d` and dtype on all ranks.
-        labels: ``[Nq]``, int32 or int64: the right document of each query among those of all processes, in the order of
-            the ranks. None: document i of this process for its query i. A label that is no document makes the loss of
-            its query NaN.
-        q_mask, d_mask, q_weight, normalize: as in `lik_ops.maxsim`. A rank without `d_mask` keeps all tokens.
-        temperature, ignore_index: as in `lik_ops.maxsim_cross_entropy`.
-        reduction: ``"mean"`` over this process's queries that are not ignored, ``"sum"``, or ``"none"``.
-        group: the processes; None is all of them.
+        Q: this process's queries ``[Nq, Lq, d]``. Their number and length may differ between ranks.
+        D: this process's documents ``[Nd, Ld, d]``, with the same d and dtype on all ranks.
+        labels: ``[Nq]``, int32 or int64: the index of the positive document of each query among the documents of all
+            processes, in the order of ranks. None selects document i of this process for its query i. An index out of
+            range makes the loss of its query NaN.
+        q_mask: query tokens to keep, as in `lik_ops.maxsim`.
+        d_mask: document tokens to keep, as in `lik_ops.maxsim`. A rank without a mask keeps all tokens.
+        temperature: a number or a scalar (0-d) tensor, as in `lik_ops.maxsim_cross_entropy`.
+        q_weight: the weight of each query token, as in `lik_ops.maxsim`.
+        normalize: L2-normalize every token first.
+        ignore_index: a label whose query is ignored, as in `lik_ops.maxsim_cross_entropy`.
+        reduction: ``"mean"`` over this process's queries that are not ignored, ``"sum"`` or ``"none"``.
+        group: the processes. None is all processes.
 
     Returns:
-        The loss of this process's queries, as `lik_ops.maxsim_cross_entropy` has it. Differentiable in Q, D, `q_weight`
-        and the temperature: D receives the gradients of all processes' losses, as if one process had computed their
-        sum. A process's part of them is rounded to the dtype of D, the parts are added in fp32 (fp64).
+        The loss of this process's queries, as in `lik_ops.maxsim_cross_entropy`. It is differentiable in Q, D,
+        `q_weight` and the temperature. D receives the gradients of the losses of all processes, as if one process had
+        computed their sum. The contribution of each process is rounded to the dtype of D, and contributions are added
+        in fp32 (fp64).
 
     Raises:
-        TypeError, ValueError: as `lik_ops.maxsim_cross_entropy`; also when the ranks' arguments do not fit together, on
-            all ranks.
-        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
-            within the timeout of the group.
-        NotImplementedError: `torch.func` or a second derivative is asked for.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong, or the arguments of the ranks do not fit together. It is
+            raised on all ranks.
+        RuntimeError: `torch.distributed.init_process_group` was not called, or another process died or did not make the
+            call within the timeout of the group.
+        NotImplementedError: ``torch.func`` or a second derivative is requested.
 
     Example:
         >>> # torchrun --nproc-per-node 2 train.py
@@ -201,5 +215,5 @@ def maxsim_cross_entropy(
     if labels is None:
         labels = ready.round.columns(0).start + loss_ops.make_default_labels(Q, D)
     options = RingLossOptions(ready.round, float(temperature), ignore_index, normalize)
-    losses = RingCrossEntropy.apply(*ready.tensors, labels.long(), options)  # see `count_labels`
+    losses = RingCrossEntropy.apply(*ready.tensors, labels.long(), options)  # int32 would wrap, see `count_labels`
     return loss_ops.reduce_losses(losses, labels, ignore_index, reduction)

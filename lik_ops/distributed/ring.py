@@ -1,4 +1,7 @@
-"""MaxSim, and its contrastive loss, against documents that go round a ring of processes, forward and backward."""
+"""MaxSim and its contrastive loss against documents that are passed around a ring of processes.
+
+The backward passes the documents around the ring once more, together with their gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,26 @@ from .agreement import view_as_bytes
 
 
 class RingExchange:
-    """Tensors on their way from the process before."""
+    """Tensors that are being received from the previous process while others are sent to the next."""
 
     def __init__(self, ring: ProcessRing, sent: list[Tensor], received: list[Tensor]) -> None:
         self.device, self.received = ring.device, received
-        self.sent = [x.to(ring.wire).resolve_neg().contiguous() for x in sent]  # kept until they have gone
+        self.sent = [x.to(ring.wire).resolve_neg().contiguous() for x in sent]  # kept alive until they are sent
         operations = [
             dist.P2POp(dist.isend, view_as_bytes(x), group=ring.group, group_peer=ring.after) for x in self.sent
         ]
         operations += [
             dist.P2POp(dist.irecv, view_as_bytes(x), group=ring.group, group_peer=ring.before) for x in received
         ]
-        # What holds nothing is not sent; its receiver knows.
+        # Empty tensors are not sent. The receiver knows the shapes.
         operations = [x for x in operations if x.tensor.numel()]
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """The tensors, once; what was sent is let go of."""
+        """Return the received tensors, and release the sent ones.
+
+        May be called once.
+        """
         for work in self.works:
             work.wait()
         received, self.sent, self.received = self.received, [], []
@@ -42,7 +48,7 @@ class RingExchange:
 
 
 class ProcessRing:
-    """The processes of a group, each of which sends to the next one and receives from the one before."""
+    """The processes of a group, each of which sends to the next one and receives from the previous one."""
 
     def __init__(self, group: Any, wire: torch.device, device: torch.device) -> None:
         self.group, self.wire, self.device = group, wire, device
@@ -50,40 +56,53 @@ class ProcessRing:
         self.after, self.before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
 
     def owner(self, step: int) -> int:
-        """Whose block is here at a step."""
+        """Return the rank that owns the block of a step."""
         return (self.rank - step) % self.world
 
     def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> RingExchange:
-        """Start sending `sent` on and receiving its like, of `shapes`, from the process before."""
+        """Start sending `sent` to the next process and receiving tensors of `shapes` from the previous one."""
         received = [torch.empty(s, dtype=x.dtype, device=self.wire) for x, s in zip(sent, shapes, strict=True)]
         return RingExchange(self, sent, received)
 
 
 @dataclass
 class RingPass:
-    """The documents of all processes on their way through all of them. While a block is here, the next one arrives."""
+    """One pass of the documents of all processes around the ring.
+
+    A block is received while the previous one is processed.
+    """
 
     ring: ProcessRing
-    shapes: list[tuple[int, ...]]  # of every process's documents
+    shapes: list[tuple[int, ...]]  # of the documents of each process
 
     def columns(self, step: int) -> slice:
-        """Among the documents of all processes, those that are here at a step."""
+        """Return the range of the documents of a step among the documents of all processes."""
         starts, owner = [0, *accumulate(shape[0] for shape in self.shapes)], self.ring.owner(step)
         return slice(starts[owner], starts[owner + 1])
 
     @property
     def documents(self) -> int:
+        """The number of documents of all processes."""
         return sum(shape[0] for shape in self.shapes)
 
     def _next_block(self, step: int, block: list[Tensor]) -> RingExchange | None:
-        """Start the exchange of the documents, and their mask, for the step after this one; None after the last."""
+        """Start the exchange of documents and mask for the next step.
+
+        Return None after the last step.
+        """
         if step + 1 == self.ring.world:
             return None
         shape = self.shapes[self.ring.owner(step + 1)]
         return self.ring.shift(block, [shape, shape[:2]][: len(block)])
 
     def visit(self, D: Tensor, d_mask: Tensor | None, block_at: Callable[[int, Tensor, Tensor | None], None]) -> None:
-        """Call ``block_at(step, D, d_mask)`` for the documents of each process."""
+        """Call ``block_at(step, D, d_mask)`` for the documents of each process.
+
+        Args:
+            D: the documents of this process.
+            d_mask: their mask, or None.
+            block_at: the function to call for each block.
+        """
         block = [D] if d_mask is None else [D, d_mask]
         for step in range(self.ring.world):
             coming = self._next_block(step, block)
@@ -91,12 +110,21 @@ class RingPass:
             block = coming.wait() if coming is not None else []
 
     def gradients(self, like: tuple, d_mask: Tensor | None, needs: list[bool], of_block: Callable) -> tuple:
-        """Gradients of Q, D and q_weight (`like`), from those that ``of_block(step, D, d_mask)`` has of each block.
+        """Return the gradients of Q, D and `q_weight` from the gradients of each block.
 
-        Those of documents go round with them, and come home.
+        The gradients of documents are passed around with them, and arrive at their owner at the end.
+
+        Args:
+            like: ``(Q, D, q_weight)``.
+            d_mask: the mask of the documents, or None.
+            needs: the inputs that need a gradient.
+            of_block: a function ``of_block(step, D, d_mask)`` that returns the gradients of a block.
+
+        Returns:
+            The gradients in the dtypes of `like`, or None for inputs that need none.
         """
         sums: list[Tensor | None] = [None, None, None]
-        carried = None  # the gradient of the documents that are here, from the processes where they have been
+        carried = None  # the gradient of the current block so far, from the previous processes
 
         def add(step: int, D: Tensor, mask: Tensor | None) -> None:
             nonlocal carried
@@ -106,7 +134,7 @@ class RingPass:
                     sums[i] = _accumulate(sums[i], grads[i])
             if needs[1]:
                 sums[1] = of_D = _accumulate(None if carried is None else carried.wait()[0], grads[1])
-                # After the last step too: then it comes home.
+                # Also sent after the last step, when the gradient returns to its owner.
                 if self.ring.world > 1:
                     carried = self.ring.shift([of_D], [self.shapes[self.ring.owner(step + 1)]])
 
@@ -117,7 +145,7 @@ class RingPass:
 
 
 class RingScoreOptions(NamedTuple):
-    """What `RingMaxSim` needs beside tensors."""
+    """The arguments of `RingMaxSim` that are not tensors."""
 
     round: RingPass
     normalize: bool
@@ -126,30 +154,36 @@ class RingScoreOptions(NamedTuple):
 
 
 class _FirstOrderGradients(torch.autograd.Function):
-    """Gradients whose own derivative raises."""
+    """Gradients that cannot be differentiated again."""
 
     @classmethod
     def of(cls, op: str, gradients: tuple, given: tuple) -> tuple:
-        """`gradients`, which hang on the tensors `given` where somebody would differentiate them."""
+        """Return `gradients`.
+
+        If gradients are recorded, the result depends on the tensors `given`, and its backward raises.
+        """
         return cls.apply(op, gradients, *given) if torch.is_grad_enabled() else gradients
 
     @staticmethod
     def forward(ctx, op, gradients, *given):
+        """Return the gradients unchanged."""
         ctx.op = op
         return gradients
 
     @staticmethod
     def backward(ctx, *_):
+        """Raise NotImplementedError."""
         raise NotImplementedError(
             f"distributed.{ctx.op} has no double backward: compute second derivatives with lik_ops.reference"
         )
 
 
 class RingMaxSim(torch.autograd.Function):
-    """Scores of this process's queries against all documents."""
+    """Scores of this process's queries against the documents of all processes."""
 
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, options):
+        """Return the scores ``[Nq, sum of Nd]``."""
         scores = Q.new_empty((Q.shape[0], options.round.documents), dtype=score_dtype(Q.dtype))
         argmax = []
 
@@ -166,12 +200,14 @@ class RingMaxSim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_scores):
+        """Return the gradients of the inputs, which cannot be differentiated again."""
         with torch.no_grad():
             gradients = RingMaxSim.gradients(ctx, grad_scores)
         return _FirstOrderGradients.of("maxsim_inbatch", gradients, (grad_scores, *ctx.saved_tensors))
 
     @staticmethod
     def gradients(ctx, grad_scores):
+        """Compute the gradients of the inputs in one pass around the ring."""
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, *argmax_found = ctx.saved_tensors
         op = choose_backward(options.backward)
@@ -185,7 +221,7 @@ class RingMaxSim(torch.autograd.Function):
 
 
 class RingLossOptions(NamedTuple):
-    """What `RingCrossEntropy` needs beside tensors."""
+    """The arguments of `RingCrossEntropy` that are not tensors."""
 
     round: RingPass
     temperature: float
@@ -193,21 +229,22 @@ class RingLossOptions(NamedTuple):
     normalize: bool
 
 
-_IGNORED, _LABEL_ELSEWHERE = -1, -2  # labels beside those of a block
+_IGNORED, _LABEL_ELSEWHERE = -1, -2  # labels that are no document of a block
 
 
 class RingCrossEntropy(torch.autograd.Function):
-    """The losses of this process's queries among all documents: of each query two numbers stay, as of one process."""
+    """Losses of this process's queries among all documents, which keep two numbers for each query."""
 
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, labels, options):
+        """Return the losses ``[Nq]``."""
         found = _RunningLoss.none(labels, score_dtype(Q.dtype))
 
         def score(step, block, mask):
             nonlocal found
             if len(block):
                 here = _localize_labels(labels, options, step)
-                # What is not here has the first document's loss, which is not looked at.
+                # A label in another block is replaced by 0. The loss at that label is not used.
                 tensors = Q, block, q_mask, mask, q_weight, here.clamp(min=0)
                 losses, lse = lik.maxsim_cross_entropy_fwd(*tensors, options.temperature, _IGNORED, options.normalize)
                 found = found.joined(_RunningLoss.of(losses, lse), here >= 0)
@@ -224,12 +261,14 @@ class RingCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_losses):
+        """Return the gradients of the inputs, which cannot be differentiated again."""
         with torch.no_grad():
             gradients = RingCrossEntropy.gradients(ctx, grad_losses)
         return _FirstOrderGradients.of("maxsim_cross_entropy", gradients, (grad_losses, *ctx.saved_tensors))
 
     @staticmethod
     def gradients(ctx, grad_losses):
+        """Compute the gradients of the inputs in one pass around the ring."""
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
         Q, D, q_weight, q_mask, d_mask, labels, lse = ctx.saved_tensors
 
@@ -242,7 +281,7 @@ class RingCrossEntropy(torch.autograd.Function):
 
 
 def _localize_labels(labels: Tensor, options: RingLossOptions, step: int) -> Tensor:
-    """The labels as documents of the block of a step."""
+    """Return the labels as documents of the block of a step."""
     columns = options.round.columns(step)
     here = (labels >= columns.start) & (labels < columns.stop)
     ignored = labels == options.ignore_index
@@ -250,27 +289,28 @@ def _localize_labels(labels: Tensor, options: RingLossOptions, step: int) -> Ten
 
 
 class _RunningLoss(NamedTuple):
-    """Of each query, from the documents that it has met: small losses keep their digits, as those of one process do."""
+    """The loss of each query over the blocks so far, in a form that keeps the digits of small losses."""
 
     best: Tensor  # the largest score over the temperature
-    others: Tensor  # the sum of exp(score / temperature - best) of all other documents
-    at_label: Tensor  # score / temperature - best of the right one, once it was met
+    others: Tensor  # the sum of exp(score / temperature - best) over all other documents
+    at_label: Tensor  # score / temperature - best of the positive document, if seen
 
     @staticmethod
     def none(labels: Tensor, dtype: torch.dtype) -> _RunningLoss:
+        """Return the loss over no documents."""
         zeros = torch.zeros(labels.shape, dtype=dtype, device=labels.device)
         return _RunningLoss(zeros - torch.inf, zeros, zeros)
 
     @staticmethod
     def of(losses: Tensor, lse: Tensor) -> _RunningLoss:
-        """Of one block, by `lik::maxsim_cross_entropy_fwd`."""
+        """Return the loss over one block, from the result of ``lik::maxsim_cross_entropy_fwd``."""
         best, log_sum = lse.unbind(1)
-        empty = best == -torch.inf  # no document that scores anything
+        empty = best == -torch.inf  # every document scores -inf
         others = torch.where(empty, 0, log_sum.expm1())
         return _RunningLoss(best, others, torch.where(empty, -torch.inf, log_sum - losses))
 
     def joined(self, block: _RunningLoss, here: Tensor) -> _RunningLoss:
-        """With another block, in which are the right documents of the queries `here`."""
+        """Return the loss over these blocks and another one, which has the positive documents of the queries `here`."""
         best = torch.maximum(self.best, block.best)
         equal, first = self.best == block.best, self.best >= block.best  # -inf may equal -inf
         shrunk = torch.where(equal, 0, -(self.best - block.best).abs()).exp()
@@ -281,11 +321,12 @@ class _RunningLoss(NamedTuple):
         return _RunningLoss(best, more + (1 + less) * shrunk, nearest + lowered)
 
     def results(self) -> tuple[Tensor, Tensor]:
-        """Losses, and log-sum-exps in two numbers, as `lik::maxsim_cross_entropy_fwd` has them."""
-        log_sum = torch.where(self.best == -torch.inf, torch.nan, self.others.log1p())  # no document scores anything
+        """Return losses, and log-sum-exps as two numbers, in the form of ``lik::maxsim_cross_entropy_fwd``."""
+        # NaN if every document scores -inf.
+        log_sum = torch.where(self.best == -torch.inf, torch.nan, self.others.log1p())
         return log_sum - self.at_label, torch.stack((self.best, log_sum), 1)
 
 
 def _accumulate(total: Tensor | None, part: Tensor) -> Tensor:
-    """In fp32, or fp64."""
+    """Return the sum of `total` and `part` in fp32 (fp64)."""
     return part.to(score_dtype(part.dtype)) if total is None else total.add_(part)

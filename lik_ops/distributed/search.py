@@ -1,4 +1,4 @@
-"""Top-k over processes, each of which searches a part of the corpus."""
+"""Top-k search over processes that each search a part of the corpus."""
 
 from __future__ import annotations
 
@@ -36,28 +36,30 @@ if TYPE_CHECKING:
 _RETRIEVE = "distributed.retrieve"
 _NO_STAGES = {"n_candidates": None, "n_probe": None}
 
-# Groups of which rank 0 did not have to send its queries in the last call. It has to before it searches, or a GPU that
-# is full lets them wait; in these groups it searches before it knows. A wrong guess costs time, nothing else.
+# Groups in which rank 0 did not send its queries in the last call. Queries must be sent before the search is launched,
+# because a full GPU would delay them. In these groups, rank 0 launches the search early and assumes that no queries are
+# sent. A wrong guess only costs time.
 _groups_with_queries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _RankArgs(NamedTuple):
-    """The arguments of a rank, found right."""
+    """The checked arguments of a rank."""
 
     shard: (
         shards.StreamedTarget | shards.ResidentTarget | None
-    )  # None: of no documents, of which only other ranks know d and dtype
+    )  # None: no documents, with a d and dtype that only other ranks know
     begin: int
     end: int
     queries: SearchQueries | None  # None: they come from rank 0
-    device: torch.device  # where it searches
-    kind: tuple[int, int] = (-1, -1)  # d, and the place of the dtype of documents in `DTYPES`
+    device: torch.device  # the device of the search
+    kind: tuple[int, int] = (-1, -1)  # d, and the index of the document dtype in `DTYPES`
 
     def is_launched(self) -> bool:
-        """Whether the host need not wait for the search."""
+        """Return whether the search is launched without waiting on the host."""
         return isinstance(self.shard, shards.ResidentTarget) and self.shard.is_launched
 
     def best(self, queries: SearchQueries, top_k: int, options: dict) -> shards.RangeResult:
+        """Return the best documents of this rank's part."""
         shard = self.shard
         if shard is None:
             nothing = queries.Q.new_empty((0, 1, queries.Q.shape[-1]))
@@ -65,13 +67,16 @@ class _RankArgs(NamedTuple):
         return shard.best(queries, top_k, self.begin, self.end, options)
 
     def numbers(self) -> list[int]:
-        """What the other ranks have to know."""
+        """Return the integers that the other ranks need."""
         about = NO_QUERIES if self.queries is None else describe_queries(self.queries)
         return [self.begin, self.end, get_device_code(self.device), *self.kind, *about]
 
 
 def _prepare_rank(alike: dict, queries: tuple, documents: tuple, stages: dict, group: Any, device: Any) -> _RankArgs:
-    """The arguments, or an error that says what is wrong; `alike` has the options, and gets what else must be equal."""
+    """Return the checked arguments of this rank, or raise.
+
+    `alike` has the options, and gets further arguments that must be equal on all ranks.
+    """
     op, top_k, (corpus, d_mask, cu_seqlens_d) = _RETRIEVE, alike["top_k"], documents
     for name, x in zip(("Q", "q_mask", "q_weight"), queries, strict=True):
         check_tensor(op, name, x, or_none=True)
@@ -92,7 +97,7 @@ def _prepare_rank(alike: dict, queries: tuple, documents: tuple, stages: dict, g
         D, d_mask = D.to(Q.device), None if d_mask is None else d_mask.to(Q.device)
     Q, like, q_weight = autocast.cast_to_autocast(Q, D[:0], q_weight)
     sources.check_dtype(op, Q, like.dtype)
-    # Of the region's dtype, and as large, without the memory.
+    # A placeholder of the same shape in the dtype of the autocast region.
     D = D if like.dtype == D.dtype else like.new_empty(()).expand(D.shape)
     tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
     topk.check_search_args(op, topk.SearchArgs(*tensors, normalize=False, top_k=top_k, chunk=None))
@@ -107,12 +112,12 @@ def _prepare_rank(alike: dict, queries: tuple, documents: tuple, stages: dict, g
 
 
 def _is_document_only(Q: Any, d_mask: Any, cu_seqlens_d: Any, stages: dict) -> bool:
-    """Return whether nothing but the documents says what their d and dtype are, and nothing is wrong next to none."""
+    """Return whether only the documents determine d and dtype, and no other argument is given."""
     return Q is None and d_mask is None and cu_seqlens_d is None and all(stages[name] is None for name in _NO_STAGES)
 
 
 def _check_kinds(agreement: Agreement, kinds: list[list[int]]) -> None:
-    """Raise unless all ranks that know d and the dtype of documents have the same."""
+    """Raise unless all ranks that know d and dtype of the documents agree on them."""
     known = [x for x in kinds if x != [-1, -1]]
     d, dtype = kinds[dist.get_rank(agreement.group)]
     mine = {"d": d if d >= 0 else None, "dtype": DTYPES[dtype] if dtype >= 0 else None}
@@ -122,7 +127,10 @@ def _check_kinds(agreement: Agreement, kinds: list[list[int]]) -> None:
 
 
 def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about: list[list[int]]) -> bool:
-    """Whether rank 0 alone has queries, of which each rank told `about`; raises what does not go together."""
+    """Return whether only rank 0 has queries.
+
+    Raise if the queries of the ranks do not fit together.
+    """
     given = [rank for rank, x in enumerate(about) if x != NO_QUERIES]
     if given == [0] and len(about) > 1:
         return True
@@ -136,7 +144,10 @@ def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about:
 
 
 def _count_documents(ranges: list[list[int]], sharded: bool) -> list[int]:
-    """How many documents each rank searches; they follow each other if the ranks were given the same corpus."""
+    """Return the number of documents that each rank searches.
+
+    Raise if the ranges of one corpus are not contiguous.
+    """
     if not sharded and any(a[1] != b[0] for a, b in pairwise(ranges)):
         raise ValueError(f"{_RETRIEVE}: corpus: expected the same on all ranks, which would search {ranges} of it")
     return [end - begin for begin, end in ranges]
@@ -161,42 +172,54 @@ def retrieve(
     n_candidates: int | None = None,
     n_probe: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`lik_ops.retrieve` by all processes of a group, each searching a part of the corpus: the same bits.
+    """Run `lik_ops.retrieve` on all processes of a group, which each search a part of the corpus.
 
-    Each process is given the whole corpus, but reads only its part of it, a contiguous range of documents with about as
-    many tokens as the others'; or, with `sharded`, it is given its part alone. The best of each are gathered and merged
-    on all processes.
+    The result has the same bits as `lik_ops.retrieve`. Each process gets the whole corpus, but reads only its part. The
+    parts are contiguous ranges of documents with about the same number of tokens. With `sharded`, each process gets
+    only its own part. The best documents of all parts are gathered and merged on all processes.
 
-    A call has two collectives: a hundred bytes of each rank at its beginning, and the best at its end; a third one in
-    between where rank 0 sends its queries. The host waits once, for the first of them. If all ranks have queries and
-    corpus on their GPUs, the search runs meanwhile, and nothing else waits for a GPU. A group with a backend for the
-    CPU beside NCCL, ``init_process_group("cpu:gloo,cuda:nccl")``, hides the first message wholly: it is sent once
-    the search is launched, where NCCL alone needs the GPU for it before.
+    A call has two collectives: a hundred bytes of each rank at the beginning, and the best documents at the end. If
+    only rank 0 has the queries, a third collective sends them. The host waits once, for the first collective. If all
+    ranks have queries and corpus on their GPUs, the search runs meanwhile, and nothing else waits for a GPU. A group
+    with a CPU backend in addition to NCCL, ``init_process_group("cpu:gloo,cuda:nccl")``, hides the first message
+    completely, because it is sent after the search is launched. NCCL alone needs the GPU for the message before the
+    search.
 
     Args:
-        Q: queries, as in `lik_ops.retrieve`, the same on all ranks; or on rank 0 of the group alone, with its `q_mask`
-            and `q_weight`, and None on all others.
-        corpus: what `lik_ops.retrieve` takes as D, the same on all ranks; a `Corpus` in a shared directory, or a
-            memory-mapped array, costs each process its part only. On a GPU it is split by tokens if it is packed with
-            `cu_seqlens_d` on the CPU, else by number. Quantised documents, or an `Index`, are searched where they are.
-        top_k, chunk, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, progress: as in `lik_ops.retrieve`.
-        group: the processes; None is all of them.
-        device: where ranks that are sent their queries score, unless the corpus is on a GPU; None: the current CUDA
-            device if the group has NCCL, else the CPU.
-        sharded: `corpus` is this rank's shard, with its `d_mask` or `cu_seqlens_d`: the whole corpus is the shards one
-            after another, in the order of the ranks. They may differ in size, and be empty, but not in d and dtype. An
-            empty list has those of the other ranks.
-        n_candidates, n_probe: as in `lik_ops.retrieve`, of residual codes in memory; each process keeps so many
-            candidates of its own documents, so that more is found than one process would.
+        Q: queries, as in `lik_ops.retrieve`, the same on all ranks. Alternatively, rank 0 of the group passes Q,
+            `q_mask` and `q_weight`, and all other ranks pass None.
+        corpus: documents, as D in `lik_ops.retrieve`, the same on all ranks. With a `Corpus` in a shared directory or a
+            memory-mapped array, each process reads only its part. A corpus on a GPU is split by tokens if it is packed
+            with `cu_seqlens_d` on the CPU, else by the number of documents. Quantized documents and an `Index` are
+            searched in place.
+        top_k: the number of documents to return for each query.
+        group: the processes. None is all processes.
+        chunk: the number of documents to score at a time, as in `lik_ops.retrieve`.
+        q_mask: query tokens to keep, as in `lik_ops.retrieve`.
+        d_mask: document tokens to keep, as in `lik_ops.retrieve`.
+        cu_seqlens_d: the bounds of packed documents, as in `lik_ops.retrieve`.
+        q_weight: the weight of each query token, as in `lik_ops.retrieve`.
+        normalize: L2-normalize every token first.
+        progress: show a progress bar, as in `lik_ops.retrieve`.
+        device: the device on which ranks score queries that rank 0 sends, unless the corpus is on a GPU. None is the
+            current CUDA device if the group has NCCL, else the CPU.
+        sharded: `corpus` is only the shard of this rank, with its `d_mask` or `cu_seqlens_d`. The whole corpus is the
+            concatenation of the shards in the order of ranks. Shards may differ in size and may be empty, but must
+            agree in d and dtype. An empty list has the d and dtype of the other ranks.
+        n_candidates: the number of candidates for residual codes in memory, as in `lik_ops.retrieve`. Each process
+            keeps this number among its own documents, so the search finds more than a single process would.
+        n_probe: the number of centroids to probe for residual codes in memory, as in `lik_ops.retrieve`.
 
     Returns:
-        ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank; indices count from the first
+        ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank. Indices count from the first
         document of rank 0.
 
     Raises:
-        TypeError, ValueError: as `lik_ops.retrieve`; also when the ranks' arguments do not fit together, on all ranks.
-        RuntimeError: `torch.distributed.init_process_group` was not called; or another process died or did not come
-            within the timeout of the group.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong, or the arguments of the ranks do not fit together. It is
+            raised on all ranks.
+        RuntimeError: `torch.distributed.init_process_group` was not called, or another process died or did not make the
+            call within the timeout of the group.
 
     Example:
         >>> # torchrun --nproc-per-node 2 search.py
@@ -214,7 +237,7 @@ def retrieve(
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
     alike: dict[str, Any] = {"sharded": sharded is True, "documents": None, "normalize": normalize is True}
     stages = {"n_candidates": n_candidates, "n_probe": n_probe}
-    # Other ranks receive these, also where one is not a count and the call raises.
+    # Sent to the other ranks even if a value is not a count and the call raises.
     counts = {"top_k": top_k} | stages
     alike |= {name: x if x is None or isinstance(x, int) else describe_type(x) for name, x in counts.items()}
     call, found, error = None, None, None
@@ -228,7 +251,7 @@ def retrieve(
         call = _prepare_rank(alike, (Q, q_mask, q_weight), documents, stages | {"chunk": chunk}, group, device)
         if is_host_group(group):
             found = _launch_early(call, top_k, group, options)
-    except Exception as failure:  # of any kind: the others wait for this rank
+    except Exception as failure:  # any error, because the other ranks wait for this one
         error = failure
     numbers = [0, 0, 0, -1, -1, *NO_QUERIES] if call is None else call.numbers()
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
@@ -238,7 +261,7 @@ def retrieve(
 
 
 def _launch_early(call: _RankArgs, top_k: int, group: Any, options: dict) -> shards.RangeResult | None:
-    """The search, where it can begin before it is known what the other ranks say: else None."""
+    """Return the result of a search that can start before the other ranks have answered, else None."""
     if call.queries is None or not call.is_launched():
         return None
     if dist.get_rank(group) == 0 and resolve_group(group) not in _groups_with_queries:
@@ -255,7 +278,7 @@ def _finish_search(
     group: Any,
     options: dict,
 ) -> topk.ScoresAndIndices:
-    """The search, unless it was `found`, and the best of all ranks."""
+    """Run the search unless it was launched early, and merge the best documents of all ranks."""
     told = agreement.wait()
     assert call is not None, "or waiting had raised what is wrong"
     rank, all_ranks = dist.get_rank(group), resolve_group(group)
@@ -273,6 +296,6 @@ def _finish_search(
     first = found.first + (sum(documents[:rank]) if sharded else 0)
     if isinstance(call.shard, shards.ResidentTarget) and call.shard.is_staged:
         values, indices = found.best
-        found.best = values, indices.where(indices >= 0, -1 - first)  # -1 again, once `first` is added
+        found.best = values, indices.where(indices >= 0, -1 - first)  # becomes -1 when `first` is added
     scores, indices = merge_best(found.best, first, documents, top_k, group, everywhere)
     return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)

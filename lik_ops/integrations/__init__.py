@@ -1,1 +1,1 @@
-"""lik_ops inside other libraries: one module a library, none of them imported, or needed, before it is asked for."""
+"""Adapters for other libraries, one module for each, imported only on request."""

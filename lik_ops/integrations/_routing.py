@@ -1,4 +1,4 @@
-"""A host's own functions replaced by lik_ops: `enable` and `disable` of the adapters."""
+"""Replacement of a host library's functions by lik_ops: `enable` and `disable` of the adapters."""
 
 from __future__ import annotations
 
@@ -26,31 +26,35 @@ def _accepts_all(*args: Any, **kwargs: Any) -> bool:
 
 
 class PatchTarget(NamedTuple):
-    """A function of a host and its replacement."""
+    """A function of a host library and its replacement."""
 
     owner: str  # a module, or "module:Class"
-    name: str  # "torch.einsum" replaces einsum only where the owner looks it up, in its own name `torch`
+    name: str  # "torch.einsum" replaces einsum only for the owner, through its own name `torch`
     function: Callable[..., Any]
     scores: bool = True  # whether its calls are counted
-    accepts: Callable[..., bool] = _accepts_all  # whether to call `function`; if not, the host's own function runs
+    accepts: Callable[..., bool] = _accepts_all  # whether to call `function`, else the host's own function
 
 
 class HostLibrary(NamedTuple):
+    """A host library, its first supported version and its functions to replace."""
+
     distribution: str
     at_least: str  # the first version that has the targets
     targets: Callable[[], Sequence[PatchTarget]]  # imports the host
-    list_bypassed: Callable[[], Sequence[str]] = tuple  # what will not come to the targets, in words, as things are now
-    bound: str = ""  # what the extra of lik_ops that installs the host requires of torch
+    list_bypassed: Callable[[], Sequence[str]] = tuple  # descriptions of calls that currently do not reach the targets
+    bound: str = ""  # the torch requirement of the lik_ops extra that installs the host
 
 
 class Routing:
-    """Functions of a host that score with lik_ops until `disable`; what `enable` of an adapter returns.
+    """The replaced functions of a host library, which score with lik_ops until `disable`.
 
-    As a context manager it ends what it began: nothing, where the host was routed already.
+    The result of `enable`.
+
+    Used as a context manager, it ends the routing that it began. If the host was already routed, it ends nothing.
 
     Attributes:
-        calls: how often each function scored with lik_ops. A call that raises, or that the host answers itself, is not
-            counted, and neither is compiled code.
+        calls: the number of calls that lik_ops scored, by function. Calls that raise or that the host answers itself
+            are not counted. Compiled code is not counted.
         not_reached: functions that this version of the host does not have.
     """
 
@@ -58,7 +62,7 @@ class Routing:
         self.host = host
         self.calls: Counter[str] = Counter()
         self.not_reached: tuple[str, ...] = ()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, name, as the host had it, our function
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, name, the host's function, our function)
         self._began = self._ended = False
 
     def __enter__(self) -> Routing:
@@ -84,7 +88,7 @@ class Routing:
         def is_routed() -> bool:
             return not self._ended and is_enabled()
 
-        # Compiled code asks while it is traced, as `torch.compiler.assume_constant_result` would have it: no guard.
+        # Evaluated once, during tracing, like `torch.compiler.assume_constant_result`. This adds no guard.
         is_routed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         @functools.wraps(theirs)
@@ -100,6 +104,7 @@ class Routing:
         return routed
 
     def _begin(self) -> None:
+        """Replace the functions of the host."""
         for target in self.host.targets():
             owner, name = _find_owner(target.owner), target.name.partition(".")[0]
             theirs = getattr(owner, name, None)
@@ -111,7 +116,10 @@ class Routing:
             setattr(owner, name, ours)
 
     def _end(self) -> tuple[str, ...]:
-        """Give the host its functions back; those that someone else replaced since stay, and are named."""
+        """Restore the functions of the host.
+
+        Functions that other code replaced since then stay, and their names are returned.
+        """
         self._ended = True
         kept = []
         for owner, name, theirs, ours in self._replaced:
@@ -123,7 +131,7 @@ class Routing:
 
 
 def _find_owner(path: str) -> Any:
-    """Return the module, or the class "module:Class"; None if this version of the host has no such module or class."""
+    """Return the module or the class "module:Class", or None if this version of the host does not have it."""
     module, _, name = path.partition(":")
     try:
         owner = importlib.import_module(module)
@@ -138,7 +146,7 @@ _active: dict[str, Routing] = {}
 
 
 def is_enabled() -> bool:
-    """Whether calls of replaced functions go to lik_ops: not with ``LIK_OPS_INTEGRATIONS=0``."""
+    """Return whether replaced functions call lik_ops. ``LIK_OPS_INTEGRATIONS=0`` turns them off."""
     value = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if value not in _VALUES:
         raise ValueError(f"{ENVIRONMENT_VARIABLE}: expected 0 or 1, got {value!r}")
@@ -146,7 +154,17 @@ def is_enabled() -> bool:
 
 
 def enable(host: HostLibrary) -> Routing:
-    """Replace the functions of `host`, unless they are already; warn of what is not reached."""
+    """Replace the functions of `host`, and warn about functions that are not covered.
+
+    Args:
+        host: the host library.
+
+    Returns:
+        A new `Routing`. If `host` is already routed, it shares the counts of the active routing and does not end it.
+
+    Raises:
+        ImportError: the host library is not installed.
+    """
     if (active := _active.get(host.distribution)) is not None:
         again = Routing(host)
         again.calls, again.not_reached = active.calls, active.not_reached
@@ -174,9 +192,12 @@ def enable(host: HostLibrary) -> Routing:
 
 
 def disable(host: HostLibrary) -> None:
-    """Give `host` its functions back; nothing, where they are its own."""
+    """Restore the functions of `host`.
+
+    Do nothing if they are not replaced.
+    """
     routing = _active.pop(host.distribution, None)
     if routing is not None and (kept := routing._end()):
         warnings.warn(
-            f"lik_ops leaves as they are, because others replaced them since: {', '.join(kept)}", stacklevel=3
+            f"lik_ops does not restore functions that other code has replaced: {', '.join(kept)}", stacklevel=3
         )

@@ -1,4 +1,4 @@
-"""What the adapters share: tokens and masks as hosts give them, and what hosts score documents without tokens."""
+"""Conversions and scoring that the adapters share, with the score that each host gives documents without tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from ..api.packing import copy_from_host
 
 Tokens: TypeAlias = Tensor | list[Tensor]  # dense, or a list of [L_i, d]
 Fill: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Of scores and where a document keeps no token: the scores that the host gives."""
+"""Maps scores, and a mask of documents without kept tokens, to the scores of the host."""
 
 
 def zero_empty(scores: Tensor, empty: Tensor) -> Tensor:
+    """Return `scores` with 0 at documents without kept tokens."""
     return scores.masked_fill(empty, 0.0)
 
 
 def as_tensor(x: Any) -> Tensor:
-    """A tensor, array or nested list as a tensor; the memory of an array is shared where it may be written to."""
+    """Return a tensor, array or nested list as a tensor.
+
+    The memory of a writable array is shared.
+    """
     if isinstance(x, Tensor):
         return x
     numpy = sys.modules.get("numpy")
@@ -36,7 +40,7 @@ def as_tensor(x: Any) -> Tensor:
 
 
 def as_mask(name: str, mask: Any) -> Any:
-    """A mask, or None, as a tensor."""
+    """Return a mask as a tensor, or None."""
     if mask is None:
         return None
     try:
@@ -46,11 +50,16 @@ def as_mask(name: str, mask: Any) -> Any:
 
 
 def as_tokens(x: Any, name: str) -> Tokens:
-    """Return embeddings in tensors: `x` as one tensor, or its items if `x` is a list. Integers become fp32.
+    """Return embeddings in tensors: `x` as one tensor, or its items if `x` is a list.
+
+    Integers become fp32.
 
     Args:
         x: a tensor, an array or a list of ``[L_i, d]``, each a tensor, an array or lists of numbers.
-        name: the argument, for errors.
+        name: the name of the argument, for error messages.
+
+    Returns:
+        A tensor, or a list of tensors.
 
     Raises:
         ValueError: the items of a list are not ``[L_i, d]`` of one d.
@@ -68,11 +77,15 @@ def as_tokens(x: Any, name: str) -> Tokens:
 
 
 def _convert_items(name: str, x: Any) -> list[Tensor]:
+    """Return the items of a list as floating-point tensors."""
     return [_as_embeddings(f"{name}[{i}]: expected [L, d]", item) for i, item in enumerate(x)]
 
 
 def _as_embeddings(where: str, x: Any) -> Tensor:
-    """Return `x` as a floating-point tensor of any shape. Errors begin with `where`, which says what is expected."""
+    """Return `x` as a floating-point tensor of any shape.
+
+    Errors begin with `where`, which says what is expected.
+    """
     try:
         found = as_tensor(x)
     except (TypeError, ValueError, RuntimeError):
@@ -89,10 +102,13 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
     """Return the multi-vector `x` as a floating-point tensor ``[L, d]``.
 
     Args:
-        where: what an error says first: the function, the argument and the item.
-        x: a tensor, an array or lists of numbers; empty of any shape, it has no vectors.
-        d: the number of features; None for any.
-        rows: the name of the number of vectors in errors.
+        where: the beginning of an error message: the function, the argument and the item.
+        x: a tensor, an array or lists of numbers. If it is empty, of any shape, it has no vectors.
+        d: the number of features. None accepts any number.
+        rows: the name of the number of vectors in error messages.
+
+    Returns:
+        The multi-vector.
 
     Raises:
         ValueError: the shape is wrong, or the rows have several lengths.
@@ -108,7 +124,10 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
 
 
 def as_dense(x: Any, name: str) -> Tensor:
-    """Return embeddings in one tensor; the items of a list have one shape. Arguments are as of `as_tokens`."""
+    """Return embeddings in one tensor.
+
+    The items of a list must have one shape. Arguments are as in `as_tokens`.
+    """
     if not isinstance(x, (list, tuple)):
         return _as_embeddings(f"{name}: expected a tensor, an array or a list of", x)
     items = _convert_items(name, x)
@@ -121,7 +140,10 @@ def as_dense(x: Any, name: str) -> Tensor:
 
 
 def merge_groups(documents: Any, mask: Any) -> tuple[Tensor, Any]:
-    """The documents of groups ``[G, N, Ld, d]``, and their mask, as those of one; group g begins at ``g * N``."""
+    """Return the documents of groups ``[G, N, Ld, d]`` and their mask as one group.
+
+    Group g begins at row ``g * N``.
+    """
     D = as_dense(documents, "documents")
     if D.dim() != 4:
         raise ValueError(f"documents: expected [G, N, Ld, d], got {list(D.shape)}")
@@ -130,15 +152,20 @@ def merge_groups(documents: Any, mask: Any) -> tuple[Tensor, Any]:
 
 
 def move_tokens(tokens: Tokens, device: torch.device) -> Tokens:
+    """Return tokens on `device`."""
     return tokens.to(device) if isinstance(tokens, Tensor) else [t.to(device) for t in tokens]
 
 
 def _as_floating(x: Tensor) -> Tensor:
+    """Return floating-point tensors unchanged, and others in fp32."""
     return x if x.is_floating_point() else x.float()
 
 
 def is_supported(Q: Any, D: Any) -> bool:
-    """Whether lik_ops has scores of these; where not, a host's own code says what is wrong."""
+    """Return whether lik_ops can score these inputs.
+
+    If not, the host's own code raises its error.
+    """
     tensors = [t for x in (Q, D) for t in ([x] if isinstance(x, Tensor) else x[:1]) if isinstance(t, Tensor)]
     if len({t.device for t in tensors}) > 1 or not all(t.is_floating_point() for t in tensors):
         return False
@@ -146,28 +173,37 @@ def is_supported(Q: Any, D: Any) -> bool:
 
 
 def score_cross(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_empty) -> Tensor:
-    """Scores of every query and document ``[Nq, Nd]``, or of candidates ``[Nq, K, Ld, d]`` ``[Nq, K]``.
+    """Return the scores of every query and document ``[Nq, Nd]``, or of candidates ``[Nq, K]``.
 
     Args:
-        Q, D: as `as_tokens` takes them. Lists go to the kernels packed; beside a mask they are padded, as it is.
-        q_mask: bool, True = keep, or numbers, which multiply each query token's maximum.
-        d_mask: read as ``!= 0``.
-        fill: gives documents without tokens the score of the host.
+        Q: queries, in a form that `as_tokens` accepts.
+        D: documents in such a form, or candidates ``[Nq, K, Ld, d]``. Lists are packed, or padded if they have a mask.
+        q_mask: bool (True = keep), or numbers that multiply the maximum of each query token.
+        d_mask: the mask of the documents, read as ``!= 0``.
+        fill: gives documents without kept tokens the score of the host.
+
+    Returns:
+        The scores.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size or device is wrong.
     """
     Q, D, mask, weight, keep = _prepare_sides(Q, D, q_mask, d_mask)
     return _fill_empty(maxsim(Q, D, mask, keep, q_weight=weight), D, keep, fill)
 
 
 def score_pairs(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_empty) -> Tensor:
-    """Scores ``[B]`` of query i and document i; arguments as of `score_cross`."""
+    """Return the scores ``[B]`` of query i and document i, with the arguments of `score_cross`."""
     Q, D, mask, weight, keep = _prepare_sides(Q, D, q_mask, d_mask)
     return _fill_empty(maxsim_pairs(Q, D, mask, keep, q_weight=weight), D, keep, fill)
 
 
 def score_xtr(Q: Any, D: Any, q_mask: Any, d_mask: Any, top_k: int, normalizer: str, fill: Fill = zero_empty) -> Tensor:
-    """Return the XTR scores ``[Nq, Nd]`` of every query and document; arguments as of `score_cross` and `maxsim_xtr`.
+    """Return the XTR scores ``[Nq, Nd]`` of every query and document.
 
-    Query tokens whose mask is a number other than 0 count in the normalizer.
+    Arguments are as in `score_cross` and `maxsim_xtr`. Query tokens with a nonzero numeric mask are included in the
+    normalizer.
     """
     Q, D = as_dense(Q, "queries"), as_dense(D, "documents")
     Q, D, mask, weight, keep = _prepare_sides(Q, D, q_mask, d_mask)
@@ -184,6 +220,7 @@ def select_own_scores(scores: Tensor, count: int) -> Tensor:
 def _prepare_sides(
     Q: Any, D: Any, q_mask: Any, d_mask: Any
 ) -> tuple[Any, Any, Tensor | None, Tensor | None, Tensor | None]:
+    """Return ``(Q, D, q_mask, q_weight, d_mask)`` as arguments of `maxsim`."""
     Q, D = as_tokens(Q, "queries"), as_tokens(D, "documents")
     if q_mask is not None and isinstance(Q, list):
         Q = torch.nn.utils.rnn.pad_sequence(Q, batch_first=True)
@@ -202,7 +239,10 @@ def _prepare_sides(
 
 
 def _fill_empty(scores: Tensor, D: Tokens, keep: Tensor | None, fill: Fill) -> Tensor:
-    """`scores` with those of the host for documents that keep no token: always where a mask could say so."""
+    """Return `scores` with the host's score for documents without kept tokens.
+
+    With a mask, `fill` is always called, because the mask may be empty.
+    """
     if keep is not None:
         return fill(scores, ~keep.any(-1))
     if isinstance(D, Tensor):

@@ -1,4 +1,4 @@
-"""The two sides of a call of sentence-transformers, and its score of documents without tokens."""
+"""Queries and documents of a call of sentence-transformers, and its score of documents without tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from . import _scoring
 from ._scoring import Tokens
 
 EMPTY_SCORE = -1e9
-MAX_CHUNK_ELEMENTS = 100_000_000  # of documents that are packed or moved at a time
+MAX_CHUNK_ELEMENTS = 100_000_000  # document elements that are packed or moved at a time
 SIMILARITY = "sentence_transformers.util.similarity"
 
 
 class EmbeddingSide:
-    """Queries or documents of a call, and their mask: of a padded tensor without one, its rows that are not zero."""
+    """Queries or documents of a call, and their mask.
+
+    In a padded tensor without a mask, nonzero rows are kept.
+    """
 
     def __init__(self, name: str, x: Any, mask: Any) -> None:
         self.name = name
         first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
-        self.device = first.device if isinstance(first, Tensor) else None  # arrays have none
+        self.device = first.device if isinstance(first, Tensor) else None  # arrays have no device
         self.tokens: Tokens = _scoring.as_tokens(x, name)
         if isinstance(mask, (list, tuple)):
             mask = torch.nn.utils.rnn.pad_sequence([_scoring.as_tensor(m) for m in mask], batch_first=True)
@@ -38,6 +41,7 @@ class EmbeddingSide:
             self.mask = self.tokens.any(-1)
 
     def _fit(self) -> None:
+        """Expand the mask to all items, after checking its shape."""
         assert self.mask is not None
         width = max(self._widths(), default=0)
         if self.mask.dim() != 2 or self.mask.shape[1] != width or self.mask.shape[0] not in (1, len(self)):
@@ -50,12 +54,23 @@ class EmbeddingSide:
         return len(self.tokens)
 
     def _widths(self) -> list[int]:
+        """Return the number of tokens of each item, with padding."""
         if isinstance(self.tokens, Tensor):
             return [self.tokens.shape[1]] * len(self)
         return [t.shape[0] for t in self.tokens]
 
     def ranges(self, elements: int | None, at: torch.device) -> list[tuple[int, int]]:
-        """Parts of at most `elements` numbers, of at least one item; one part where nothing is packed or moved."""
+        """Split the items into ranges of at most `elements` numbers, with at least one item each.
+
+        If nothing is packed or moved, there is one range.
+
+        Args:
+            elements: the number of elements of a range. None is `MAX_CHUNK_ELEMENTS`.
+            at: the device to score on.
+
+        Returns:
+            The ranges ``(begin, end)``.
+        """
         if isinstance(self.tokens, Tensor) and self.tokens.device == at:
             return [(0, len(self))]
         budget = MAX_CHUNK_ELEMENTS if elements is None else elements
@@ -69,22 +84,25 @@ class EmbeddingSide:
         return [*found, (begin, len(self))]
 
     def part(self, begin: int, end: int, at: torch.device) -> tuple[Tokens, Tensor | None]:
-        """Items and their mask on the device `at`."""
+        """Return items ``[begin, end)`` and their mask on the device `at`."""
         tokens, mask = _scoring.move_tokens(self.tokens[begin:end], at), self.mask
-        if mask is not None and isinstance(tokens, list):  # it is padded to the longest of all
+        if mask is not None and isinstance(tokens, list):  # the mask is padded to the longest of all items
             mask = mask[:, : max(t.shape[0] for t in tokens)]
         return tokens, None if mask is None else mask[begin:end].to(at)
 
     def counts(self, device: torch.device) -> Tensor:
-        """Tokens of each item, at least 1."""
+        """Return the number of kept tokens of each item, at least 1."""
         if self.mask is not None:
             return self.mask.bool().sum(-1).clamp(min=1).to(device)
         return copy_from_host([max(width, 1) for width in self._widths()], device)
 
 
 def fill_empty(scores: Tensor, empty: Tensor) -> Tensor:
-    """The host's score of documents without tokens. Its own function warns of them where reading waits for nothing: of
-    tensors on the CPU, if they are ordinary ones."""
+    """Return `scores` with the host's score at documents without tokens.
+
+    The host's own function also warns about them. It is called if reading `empty` needs no sync: for ordinary tensors
+    on the CPU.
+    """
     theirs = getattr(sys.modules.get(SIMILARITY), "_fill_empty_document_scores", None)
     return (
         scores.masked_fill(empty, EMPTY_SCORE) if theirs is None or type(empty) is not Tensor else theirs(scores, empty)
@@ -92,8 +110,10 @@ def fill_empty(scores: Tensor, empty: Tensor) -> Tensor:
 
 
 def score_host_cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
+    """Return the scores of every query and document, with the host's score for documents without tokens."""
     return _scoring.score_cross(a, b, a_mask, b_mask, fill_empty)
 
 
 def score_host_pairs(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
+    """Return the scores of query i and document i, with the host's score for documents without tokens."""
     return _scoring.score_pairs(a, b, a_mask, b_mask, fill_empty)

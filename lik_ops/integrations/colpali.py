@@ -1,7 +1,7 @@
 """MaxSim for colpali-engine: its scoring functions, and `enable` for its ``lik`` backend.
 
-colpali-engine has no masks: padding is zero rows, which take part in the maximum, here too. Scores are fp32 (fp64 for
-fp64), as from its kernel backend; they may be edited in place, as its losses do.
+colpali-engine has no masks. Padding consists of zero rows, which are part of the maximum, here too. Scores are fp32
+(fp64 for fp64 inputs), as from its kernel backend. They may be edited in place, as its losses do.
 
 Example::
 
@@ -34,10 +34,11 @@ _LOSSES = "colpali_engine.loss.late_interaction_losses"
 
 
 def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
-    """Scores ``[Bq, Bd]`` of ``[Bq, Lq, d]`` and ``[Bd, Ld, d]``.
+    """Return the scores ``[Bq, Bd]`` of queries ``[Bq, Lq, d]`` and documents ``[Bd, Ld, d]``.
 
     Raises:
-        TypeError, ValueError: as `lik_ops.maxsim`.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size or device is wrong.
 
     Example:
         >>> from lik_ops.integrations import colpali
@@ -49,10 +50,11 @@ def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
 
 
 def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
-    """Scores ``[B, N]`` of ``[B, Lq, d]`` and each query's own documents ``[B, N, Ld, d]``.
+    """Return the scores ``[B, N]`` of queries ``[B, Lq, d]`` and their own documents ``[B, N, Ld, d]``.
 
     Raises:
-        TypeError, ValueError: as `lik_ops.maxsim`.
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size or device is wrong.
 
     Example:
         >>> from lik_ops.integrations import colpali
@@ -64,15 +66,20 @@ def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
 
 
 def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | torch.device | None = None) -> Tensor:
-    """Scores ``[Nq, Np]`` of queries and pages, fp32 on the CPU: ``BaseVisualRetrieverProcessor.score_multi_vector``.
+    """Return the scores ``[Nq, Np]`` of queries and pages, in fp32 on the CPU.
 
-    Lists are not padded, so a score does not depend on what else is in the list; colpali-engine's padding takes part in
-    the maximum, which shows where every similarity of a token is negative.
+    The function replaces ``BaseVisualRetrieverProcessor.score_multi_vector``. Lists are not padded, so a score does not
+    depend on other items of the list. In colpali-engine, padding is part of the maximum. The difference is visible if
+    every similarity of a token is negative.
 
     Args:
-        qs, ps: lists of ``[L_i, d]``, or padded tensors.
-        batch_size: pages that are on the device at a time.
-        device: where to score; None for a GPU, if there is one.
+        qs: queries, a list of ``[L_i, d]`` or a padded tensor.
+        ps: pages, a list of ``[L_i, d]`` or a padded tensor.
+        batch_size: the number of pages on the device at a time.
+        device: the device to score on. None is a GPU if there is one.
+
+    Returns:
+        The scores ``[Nq, Np]``.
 
     Raises:
         ValueError: `qs` or `ps` is empty, or a shape is wrong.
@@ -97,37 +104,44 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
 
 
 def _choose_device() -> str:
+    """Return the type of the available accelerator, else ``"cpu"``."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def _scores_lik(query: Tensor, doc: Tensor) -> Tensor:
+    """Return the scores of the ``lik`` backend.
+
+    Unsupported inputs raise the error on which colpali-engine falls back to its own code.
+    """
     if not _scoring.is_supported(query, doc):
-        message = "lik_ops has scores of floats of one dtype on one device"
+        message = "lik_ops scores floating-point tensors of one dtype on one device"
         raise importlib.import_module(_LIK).LIKUnsupportedError(message)
     return _scoring.score_cross(query, doc, None, None)
 
 
-# Products of tokens in the losses, by their equations with letters renamed in order of appearance.
+# The einsum equations of the losses, with letters renamed in order of appearance.
 _IN_BATCH, _PAIRS, _CANDIDATES = "abc,dec->adbe", "abc,adc->abd", "abc,adec->adbe"
 
 
 def _rename_axes(equation: str) -> str:
+    """Return an einsum equation with its letters renamed in order of appearance."""
     letters: dict[str, str] = {}
     return "".join(letters.setdefault(x, chr(ord("a") + len(letters))) if x.isalpha() else x for x in equation)
 
 
 class _LazySimilarities:
-    """Similarities of the tokens of a loss, as what they are computed from: the maximum after them needs no more.
+    """The operands of the similarities of a loss, which are not computed if only the maximum follows.
 
-    Any other use computes them, as the host would have.
+    Any other use computes the similarities, as colpali-engine would.
     """
 
     def __init__(self, equation: str, query: Tensor, doc: Tensor) -> None:
         self.equation, self.query, self.doc = equation, query, doc
 
     def computed(self) -> Tensor:
+        """Return the similarities."""
         return torch.einsum(self.equation, self.query, self.doc)
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +157,7 @@ class _LazySimilarities:
 
 
 def _accepts_einsum(equation: Any, *operands: Any) -> bool:
-    """Return whether an ``einsum`` of the host's losses makes similarities that lik_ops can do without."""
+    """Return whether an ``einsum`` in the host's losses computes similarities that lik_ops does not need."""
     if len(operands) != 2 or not isinstance(equation, str) or not _scoring.is_supported(*operands):
         return False
     query, doc = operands
@@ -155,7 +169,7 @@ def _accepts_einsum(equation: Any, *operands: Any) -> bool:
 
 
 def _accepts_aggregate(loss: Any, scores_raw: Any, use_smooth_max: bool, dim_max: int, dim_sum: int) -> bool:
-    """Return whether the host's `_aggregate` takes the maximum over document tokens and the sum over query tokens."""
+    """Return whether the host's `_aggregate` reduces document tokens by maximum and query tokens by sum."""
     if not isinstance(scores_raw, _LazySimilarities):
         return False
     pairs = _rename_axes(scores_raw.equation) == _PAIRS
@@ -164,7 +178,7 @@ def _accepts_aggregate(loss: Any, scores_raw: Any, use_smooth_max: bool, dim_max
 
 
 def _aggregate(loss: Any, scores_raw: _LazySimilarities, use_smooth_max: bool, dim_max: int, dim_sum: int) -> Tensor:
-    """Return the scores that the host would make of the similarities."""
+    """Return the scores that the host would compute from the similarities."""
     query, doc = scores_raw.query, scores_raw.doc
     pairs = _rename_axes(scores_raw.equation) == _PAIRS
     doc = doc.unsqueeze(1) if pairs else doc
@@ -173,6 +187,7 @@ def _aggregate(loss: Any, scores_raw: _LazySimilarities, use_smooth_max: bool, d
 
 
 def _list_targets() -> list[_routing.PatchTarget]:
+    """Return the functions of colpali-engine to replace."""
     return [
         _routing.PatchTarget(_LIK, "maxsim_inbatch_lik", _scores_lik),
         _routing.PatchTarget(_LIK, "maxsim_kd_lik", _scores_lik),
@@ -182,6 +197,7 @@ def _list_targets() -> list[_routing.PatchTarget]:
 
 
 def _list_bypassed() -> list[str]:
+    """Return descriptions of calls that do not reach the replaced functions."""
     backend = os.environ.get("COLPALI_SCORES_BACKEND", "auto").lower()
     return ["scores while COLPALI_SCORES_BACKEND=torch"] if backend == "torch" else []
 
@@ -190,13 +206,14 @@ _HOST = _routing.HostLibrary("colpali-engine", "0.3.17", _list_targets, _list_by
 
 
 def enable() -> Routing:
-    """Let lik_ops be colpali-engine's ``lik`` backend, on CPUs too; late-interaction-kernels need not be installed.
+    """Make lik_ops the ``lik`` backend of colpali-engine, also on CPUs.
 
-    Idempotent. ``COLPALI_SCORES_BACKEND`` chooses as before; ``LIK_OPS_INTEGRATIONS=0``, read at every call, gives
-    colpali-engine its own functions back. A warning names what is not reached.
+    late-interaction-kernels need not be installed. The call is idempotent. ``COLPALI_SCORES_BACKEND`` selects the
+    backend as before. With ``LIK_OPS_INTEGRATIONS=0``, which is read at every call, colpali-engine uses its own
+    functions. A warning names functions that are not covered.
 
     Returns:
-        A context manager that ends it; its `calls` counts the calls that lik_ops scored.
+        A context manager that ends the routing. Its `calls` counts the calls that lik_ops scored.
 
     Raises:
         ImportError: colpali-engine is not installed.
@@ -205,5 +222,8 @@ def enable() -> Routing:
 
 
 def disable() -> None:
-    """End `enable`; without one, nothing."""
+    """End `enable`.
+
+    Without a previous `enable`, do nothing.
+    """
     _routing.disable(_HOST)

@@ -1,4 +1,7 @@
-"""`MaxSimRanker` for Haystack, whose package this module needs: sorts documents by MaxSim of their multi-vectors."""
+"""`MaxSimRanker` for Haystack, a component that sorts documents by MaxSim of their multi-vectors.
+
+Requires Haystack.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,17 @@ __all__ = ["MaxSimRanker"]
 
 @component
 class MaxSimRanker:
-    """Ranks documents whose `multivector_embedding`, or the entry of that name of their `meta`, is ``[L_i][d]``.
+    """A component that ranks documents by MaxSim of their multi-vectors.
 
-    Haystack loads a saved pipeline with this component only if it is told to trust the module:
+    The multi-vector ``[L_i][d]`` of a document is its `multivector_embedding`, or the entry of that name of its `meta`.
+
+    Haystack loads a saved pipeline with this component only if the module is listed as trusted:
     ``Pipeline.from_dict(saved, allowed_modules=["lik_ops.integrations.haystack"])``, and the same for ``loads``.
 
     Args:
-        top_k: how many documents to return.
-        normalize: L2-normalise every vector first.
-        device: where to score; None for the CPU.
+        top_k: the number of documents to return.
+        normalize: L2-normalize every vector first.
+        device: the device to score on. None is the CPU.
     """
 
     def __init__(self, top_k: int = 10, normalize: bool = False, device: str | None = None) -> None:
@@ -39,11 +44,19 @@ class MaxSimRanker:
     def run(
         self, documents: list[Document], query_multivector_embedding: list[list[float]], top_k: int | None = None
     ) -> dict[str, list[Document]]:
-        """Up to `top_k` documents from the highest score to the lowest, which is their `score`.
+        """Return up to `top_k` documents with their `score`, from the highest score to the lowest.
+
+        Args:
+            documents: the documents to rank.
+            query_multivector_embedding: the multi-vector of the query ``[Lq][d]``.
+            top_k: the number of documents to return. None is the number of the component.
+
+        Returns:
+            A dictionary with the entry ``documents``.
 
         Raises:
             ValueError: a document has no multi-vector, or a multi-vector has a wrong shape.
-            TypeError: a multi-vector is not numbers.
+            TypeError: a multi-vector does not consist of numbers.
         """
         query = _scoring.as_vectors("MaxSimRanker: query_multivector_embedding", query_multivector_embedding, rows="Lq")
         multi_vectors = [_get_multi_vector(document, query.shape[1]) for document in documents]
@@ -56,6 +69,7 @@ class MaxSimRanker:
 
 
 def _get_multi_vector(document: Any, d: int) -> Any:
+    """Return the multi-vector of a document as a tensor ``[L, d]``."""
     found = getattr(document, "multivector_embedding", None)
     found = document.meta.get("multivector_embedding") if found is None else found
     if found is None:

@@ -1,4 +1,4 @@
-"""MaxSim for PyLate: what its losses take as ``score_metric=``, and `enable` for its ``lik`` backend.
+"""MaxSim for PyLate: functions for its losses' ``score_metric=``, and `enable` for its ``lik`` backend.
 
 Example::
 
@@ -9,9 +9,9 @@ Example::
     losses.Distillation(model=model, score_metric=lik.colbert_kd_scores)
     losses.Contrastive(model=model, score_metric=lik.XTRScores(k=256))
 
-Masked document tokens leave the maximum; PyLate's own torch code multiplies them by 0, so that there no maximum beside
-one is negative. A document that keeps no token scores 0. Scores are fp32 (fp64 for fp64), as from PyLate's kernel
-backends. Lists of ``[L_i, d]``, of any lengths, are scored without padding.
+Masked document tokens are excluded from the maximum. PyLate's own torch code multiplies them by 0, so the maximum of a
+document with masked tokens is never negative there. A document without kept tokens scores 0. Scores are fp32 (fp64 for
+fp64 inputs), as from PyLate's kernel backends. Lists of ``[L_i, d]`` of any lengths are scored without padding.
 """
 
 from __future__ import annotations
@@ -52,14 +52,17 @@ def colbert_scores(
     documents_mask: Any = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Scores ``[Nq, Nd]`` of every query and document.
+    """Return the scores ``[Nq, Nd]`` of every query and document.
 
     Args:
-        queries_embeddings: ``[Nq, Lq, d]``, an array or a list of ``[L_i, d]``.
-        documents_embeddings: ``[Nd, Ld, d]``, an array or a list.
-        queries_mask: ``[Nq, Lq]``, bool, or numbers that multiply each token's maximum.
-        documents_mask: ``[Nd, Ld]``, read as ``!= 0``; holes count.
-        backend: None, ``"auto"`` or ``"lik"``, which all mean lik_ops.
+        queries_embeddings: query tokens ``[Nq, Lq, d]``, an array or a list of ``[L_i, d]``.
+        documents_embeddings: document tokens ``[Nd, Ld, d]``, an array or a list of ``[L_i, d]``.
+        queries_mask: ``[Nq, Lq]``, bool, or numbers that multiply the maximum of each token.
+        documents_mask: ``[Nd, Ld]``, read as ``!= 0``. Holes are allowed.
+        backend: None, ``"auto"`` or ``"lik"``, which all select lik_ops.
+
+    Returns:
+        The scores ``[Nq, Nd]``.
 
     Raises:
         ValueError: a shape, device or `backend` is wrong.
@@ -76,7 +79,7 @@ def colbert_scores(
 
 
 def colbert_scores_pairwise(queries_embeddings: Any, documents_embeddings: Any, backend: str | None = None) -> Tensor:
-    """Scores ``[B]`` of query i and document i; arguments as of `colbert_scores`.
+    """Return the scores ``[B]`` of query i and document i, with the arguments of `colbert_scores`.
 
     Example:
         >>> from lik_ops.integrations import pylate
@@ -95,7 +98,7 @@ def colbert_kd_scores(
     documents_mask: Any = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Scores ``[Nq, K]`` of each query and its own documents ``[Nq, K, Ld, d]``, masked by ``[Nq, K, Ld]``.
+    """Return the scores ``[Nq, K]`` of each query and its own documents ``[Nq, K, Ld, d]``, masked by ``[Nq, K, Ld]``.
 
     Example:
         >>> from lik_ops.integrations import pylate
@@ -109,9 +112,9 @@ def colbert_kd_scores(
 
 
 class ColBERTScores:
-    """Scores ``[Nq, G * N]`` of every query and the documents ``[G, N, Ld, d]``; those of group g begin at ``g * N``.
+    """Scores ``[Nq, G * N]`` of every query and the documents ``[G, N, Ld, d]``, in one kernel call.
 
-    One call of the kernel for all groups.
+    Document n of group g is column ``g * N + n``.
 
     Example:
         >>> from lik_ops.integrations import pylate
@@ -128,10 +131,12 @@ class ColBERTScores:
         documents_mask: Any = None,
         backend: str | None = None,
     ) -> Tensor:
+        """Return the scores ``[Nq, G * N]``, with the arguments of `colbert_scores`."""
         D, d_mask = _scoring.merge_groups(documents_embeddings, documents_mask)
         return colbert_scores(queries_embeddings, D, queries_mask, d_mask, backend)
 
     def get_config_dict(self) -> dict[str, Any]:
+        """Return the options as a dictionary, for PyLate."""
         return {}
 
 
@@ -139,10 +144,11 @@ class XTRScores:
     """XTR scores ``[Nq, G * N]`` of every query and the documents ``[G, N, Ld, d]``, without storing similarities.
 
     The scores are `lik_ops.maxsim_xtr` with ``normalizer="positive"``: each query token sees its `k` best tokens among
-    all documents of the call. Columns are ordered as in `ColBERTScores`. A document that keeps no token scores 0.
+    all documents of the call. Columns are ordered as in `ColBERTScores`. A document without kept tokens scores 0.
 
     Args:
-        k: document tokens that each query token retrieves; more than there are is all of them.
+        k: the number of document tokens that each query token retrieves. A number above the number of tokens selects
+            all.
         document_chunk_size: accepted for PyLate's signature. Memory is bounded without it.
 
     Example:
@@ -161,9 +167,11 @@ class XTRScores:
         queries_mask: Any = None,
         documents_mask: Any = None,
     ) -> Tensor:
+        """Return the scores ``[Nq, G * N]``."""
         return _xtr_scores(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask)
 
     def get_config_dict(self) -> dict[str, Any]:
+        """Return the options as a dictionary, for PyLate."""
         return {"k": self.k, "document_chunk_size": self.document_chunk_size}
 
 
@@ -185,6 +193,7 @@ class XTRKDScores(XTRScores):
         queries_mask: Any = None,
         documents_mask: Any = None,
     ) -> Tensor:
+        """Return the scores ``[Nq, N]``."""
         D = _scoring.as_dense(documents_embeddings, "documents")
         return _scoring.select_own_scores(
             super().__call__(queries_embeddings, D, queries_mask, documents_mask), D.shape[1]
@@ -196,17 +205,21 @@ xtr_kd_scores = XTRKDScores()
 
 
 def _xtr_scores(scorer: Any, Q: Any, D: Any, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
-    """Return the scores of a scorer of PyLate's or ours, both of which have `k`."""
+    """Return the scores of a scorer of PyLate or lik_ops, both of which have `k`."""
     D, d_mask = _scoring.merge_groups(D, documents_mask)
     return _scoring.score_xtr(Q, D, queries_mask, d_mask, scorer.k, "positive")
 
 
 def _accepts_xtr(scorer: Any, Q: Any, D: Any, *masks: Any, **named: Any) -> bool:
+    """Return whether lik_ops can score these inputs."""
     return _scoring.is_supported(Q, D)
 
 
 class _TokenList(list[Tensor]):
-    """Tokens ``[L_i, d]`` of several lengths. Any use as a tensor raises PyLate's error, which expects a tensor."""
+    """Tokens ``[L_i, d]`` of several lengths.
+
+    Any use as a tensor raises PyLate's error, which expects a tensor.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stacked(), name)
@@ -218,16 +231,19 @@ class _TokenList(list[Tensor]):
 
 
 def _is_token_list(x: Any) -> bool:
+    """Return whether `x` is a list of 2-D items with several lengths."""
     if not isinstance(x, list) or not x or any(getattr(item, "ndim", 0) != 2 for item in x):
         return False
     return len({tuple(item.shape) for item in x}) > 1
 
 
 def _as_token_list(x: Any) -> _TokenList:
+    """Return the items as a `_TokenList` of tensors."""
     return _TokenList(_scoring.as_tensor(item) for item in x)
 
 
 def _check_backend(op: str, backend: Any) -> None:
+    """Raise ValueError unless `backend` selects lik_ops."""
     if backend not in _BACKENDS:
         raise ValueError(f"{op}: backend: expected None, 'auto' or 'lik', got {backend!r}")
 
@@ -236,17 +252,23 @@ def _check_supported(Q: Any, D: Any) -> None:
     """Raise the error on which PyLate falls back to its torch code, or the error of that code for ragged lists."""
     if not _scoring.is_supported(Q, D):
         _refuse_token_lists(Q, D)
-        raise importlib.import_module(_LIK).LIKUnsupported("lik_ops has scores of floats of one dtype on one device")
+        raise importlib.import_module(_LIK).LIKUnsupported(
+            "lik_ops scores floating-point tensors of one dtype on one device"
+        )
 
 
 def _refuse_token_lists(*tensors: Any) -> None:
+    """Raise PyLate's error if an argument is a `_TokenList`."""
     for x in tensors:
         if isinstance(x, _TokenList):
             x.stacked()
 
 
 def _accepts_lik(backend: str, *tensors: Any) -> bool:
-    """In place of what keeps CPUs and lists from the backend."""
+    """Return whether PyLate should call the ``lik`` backend.
+
+    Replaces a check that excludes CPUs and lists.
+    """
     if backend in ("auto", "lik"):
         return True
     _refuse_token_lists(*tensors)
@@ -254,21 +276,25 @@ def _accepts_lik(backend: str, *tensors: Any) -> bool:
 
 
 def _scores_lik(Q: Tensor, D: Tensor, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
+    """Return the scores ``[Nq, Nd]`` of the ``lik`` backend."""
     _check_supported(Q, D)
     return _scoring.score_cross(Q, D, queries_mask, documents_mask)
 
 
 def _scores_pairwise_lik(Q: Any, D: Any) -> Tensor:
+    """Return the scores ``[B]`` of the ``lik`` backend."""
     _check_supported(Q, D)
     return _scoring.score_pairs(Q, D, None, None)
 
 
 def _kd_scores_lik(Q: Any, D: Any, queries_mask: Any = None, documents_mask: Any = None) -> Tensor:
+    """Return the scores ``[Nq, K]`` of the ``lik`` backend."""
     _refuse_token_lists(Q, D)
     return _scores_lik(Q, D, queries_mask, documents_mask)
 
 
 def _list_targets() -> list[_routing.PatchTarget]:
+    """Return the functions of PyLate to replace."""
     return [
         _routing.PatchTarget(_COLBERT, "_try_lik", _accepts_lik, scores=False),
         _routing.PatchTarget(_COLBERT, "convert_to_tensor", _as_token_list, scores=False, accepts=_is_token_list),
@@ -280,11 +306,12 @@ def _list_targets() -> list[_routing.PatchTarget]:
 
 
 def _list_bypassed() -> list[str]:
+    """Return descriptions of calls that do not reach the replaced functions."""
     backend = os.environ.get("PYLATE_SCORES_BACKEND", "auto").lower()
     if backend in ("torch", "flash"):
         return [f"ColBERT scores while PYLATE_SCORES_BACKEND={backend}"]
     if backend == "auto" and importlib.util.find_spec("flash_maxsim") is not None:
-        return ["ColBERT scores on GPUs that flash-maxsim takes first (PYLATE_SCORES_BACKEND=lik asks lik_ops alone)"]
+        return ["ColBERT scores on GPUs that flash-maxsim scores first (PYLATE_SCORES_BACKEND=lik selects lik_ops)"]
     return []
 
 
@@ -292,16 +319,15 @@ _HOST = _routing.HostLibrary("pylate", "1.5.1", _list_targets, _list_bypassed, "
 
 
 def enable() -> Routing:
-    """Let lik_ops be PyLate's ``lik`` backend, on CPUs and of lists too, and score its XTR losses.
+    """Make lik_ops the ``lik`` backend of PyLate, also on CPUs and for lists, and for its XTR losses.
 
-    late-interaction-kernels need not be installed.
-
-    Idempotent. Losses go over columns of documents one by one; ``score_metric=ColBERTScores()`` makes that one call.
-    ``PYLATE_SCORES_BACKEND`` and ``backend=`` choose as before; ``LIK_OPS_INTEGRATIONS=0``, read at every
-    call, gives PyLate its own functions back. A warning names what is not reached.
+    late-interaction-kernels need not be installed. The call is idempotent. Losses loop over columns of documents. With
+    ``score_metric=ColBERTScores()`` they make one call. ``PYLATE_SCORES_BACKEND`` and ``backend=`` select the backend
+    as before. With ``LIK_OPS_INTEGRATIONS=0``, which is read at every call, PyLate uses its own functions. A warning
+    names functions that are not covered.
 
     Returns:
-        A context manager that ends it; its `calls` counts the calls that lik_ops scored.
+        A context manager that ends the routing. Its `calls` counts the calls that lik_ops scored.
 
     Raises:
         ImportError: PyLate is not installed.
@@ -310,5 +336,8 @@ def enable() -> Routing:
 
 
 def disable() -> None:
-    """End `enable`; without one, nothing."""
+    """End `enable`.
+
+    Without a previous `enable`, do nothing.
+    """
     _routing.disable(_HOST)

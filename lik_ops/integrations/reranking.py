@@ -1,4 +1,4 @@
-"""Reranking what a first stage found: hits of a vector database, and pairs of a server such as vLLM's."""
+"""Reranking of first-stage results: hits of a vector database, and pairs of a server such as vLLM."""
 
 from __future__ import annotations
 
@@ -35,23 +35,25 @@ def rerank_hits(
     normalize: bool = False,
     device: str | torch.device | None = None,
 ) -> Hits:
-    """The hits of a search, by MaxSim of their stored multi-vectors.
+    """Rerank the hits of a search by MaxSim of their stored multi-vectors.
 
     Args:
-        query: ``[Lq, d]``; a tensor, an array or lists of floats, as databases give them.
-        ids: of the hits, of any type.
-        multi_vectors: of each hit ``[L_i, d]``, likewise; of many lengths, they are not padded.
-        top_k: how many to return; None for all.
-        normalize: L2-normalise every vector first: similarities are cosines.
-        device: where to score; None for that of the query.
+        query: the multi-vector of the query ``[Lq, d]``: a tensor, an array or lists of floats, as databases return
+            them.
+        ids: the ids of the hits, of any type.
+        multi_vectors: the multi-vector of each hit ``[L_i, d]``, in the same forms. Lengths may differ and are not
+            padded.
+        top_k: the number of hits to return. None returns all.
+        normalize: L2-normalize every vector first, so that similarities are cosines.
+        device: the device to score on. None is the device of the query.
 
     Returns:
-        ``(ids, scores)`` from the highest score to the lowest, lists on the host. Hits with equal scores stay in the
-        order they came in; those without vectors come last, with -inf.
+        ``(ids, scores)``, lists on the host, from the highest score to the lowest. Hits with equal scores stay in their
+        input order. Hits without vectors come last, with score -inf.
 
     Raises:
-        ValueError: `ids` and `multi_vectors` are not as many, a shape is wrong, or `top_k` is negative. Errors about a
-            multi-vector name its hit.
+        ValueError: the numbers of `ids` and `multi_vectors` differ, a shape is wrong, or `top_k` is negative. Errors
+            about a multi-vector name its hit.
         TypeError: a dtype or type is wrong.
 
     Example:
@@ -83,18 +85,19 @@ def compute_maxsim_score_batched(
     max_batch_size: int = 64,
     max_score_matrix_elements: int = 64_000_000,
 ) -> list[Tensor]:
-    """The scores of query i and document i, as vLLM's function of this name has them: nothing is padded or waited for.
+    """Return the scores of query i and document i, like vLLM's function of this name, without padding or syncs.
 
-    Queries that are one tensor, as of a server's cache, are packed once; documents that are slices of one tensor, as of
-    a batch of a model, are read where they lie.
+    If several queries are the same tensor object, as from the cache of a server, it is packed once. If documents are
+    slices of one tensor, as from a model batch, they are read in place.
 
     Args:
-        q_embs: ``[Lq_i, d]`` of each pair.
-        d_embs: ``[Ld_i, d]`` of each pair.
-        max_batch_size, max_score_matrix_elements: accepted for vLLM's signature; there is no padded batch.
+        q_embs: the query of each pair, ``[Lq_i, d]``.
+        d_embs: the document of each pair, ``[Ld_i, d]``.
+        max_batch_size: accepted for vLLM's signature. There is no padded batch.
+        max_score_matrix_elements: accepted for vLLM's signature.
 
     Returns:
-        Of each pair its score, a tensor without axes on the device of the documents, fp32 (fp64 for fp64).
+        The score of each pair, a scalar (0-d) tensor on the device of the documents, in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError: the numbers of queries and documents differ, or a shape or device is wrong.
@@ -114,7 +117,7 @@ def compute_maxsim_score_batched(
     if not q_embs:
         return []
     _check_pairs(q_embs, d_embs)
-    rows: dict[int, int] = {}  # of each query, by what it is
+    rows: dict[int, int] = {}  # the row of each query, by object identity
     queries: list[Tensor] = []
     counts: list[int] = []
     places = []
@@ -154,7 +157,10 @@ def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
 
 
 def _pack_documents(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """The documents in one tensor of rows, without a copy where they are slices of one, and where each begins."""
+    """Return the documents in one tensor of rows, and the first row of each.
+
+    Slices of one tensor are not copied.
+    """
     first = d_embs[0]
     d, memory = first.shape[-1], first.untyped_storage().data_ptr()
     lowest = min(t.storage_offset() for t in d_embs)

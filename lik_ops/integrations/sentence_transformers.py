@@ -1,7 +1,7 @@
-"""MaxSim for sentence-transformers' multi-vector models: callables with its signatures, and `enable` for all scoring.
+"""MaxSim for multi-vector models of sentence-transformers: functions with its signatures, and `enable` for all scoring.
 
-Losses take ``similarity_fct=colbert_scores`` (``colbert_kd_scores`` for distillation, ``colbert_scores_pairwise`` for
-margins), evaluators ``score_functions={"maxsim": maxsim}`` or ``similarity_fct=maxsim``; `enable` reaches
+Losses accept ``similarity_fct=colbert_scores`` (``colbert_kd_scores`` for distillation, ``colbert_scores_pairwise`` for
+margins). Evaluators accept ``score_functions={"maxsim": maxsim}`` or ``similarity_fct=maxsim``. `enable` covers
 ``model.similarity``, losses and evaluators without an argument::
 
     from lik_ops.integrations import sentence_transformers as lik
@@ -10,9 +10,10 @@ margins), evaluators ``score_functions={"maxsim": maxsim}`` or ``similarity_fct=
     with lik.enable():
         scores = model.similarity(queries, documents)
 
-As sentence-transformers has it: masked document tokens leave the maximum, a document that keeps no token scores -1e9,
-a query mask of numbers multiplies each token's maximum, rows of zeros in a padded tensor without a mask are padding,
-and scores are on the device of the documents, fp32 (fp64 for fp64). Lists of ``[L_i, d]`` are scored without padding.
+The conventions are the same as in sentence-transformers. Masked document tokens are excluded from the maximum, and a
+document without kept tokens scores -1e9. A numeric query mask multiplies the maximum of each token. In a padded tensor
+without a mask, zero rows are padding. Scores are on the device of the documents, in fp32 (fp64 for fp64 inputs). Lists
+of ``[L_i, d]`` are scored without padding.
 """
 
 from __future__ import annotations
@@ -61,16 +62,22 @@ def maxsim(
     length_normalize: bool = False,
     device: str | torch.device | None = None,
 ) -> Tensor:
-    """Scores ``[Na, Nb]`` of every query and document.
+    """Return the scores ``[Na, Nb]`` of every query and document.
 
     Args:
-        a, b: padded ``[N, L, d]``, a list of ``[L_i, d]``, or ``[L, d]`` for one; tensors or arrays.
-        a_mask: ``[Na, La]`` (a list of ``[L_i]``, ``[La]`` for one query): bool, or numbers that weigh the tokens.
-        b_mask: the same of `b`, read as ``!= 0``.
-        chunk_elements: how many numbers of documents to pack or move to `device` at a time. Padded documents that are
-            there already are scored at once; no similarities are kept.
-        length_normalize: divide by the number of the query's tokens.
-        device: where to score; None for the device of the documents, on which scores are returned in any case.
+        a: queries, padded ``[N, L, d]``, a list of ``[L_i, d]``, or ``[L, d]`` for one; tensors or arrays.
+        b: documents, in the same forms.
+        a_mask: ``[Na, La]``, a list of ``[L_i]``, or ``[La]`` for one query. The mask is bool, or numbers that weight
+            the tokens.
+        b_mask: the mask of `b`, in the same forms, read as ``!= 0``.
+        chunk_elements: the number of document elements that are packed or moved to `device` at a time. Padded documents
+            on `device` are scored at once. No similarities are stored.
+        length_normalize: divide by the number of query tokens.
+        device: the device to score on. None is the device of the documents. Scores are always returned on the device of
+            the documents.
+
+    Returns:
+        The scores ``[Na, Nb]``.
 
     Raises:
         ValueError: a shape, mask or device is wrong.
@@ -105,7 +112,7 @@ def maxsim_pairwise(
     length_normalize: bool = False,
     device: str | torch.device | None = None,
 ) -> Tensor:
-    """Scores ``[B]`` of query i and document i; arguments as of `maxsim`.
+    """Return the scores ``[B]`` of query i and document i, with the arguments of `maxsim`.
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
@@ -138,15 +145,20 @@ def colbert_scores(
     chunk_elements: int | None = None,
     length_normalize: bool = False,
 ) -> Tensor:
-    """Scores ``[Nq, G * N]`` of every query and the documents ``[G, N, L, d]``; those of group g begin at ``g * N``.
+    """Return the scores ``[Nq, G * N]`` of every query and the documents ``[G, N, L, d]``, in one kernel call.
 
-    One call of the kernel for all groups.
+    Document n of group g is column ``g * N + n``.
 
     Args:
-        queries_embeddings: ``[Nq, Lq, d]``.
-        documents_embeddings: ``[G, N, Ld, d]``.
-        queries_mask, documents_mask: ``[Nq, Lq]`` and ``[G, N, Ld]``, as of `maxsim`.
-        chunk_elements, length_normalize: as of `maxsim`.
+        queries_embeddings: query tokens ``[Nq, Lq, d]``.
+        documents_embeddings: document tokens ``[G, N, Ld, d]``.
+        queries_mask: the mask of the queries ``[Nq, Lq]``, as in `maxsim`.
+        documents_mask: the mask of the documents ``[G, N, Ld]``, as in `maxsim`.
+        chunk_elements: the number of document elements at a time, as in `maxsim`.
+        length_normalize: divide by the number of query tokens.
+
+    Returns:
+        The scores ``[Nq, G * N]``.
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
@@ -167,7 +179,7 @@ def colbert_scores_pairwise(
     chunk_elements: int | None = None,
     length_normalize: bool = False,
 ) -> Tensor:
-    """`maxsim_pairwise`, as losses call it.
+    """Return the scores of `maxsim_pairwise`, with the signature that losses call.
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
@@ -187,13 +199,18 @@ def colbert_kd_scores(
     chunk_elements: int | None = None,
     length_normalize: bool = False,
 ) -> Tensor:
-    """Scores ``[Nq, K]`` of each query and its own documents ``[Nq, K, Ld, d]``.
+    """Return the scores ``[Nq, K]`` of each query and its own documents ``[Nq, K, Ld, d]``.
 
     Args:
-        queries_embeddings, queries_mask, length_normalize: as of `colbert_scores`.
-        documents_embeddings: ``[Nq, K, Ld, d]``.
-        documents_mask: ``[Nq, K, Ld]``.
-        chunk_elements: accepted for the host's signature; nothing is packed or moved.
+        queries_embeddings: query tokens ``[Nq, Lq, d]``.
+        documents_embeddings: document tokens ``[Nq, K, Ld, d]``.
+        queries_mask: the mask of the queries ``[Nq, Lq]``, as in `maxsim`.
+        documents_mask: the mask of the documents ``[Nq, K, Ld]``, as in `maxsim`.
+        chunk_elements: accepted for the signature of sentence-transformers. Nothing is packed or moved.
+        length_normalize: divide by the number of query tokens.
+
+    Returns:
+        The scores ``[Nq, K]``.
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
@@ -209,6 +226,8 @@ def colbert_kd_scores(
 
 
 def _make_mean(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    """Return `function` with ``length_normalize=True`` as the default, under another name."""
+
     def mean(*args: Any, length_normalize: bool = True, **kwargs: Any) -> Tensor:
         return function(*args, length_normalize=length_normalize, **kwargs)
 
@@ -238,9 +257,16 @@ def xtr_scores(
     among all documents of the call. Columns are ordered as in `colbert_scores`. No similarities are stored.
 
     Args:
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask: as in `colbert_scores`.
-        top_k: document tokens that each query token retrieves; more than there are is all of them.
-        chunk_elements: accepted for the host's signature. Memory is bounded without it.
+        queries_embeddings: query tokens, as in `colbert_scores`.
+        documents_embeddings: document tokens, as in `colbert_scores`.
+        queries_mask: the mask of the queries, as in `colbert_scores`.
+        documents_mask: the mask of the documents, as in `colbert_scores`.
+        top_k: the number of document tokens that each query token retrieves. A number above the number of tokens
+            selects all.
+        chunk_elements: accepted for the signature of sentence-transformers. Memory is bounded without it.
+
+    Returns:
+        The scores ``[Nq, G * N]``.
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
@@ -305,7 +331,8 @@ class XTRScores:
     """`xtr_scores` with fixed options, for the ``similarity_fct`` of a loss.
 
     Args:
-        top_k, chunk_elements: as in `xtr_scores`.
+        top_k: the number of document tokens that each query token retrieves.
+        chunk_elements: accepted for the signature of sentence-transformers.
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
@@ -325,15 +352,17 @@ class XTRScores:
         queries_mask: Any = None,
         documents_mask: Any = None,
     ) -> Tensor:
+        """Return the scores of this function with the fixed options."""
         tensors = queries_embeddings, documents_embeddings, queries_mask, documents_mask
         return self._function(*tensors, self.top_k, self.chunk_elements)
 
     def get_config_dict(self) -> dict[str, Any]:
+        """Return the options as a dictionary, for sentence-transformers."""
         return {"top_k": self.top_k, "chunk_elements": self.chunk_elements}
 
 
 class XTRKDScores(XTRScores):
-    """`xtr_kd_scores` with fixed options, as `XTRScores`.
+    """`xtr_kd_scores` with fixed options, like `XTRScores`.
 
     Example:
         >>> from lik_ops.integrations import sentence_transformers
@@ -346,20 +375,26 @@ class XTRKDScores(XTRScores):
 
 
 def _accepts_xtr(*args: Any, top_k: Any = 256, **named: Any) -> bool:
-    """Return whether `top_k` is valid; if not, the host's own function raises."""
+    """Return whether `top_k` is valid.
+
+    If not, the host's own function raises.
+    """
     top_k = args[4] if len(args) > 4 else top_k
     return isinstance(top_k, int) and not isinstance(top_k, bool) and top_k > 0
 
 
 def _similarity(model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
+    """Return the scores of ``model.similarity``."""
     return _choose_by_name(model, maxsim, mean_maxsim)(embeddings1, embeddings2, **kwargs)
 
 
 def _similarity_pairwise(model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
+    """Return the scores of ``model.similarity_pairwise``."""
     return _choose_by_name(model, maxsim_pairwise, mean_maxsim_pairwise)(embeddings1, embeddings2, **kwargs)
 
 
 def _choose_by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function that ``model.similarity_fn_name`` names."""
     name = getattr(model.similarity_fn_name, "value", model.similarity_fn_name)
     if name not in ("maxsim", "meanmaxsim"):
         raise ValueError(f"similarity_fn_name: expected maxsim or meanmaxsim, got {name!r}")
@@ -367,6 +402,7 @@ def _choose_by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[...
 
 
 def _list_targets() -> list[_routing.PatchTarget]:
+    """Return the functions of sentence-transformers to replace."""
     return [
         _routing.PatchTarget(SIMILARITY, "_maxsim_score_documents", score_host_cross),
         _routing.PatchTarget(SIMILARITY, "_maxsim_score_pairs", score_host_pairs),
@@ -375,7 +411,7 @@ def _list_targets() -> list[_routing.PatchTarget]:
         _routing.PatchTarget(_SCORING, "xtr_scores", xtr_scores, accepts=_accepts_xtr),
         _routing.PatchTarget(
             f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr
-        ),  # what the host's own calls
+        ),  # the name that the host itself calls
     ]
 
 
@@ -385,13 +421,13 @@ _HOST = _routing.HostLibrary("sentence-transformers", "6.1", _list_targets)
 def enable() -> Routing:
     """Score with lik_ops wherever sentence-transformers scores by MaxSim: ``model.similarity``, losses, evaluators.
 
-    Idempotent. ``LIK_OPS_INTEGRATIONS=0``, read at every call, gives sentence-transformers its own functions back. A
-    warning names what is not reached. Losses still go over columns of documents one by one; their argument
-    ``similarity_fct=colbert_scores`` makes that one call. XTR scores
-    are routed too. Only a bare ``xtr_scores`` that was imported before `enable` stays the host's own.
+    The call is idempotent. With ``LIK_OPS_INTEGRATIONS=0``, which is read at every call, sentence-transformers uses its
+    own functions. A warning names functions that are not covered. Losses still loop over columns of documents. With the
+    argument ``similarity_fct=colbert_scores`` they make one call. XTR scores are also covered. Only a bare
+    ``xtr_scores`` that was imported before `enable` remains the host's own function.
 
     Returns:
-        A context manager that ends it; its `calls` counts the calls that lik_ops scored.
+        A context manager that ends the routing. Its `calls` counts the calls that lik_ops scored.
 
     Raises:
         ImportError: sentence-transformers is not installed.
@@ -400,5 +436,8 @@ def enable() -> Routing:
 
 
 def disable() -> None:
-    """End `enable`; without one, nothing."""
+    """End `enable`.
+
+    Without a previous `enable`, do nothing.
+    """
     _routing.disable(_HOST)

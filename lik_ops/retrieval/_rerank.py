@@ -1,4 +1,4 @@
-"""Scores of queries and documents of a corpus that are given by their index, and the best of them."""
+"""Scores of corpus documents that are given by their index, and the best of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .store.snapshot import Snapshot
 def score_indices(
     op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any
 ) -> Tensor:
-    """`Corpus.score_indices`."""
+    """Implement `Corpus.score` on a snapshot."""
     check_flag(op, "normalize", normalize)
     manifest, tokens = snapshot.manifest, int(snapshot.cu_seqlens[-1])
     Q, like, q_weight = sources.prepare_queries(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)
@@ -34,7 +34,7 @@ def score_indices(
 
 
 def _check_indices(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
-    """The documents ``[Nq, K]`` or ``[K]`` as int64 on the CPU."""
+    """Return the document indices ``[Nq, K]`` or ``[K]`` as int64 on the CPU."""
     chosen = arguments.as_integers(op, "indices", indices)
     shapes = [f"[{len(Q)}, K]", "[K]"] if Q.dim() == 3 else ["[K]"]
     if chosen.dim() != 1 and not (chosen.dim() == 2 and Q.dim() == 3 and len(chosen) == len(Q)):
@@ -43,13 +43,16 @@ def _check_indices(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
     if bool(bad.any()):
         at = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
-            f"{op}: indices: expected those of {documents} documents, or -1, got {int(chosen[at])} at {list(at)}"
+            f"{op}: indices: expected indices of {documents} documents, or -1, got {int(chosen[at])} at {list(at)}"
         )
     return chosen
 
 
 def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
-    """`scores` with those of the documents that there are; each is read once, in parts that fit the device."""
+    """Return `scores` with the scores of the chosen documents filled in.
+
+    Each document is read once, in parts that fit the device. Index -1 keeps its score.
+    """
     device = scores.device
     documents, inverse = chosen.unique(return_inverse=True)  # ascending
     none = int((documents < 0).sum())
@@ -73,14 +76,14 @@ def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scor
 def rerank_indices(
     op: str, snapshot: Snapshot, Q: Any, indices: Any, top_k: Any, q_mask: Any, q_weight: Any, normalize: Any
 ) -> topk.ScoresAndIndices:
-    """`Corpus.rerank_indices`."""
+    """Implement `Corpus.rerank` on a snapshot."""
     if top_k is not None:
         topk.check_counts(op, top_k, None)
     scores = score_indices(op, snapshot, Q, indices, q_mask, q_weight, normalize)
     chosen = arguments.as_integers(op, "indices", indices).to(scores.device).expand(scores.shape)
     flat = scores.dim() == 1
     scores, chosen = (x.unsqueeze(0) if flat else x for x in (scores, chosen))
-    # Equal scores come by document, and where there is none, last.
+    # Equal scores are ordered by document index, and missing documents come last.
     order = chosen.where(chosen >= 0, len(snapshot)).argsort(dim=1, stable=True)
     found = topk.select_candidates(
         scores.gather(1, order), chosen.gather(1, order), order.shape[1] if top_k is None else top_k

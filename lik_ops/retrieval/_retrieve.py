@@ -1,4 +1,4 @@
-"""`retrieve`: the best documents of each query, from tensors or from corpora larger than the memory of the device."""
+"""`retrieve`: the best documents of each query, from tensors or from corpora larger than device memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .store.corpus import Corpus
 
 _OP = "retrieve"
-# Under the Dynamo of torch 2.11 `torch.compiler.is_exporting()` is true in all that it traces; the flag behind it is
-# read as it is.
+# Under Dynamo of torch 2.11, `torch.compiler.is_exporting()` is true in all traced code. The flag behind it is read
+# instead.
 _READS_FLAG = TorchVersion(torch.__version__) < TorchVersion("2.13") and hasattr(torch.compiler, "_is_exporting_flag")
 
 
@@ -94,59 +94,62 @@ def retrieve(
     n_candidates: int | None = None,
     n_probe: int | None = None,
 ) -> tuple[Tensor, Tensor] | TwoStage:
-    """The `top_k` documents of each query with the highest `lik_ops.maxsim` scores: exact, and never ``[Nq, Nd]``.
+    """Return the `top_k` documents of each query with the highest `lik_ops.maxsim` scores.
 
-    Documents are scored in chunks, and only the best so far are kept. Neither scores nor indices depend on `chunk`, to
-    the last bit. For inference: the scores require no gradient, whatever Q and D do; to train, score what was found
-    with `lik_ops.maxsim`.
+    The search is exact and never stores the scores ``[Nq, Nd]``. Documents are scored in chunks, and only the best ones
+    are kept. The bits of scores and indices do not depend on `chunk`. This function is for inference: the scores never
+    require gradients. To train, score the returned documents with `lik_ops.maxsim`.
 
-    Documents come in one order: NaN first (something is wrong, and it shows), then from the highest score to the
-    lowest, documents without tokens (``-inf``) at the end. Equal scores, 0.0 and -0.0 among them, come by document
-    index.
+    Documents are returned in a fixed order. NaN comes first, so that an error in the data is visible. Then scores
+    descend, and documents without tokens (``-inf``) come last. Equal scores, including 0.0 and -0.0, are ordered by
+    document index.
 
     Args:
         Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64.
-        D: document token embeddings of the same dtype: ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; a
-            tensor on the device of Q or on the CPU, or a ``numpy`` array, memory-mapped ones included; a list of
-            ``[L_i, d]`` tensors or a jagged nested tensor, which are packed; or a `lik_ops.Corpus`. What is not on the
-            device of Q is copied there chunk by chunk, while the chunk before is scored. Also a `Quantized`, or
-            an `Index` that `read_index` found, on the device of Q.
-        top_k: how many documents to return of each query; all of them if the corpus has fewer. 0 returns empty tensors.
-        chunk: documents scored at a time; None chooses from the memory that is free.
-        q_mask: query tokens to keep, the shape of Q without d; bool (True = keep) or integers read as ``!= 0``.
-        d_mask: document tokens to keep, ``[Nd, Ld]``; not beside `cu_seqlens_d`, a list or a `Corpus`.
-        cu_seqlens_d: int32 or int64 ``[Nd + 1]``, where each packed document begins and the last one ends; on
-            the device of D or on the CPU.
-        q_weight: weight of each query token, the shape of Q without d; fp32 (fp64 for fp64 inputs).
-        normalize: L2-normalise every token first.
-        progress: show a bar of documents (with tqdm, where it is installed). None: for a corpus that is copied or read
-            chunk by chunk, if stderr is a terminal. What lies on a GPU is searched in one go, without a bar.
-        largest: False for the lowest scores in place of the highest: NaN first, then from the lowest, those of
-            documents without tokens, to the highest. Not in compiled code.
-        sorted: as of `torch.topk`. False allows any order; it is the same.
-        coarse: the same documents as `lik_ops.quantize` makes them, on the device of Q. They say which documents can be
-            among the best, and only those are scored in full: what is returned is the same, to the last bit. D is then
-            a tensor, on the device of Q or on the CPU, or a `Corpus` without a format, and of either only these
-            documents are read. Tokens have to be normalised before they are quantised. For a `Corpus` they are the
-            ``documents()[0]`` of what `Corpus.quantize` makes of it.
-        n_candidates: beside `coarse`, how many documents of each query to score in full, the best of `coarse`: faster
-            where the documents that can be among the best are many, and not exact. Of residual codes in the memory of
-            the device, how many to score by all that their codes say, the best by their centroids alone; None is all,
-            exhaustive and exact, unless `n_probe` is given, then ``4 * top_k``.
-        n_probe: of residual codes, how many centroids each query token probes, the nearest: documents without a token
-            of one of them are left out. Where fewer than `top_k` are left, the others are -1, with ``-inf``; by stages
-            documents without tokens are left out too.
+        D: document token embeddings of the same dtype: ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`. D is
+            a tensor on the device of Q or on the CPU, a ``numpy`` array (also memory-mapped), a list of ``[L_i, d]``
+            tensors, a jagged nested tensor, or a `lik_ops.Corpus`. Lists and nested tensors are packed. Documents on
+            another device than Q are copied in chunks, each while the previous chunk is scored. D may also be a
+            `Quantized` or an `Index` of `read_index` on the device of Q.
+        top_k: the number of documents to return for each query. If the corpus has fewer documents, all are returned. 0
+            returns empty tensors.
+        chunk: the number of documents to score at a time. None selects a number from the free memory.
+        q_mask: query tokens to keep, with the shape of Q without d. The dtype is bool (True = keep), or an integer
+            dtype read as ``!= 0``.
+        d_mask: document tokens to keep, ``[Nd, Ld]``. Not allowed with `cu_seqlens_d`, a list or a `Corpus`.
+        cu_seqlens_d: ``[Nd + 1]``, int32 or int64: the first row of each packed document, and the end of the last one.
+            On the device of D or on the CPU.
+        q_weight: the weight of each query token, with the shape of Q without d; fp32 (fp64 for fp64 inputs).
+        normalize: L2-normalize every token first.
+        progress: show a progress bar of documents, if tqdm is installed. None shows it if stderr is a terminal and the
+            corpus is copied or read in chunks. Documents on a GPU are searched in one pass without a bar.
+        largest: False returns the lowest scores instead of the highest. The order is then NaN, documents without
+            tokens, and ascending scores. Not supported in compiled code.
+        sorted: as in `torch.topk`. False allows any order, but the order is the same.
+        coarse: the same documents quantized by `lik_ops.quantize`, on the device of Q. They bound the scores, and only
+            documents that may be among the best are scored in full. The result has the same bits as a full search. D
+            must be a tensor on the device of Q or on the CPU, or a `Corpus` without a format. Only the selected
+            documents are read from D. Normalize tokens before quantizing them. For a `Corpus`, pass ``documents()[0]``
+            of the result of `Corpus.quantize`.
+        n_candidates: with `coarse`, the number of documents of each query to score in full, the best ones by `coarse`.
+            This is faster if many documents may be among the best, but it is not exact. For residual codes in device
+            memory, the number of documents to score by their full codes, the best ones by their centroids alone. None
+            scores all documents exactly. With `n_probe`, None means ``4 * top_k``.
+        n_probe: for residual codes, the number of nearest centroids that each query token probes. Documents without a
+            token of a probed centroid are skipped. If fewer than `top_k` documents remain, the other indices are -1
+            with score ``-inf``. With `n_probe` or `n_candidates`, documents without tokens are skipped too.
 
     Returns:
-        ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]``, on the device of Q: scores in fp32 (fp64 for fp64), and
-        int64 document indices. A 2-D Q drops the first axis. With `coarse` a named tuple that goes on with `rescored`,
-        how many documents were scored in full, and `proven`, how many of those returned are certain to be among the
-        best of all: int64 ``[Nq]``.
+        ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]`` on the device of Q. Scores are fp32 (fp64 for fp64 inputs)
+        and indices are int64. A 2-D Q drops the first axis. With `coarse`, the result is a named tuple with two more
+        int64 fields ``[Nq]``. `rescored` is the number of documents that were scored in full. `proven` is the number of
+        returned documents that are certain to be among the best.
 
     Raises:
         TypeError: a dtype or type is wrong.
         ValueError: a rank, size, device or option is wrong.
-        NotImplementedError: `torch.func` or forward-mode AD would differentiate it; what is detached may come.
+        NotImplementedError: ``torch.func`` or forward-mode AD would differentiate the call. Detached tensors are
+            accepted.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(1000, 300, 128)
@@ -166,14 +169,14 @@ def retrieve(
         D, cu_seqlens_d = inputs.unpack_index(_OP, D, cu_seqlens_d)
     search = SearchArgs(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
     if n_probe is not None and coarse is not None:
-        raise ValueError(f"{_OP}: n_probe: expected None beside coarse, got {short_repr(n_probe)}")
+        raise ValueError(f"{_OP}: n_probe: expected None with coarse, got {short_repr(n_probe)}")
     for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
         if count is not None and coarse is None and not isinstance(D, Quantized):
             expected = "None unless coarse is given or D is residual codes"
             raise ValueError(f"{_OP}: {name}: expected {expected}, got {short_repr(count)}")
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
-            raise ValueError(f"{_OP}: largest: expected True with quantised documents, got False")
+            raise ValueError(f"{_OP}: largest: expected True with quantized documents, got False")
         with torch.no_grad():
             if coarse is not None:
                 return retrieve_two_stage(search, coarse, n_candidates)
@@ -196,12 +199,15 @@ def retrieve(
 
 
 def retrieve_from_tensors(s: SearchArgs) -> ScoresAndIndices:
-    """`retrieve` where everything is on one device (`cu_seqlens_d` may be on the CPU)."""
+    """Run `retrieve` on tensors of one device.
+
+    `cu_seqlens_d` may be on the CPU.
+    """
     return retrieve_checked(_streamed.check_search(_OP, s))
 
 
 def retrieve_checked(s: SearchArgs) -> ScoresAndIndices:
-    """`retrieve_from_tensors`, of arguments that `topk.check_search_args` accepted, in the dtype of the region."""
+    """Run `retrieve_from_tensors` on checked arguments in the dtype of the autocast region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
     flat = s.Q.dim() == 2
@@ -209,7 +215,7 @@ def retrieve_checked(s: SearchArgs) -> ScoresAndIndices:
         s = s._replace(
             Q=s.Q.unsqueeze(0), q_mask=add_batch_axis(s.q_mask, True), q_weight=add_batch_axis(s.q_weight, True)
         )
-    # An exported program keeps the operator alone: it would have a block of its own for `no_grad`.
+    # An exported program contains only the operator. `no_grad` would add a separate block to it.
     exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
     recording = torch.is_grad_enabled() and not exporting
     with torch.no_grad() if recording else nullcontext():
@@ -231,7 +237,23 @@ def retrieve_from_source(
     normalize: bool = False,
     progress: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`retrieve` among the documents ``[begin, end)`` of `open_source`, with their indices in all of it."""
+    """Run `retrieve` on the documents ``[begin, end)`` of a source.
+
+    Args:
+        Q: query tokens.
+        source: the result of `open_source`.
+        top_k: the number of documents to return for each query.
+        begin: the first document.
+        end: one past the last document.
+        chunk: the number of documents to score at a time, or None.
+        q_mask: query tokens to keep, or None.
+        q_weight: the weight of each query token, or None.
+        normalize: L2-normalize every token first.
+        progress: show a progress bar.
+
+    Returns:
+        ``(scores, indices)``. Indices count from the first document of the source, not from `begin`.
+    """
     Q, like, q_weight = sources.prepare_queries(_OP, Q, source.shape, source.dtype, q_weight)
     search = SearchArgs(Q, like, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
     _streamed.check_source(_OP, search, source)

@@ -1,4 +1,4 @@
-"""Scores of documents that come a part at a time: all of them, or those of the lowest."""
+"""Scores of documents that arrive in parts: all scores, or the lowest ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .store.corpus import Corpus
 
-_MAX_DOCUMENTS_AT_ONCE = 1 << 14  # documents on the device of Q whose scores exist at a time
+_MAX_DOCUMENTS_AT_ONCE = 1 << 14  # documents scored at a time, if they are on the device of Q
 
 
 @torch.no_grad()
@@ -44,23 +44,31 @@ def maxsim_streamed(
     normalize: bool = False,
     progress: bool | None = None,
 ) -> Tensor:
-    """The scores of every query and document of a corpus that need not fit the device: all that `retrieve` looks at.
+    """Compute the scores of every query and every document of a corpus that need not fit on the device.
 
-    Documents are copied to the device of Q chunk by chunk, while the chunk before is scored. The bits of a score are
-    those of `lik_ops.maxsim` (of `lik_ops.maxsim_varlen`, where documents are packed). For inference: the scores
-    require no gradient.
+    Documents are copied to the device of Q in chunks. One chunk is copied while the previous one is scored. A score has
+    the same bits as the score of `lik_ops.maxsim`, or of `lik_ops.maxsim_varlen` if documents are packed. This function
+    is for inference: the scores do not require gradients.
 
     Args:
-        Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, progress: as in `lik_ops.retrieve`.
-        chunk: documents copied and scored at a time; None chooses.
+        Q: query tokens, as in `lik_ops.retrieve`.
+        D: document tokens, as in `lik_ops.retrieve`.
+        chunk: the number of documents that are copied and scored at a time. None selects a number.
+        q_mask: query tokens to keep, as in `lik_ops.retrieve`.
+        d_mask: document tokens to keep, as in `lik_ops.retrieve`.
+        cu_seqlens_d: the bounds of packed documents, as in `lik_ops.retrieve`.
+        q_weight: the weight of each query token, as in `lik_ops.retrieve`.
+        normalize: L2-normalize every token first.
+        progress: show a progress bar, as in `lik_ops.retrieve`.
 
     Returns:
-        Scores ``[Nq, Nd]`` on the device of Q; fp32 (fp64 for fp64). A 2-D Q drops the first axis.
+        Scores ``[Nq, Nd]`` on the device of Q, in fp32 (fp64 for fp64 inputs). A 2-D Q drops the first axis.
 
     Raises:
         TypeError: a dtype or type is wrong.
         ValueError: a rank, size, device or option is wrong.
-        NotImplementedError: `torch.func` or forward-mode AD would differentiate it; what is detached may come.
+        NotImplementedError: ``torch.func`` or forward-mode AD would differentiate the call. Detached tensors are
+            accepted.
 
     Example:
         >>> Q, D = torch.randn(2, 32, 128), torch.randn(1000, 300, 128)
@@ -76,7 +84,16 @@ def maxsim_streamed(
 
 @torch.no_grad()
 def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndIndices:
-    """`retrieve` with ``largest=False``."""
+    """Run `retrieve` with ``largest=False``.
+
+    Args:
+        op: the name of the function, for error messages.
+        s: the arguments of the search.
+        progress: show a progress bar.
+
+    Returns:
+        ``(scores, indices)``, the lowest scores first.
+    """
     topk.check_counts(op, s.top_k, s.chunk)
     best: ScoresAndIndices | None = None
     for begin, scores in iterate_scores(op, s, progress):
@@ -89,7 +106,16 @@ def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndI
 
 
 def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tuple[int, Tensor]]:
-    """Where each part of the documents begins, and its scores ``[Nq, n]``; one part at least. D may be a corpus."""
+    """Yield the first document of each part and the scores ``[Nq, n]`` of the part.
+
+    Args:
+        op: the name of the function, for error messages.
+        s: the arguments of the search. D may be a corpus.
+        progress: show a progress bar.
+
+    Yields:
+        ``(begin, scores)`` for each part. There is at least one part, even without documents.
+    """
     if progress is not None:
         check_flag(op, "progress", progress)
     if is_sequences(s.D):
@@ -117,7 +143,7 @@ def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tu
 
 
 def check_search(op: str, s: SearchArgs) -> SearchArgs:
-    """A search among tensors, in the dtype of a region of autocast; raises unless all fit together."""
+    """Return a search among tensors in the dtype of the autocast region, after checking all arguments."""
     Q, D, q_weight = autocast.cast_to_autocast(s.Q, s.D, s.q_weight)
     sources.check_dtype(op, Q, D.dtype)
     s = s._replace(Q=Q, D=D, q_weight=q_weight)
@@ -127,8 +153,10 @@ def check_search(op: str, s: SearchArgs) -> SearchArgs:
 
 
 def check_source(op: str, s: SearchArgs, source: sources.DocumentSource) -> None:
-    """Raise unless all fit together; D of the search stands for the documents of `open_source`, without their
-    memory."""
+    """Raise unless the search fits the source.
+
+    D of the search is a placeholder for the documents of the source.
+    """
     topk.check_search_args(op, s)
     if source.d_mask is not None and source.d_mask.device not in (s.Q.device, torch.device("cpu")):
         raise ValueError(f"{op}: d_mask: expected the device of Q, {s.Q.device}, or cpu, got {source.d_mask.device}")
@@ -137,7 +165,19 @@ def check_source(op: str, s: SearchArgs, source: sources.DocumentSource) -> None
 def iterate_parts(
     source: sources.DocumentSource, begin: int, end: int, chunk: int | None, device: torch.device, progress: bool | None
 ) -> Iterator[tuple[tuple[int, int], sources.DocumentPart]]:
-    """The documents ``[begin, end)`` on `device`, a part at a time; one part at least, for the shapes of results."""
+    """Yield the documents ``[begin, end)`` on `device`, one part at a time.
+
+    Args:
+        source: the documents.
+        begin: the first document.
+        end: one past the last document.
+        chunk: the number of documents of a part. None selects ranges by their size in bytes.
+        device: the target device.
+        progress: show a progress bar.
+
+    Yields:
+        ``((begin, end), part)``. There is at least one part, which may be empty, so that results have a shape.
+    """
     ranges = source.ranges(begin, end, chunk, sources.choose_part_bytes(device)) or [(begin, begin)]
     with make_progress_callback(end - begin, progress) as advance:
         read = (source.read(*at) for at in ranges)
@@ -149,6 +189,7 @@ def iterate_parts(
 
 
 def _collect_scores(op: str, s: SearchArgs) -> Tensor:
+    """Return the scores ``[Nq, n]`` of one part."""
     Q, q_mask, q_weight = s.Q, s.q_mask, s.q_weight
     if Q.dim() == 2:
         Q, q_mask, q_weight = Q.unsqueeze(0), add_batch_axis(q_mask, True), add_batch_axis(q_weight, True)

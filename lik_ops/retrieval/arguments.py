@@ -1,4 +1,4 @@
-"""Arguments of the public functions that may come as one of several types, and what they have to be."""
+"""Conversion and checks of arguments that may have one of several types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_index(op: str, name: str, x: Any) -> int:
-    """What counts as an integer in Python, a bool excepted."""
+    """Return `x` as an int if Python accepts it as an index and it is not a bool.
+
+    Raise TypeError otherwise.
+    """
     try:
         if not isinstance(x, bool) and getattr(x, "dtype", None) != torch.bool:
             return operator.index(x)
@@ -26,23 +29,35 @@ def as_index(op: str, name: str, x: Any) -> int:
 
 
 def check_unmasked(op: str, name: str, x: Any) -> None:
-    """No array with a mask of its own, which nobody would look at."""
+    """Raise TypeError if `x` is a masked array, because its mask would be ignored."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(x, numpy.ma.MaskedArray):
         raise TypeError(f"{op}: {name}: expected an array without a mask, got a MaskedArray")
 
 
 def as_integers(op: str, name: str, x: Any) -> Tensor:
-    """An int64 tensor on the CPU, of a tensor, an array or (nested) lists of integers."""
+    """Return a tensor, an array or nested lists of integers as an int64 tensor on the CPU.
+
+    Args:
+        op: the name of the function, for error messages.
+        name: the name of the argument, for error messages.
+        x: the integers.
+
+    Returns:
+        The integers, detached.
+
+    Raises:
+        TypeError: `x` does not hold integers that fit int64.
+    """
     check_unmasked(op, name, x)
     if not isinstance(x, Tensor):
         try:
             x = torch.as_tensor(list(x) if isinstance(x, range) else _as_native_array(x), device="cpu")
-        except (TypeError, ValueError, RuntimeError):  # also of integers beyond 64 bits
+        except (TypeError, ValueError, RuntimeError):  # also raised for integers beyond 64 bits
             raise TypeError(f"{op}: {name}: expected integers, got {short_repr(x)}") from None
     check_strided(op, name, x)
     check_has_values(op, name, x)
-    empty = torch.float32, torch.get_default_dtype()  # what no numbers are of
+    empty = torch.float32, torch.get_default_dtype()  # the dtypes of an empty list
     if x.dtype not in _INTEGERS and (x.numel() or x.dtype not in empty):
         raise TypeError(f"{op}: {name}: expected integers, got {x.dtype}")
     found = x.detach().to("cpu", torch.int64)
@@ -52,7 +67,7 @@ def as_integers(op: str, name: str, x: Any) -> Tensor:
 
 
 def _as_native_array(x: Any) -> Any:
-    """Arrays as torch takes them: not read-only, of this machine's byte order, with strides of 0 or more."""
+    """Return arrays in a form that torch accepts: writable, in native byte order, with strides of 0 or more."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(x, numpy.ndarray):
         return x

@@ -1,7 +1,8 @@
-"""Parts of a corpus on a device: each is copied there while the one before it is scored.
+"""Copies of corpus parts to a device, overlapped with scoring.
 
-Two slots of memory take turns. A slot is written again only after the scoring of what it held, by the order of streams;
-the host waits only for a staging buffer that is still being read.
+Two slots of device memory alternate. While one part is scored, the next part is copied. Stream order ensures that a
+slot is written again only after its previous part was scored. The host waits only for a staging buffer that is still
+being read.
 """
 
 from __future__ import annotations
@@ -16,39 +17,39 @@ from torch import Tensor
 from .sources import DocumentPart
 from .store.layout import join_pieces
 
-_ALIGNMENT_BYTES = 256  # bytes, of each tensor of a part, of which there are up to three
+_ALIGNMENT_BYTES = 256  # bytes, of each tensor of a part; a part has up to three tensors
 
 
 class CopyLanes:
-    """What a device needs to copy beside its computing. Slots are told by their numbers.
+    """Copies to a device that need no synchronization, and the interface of devices that need it.
 
-    This one is of devices that copy when they are told: nothing to wait for.
+    Slots are identified by their numbers.
     """
 
     def staging(self, nbytes: int) -> Tensor:
-        """Memory of the host that the device copies from."""
+        """Allocate host memory that the device copies from."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def wait_for_staging(self, slot: int) -> None:
-        """Return when the staging buffer of `slot` may be written."""
+        """Wait until the staging buffer of `slot` may be written."""
 
     def copy(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Start copies, each ``(target, source)``, once the scoring of what `slot` held before is over."""
+        """Start the copies ``(target, source)`` into `slot` after the previous part in `slot` was scored."""
         for target, source in pairs:
             target.copy_(source)
 
     def wait_for_copy(self, slot: int) -> None:
-        """Let what is computed from now on wait for the copy into `slot`."""
+        """Make later work on the current stream wait for the copy into `slot`."""
 
     def scored(self, slot: int) -> None:
-        """What is computed so far is all that reads `slot`."""
+        """Record that `slot` is not read by work after this point."""
 
     def close(self) -> None:
-        """Let what is computed from now on, in memory that slots gave back, wait for all copies."""
+        """Make later work on the current stream wait for all copies, because it may reuse the memory of the slots."""
 
 
 class CudaLanes(CopyLanes):
-    """A stream of copies beside the current one, and events between the two."""
+    """Copies on a second CUDA stream, ordered by events."""
 
     def __init__(self, device: torch.device) -> None:
         self.computing = torch.cuda.current_stream(device)
@@ -57,34 +58,40 @@ class CudaLanes(CopyLanes):
         self.read: dict[int, Any] = {}
 
     def staging(self, nbytes: int) -> Tensor:
+        """Allocate pinned host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def wait_for_staging(self, slot: int) -> None:
+        """Wait on the host until the last copy from the staging buffer of `slot` has finished."""
         if slot in self.copied:
             self.copied[slot].synchronize()
 
     def copy(self, slot: int, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Start asynchronous copies on the second stream after the previous part in `slot` was scored."""
         with torch.cuda.stream(self.copying):
             if slot in self.read:
                 self.copying.wait_event(self.read[slot])
-            else:  # the slot may be memory that earlier work still uses
+            else:  # earlier work may still use the memory of the slot
                 self.copying.wait_stream(self.computing)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             self.copied[slot] = self.copying.record_event()
 
     def wait_for_copy(self, slot: int) -> None:
+        """Make the current stream wait for the copy into `slot`."""
         self.computing.wait_event(self.copied[slot])
 
     def scored(self, slot: int) -> None:
+        """Record an event after the work that reads `slot`."""
         self.read[slot] = self.computing.record_event()
 
     def close(self) -> None:
+        """Make the current stream wait for the second stream."""
         self.computing.wait_stream(self.copying)
 
 
 class DoubleBuffer:
-    """Two slots on `device` for parts of up to `nbytes`, and staging buffers for what is not pinned."""
+    """Two slots on `device` for parts of up to `nbytes`, and staging buffers for parts that are not pinned."""
 
     def __init__(self, device: torch.device, nbytes: int, lanes: CopyLanes) -> None:
         self.lanes = lanes
@@ -93,7 +100,10 @@ class DoubleBuffer:
         self.staged: list[Tensor | None] = [None, None]
 
     def copied(self, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
-        """Each part on the device. What scores a part has to be launched before the next one is asked for."""
+        """Yield each part on the device.
+
+        The caller must launch the scoring of a part before requesting the next part.
+        """
         try:
             before: tuple[int, DocumentPart] | None = None
             for i, part in enumerate(parts):
@@ -107,11 +117,13 @@ class DoubleBuffer:
             self.lanes.close()
 
     def _hand_out(self, slot: int, part: DocumentPart) -> Iterator[DocumentPart]:
+        """Yield the part in `slot` after its copy, and record when its scoring is launched."""
         self.lanes.wait_for_copy(slot)
         yield part
         self.lanes.scored(slot)
 
     def _start(self, slot: int, part: DocumentPart) -> DocumentPart:
+        """Start the copy of a part into `slot`, and return the part on the device."""
         offset, pairs = 0, []
 
         def placed(pieces: list[Tensor]) -> Tensor:
@@ -129,7 +141,7 @@ class DoubleBuffer:
         return DocumentPart(D, d_mask, part.cu_seqlens)
 
     def _source(self, slot: int, place: slice, shape: tuple[int, ...], pieces: list[Tensor]) -> Tensor:
-        """All rows of `pieces` where the device can copy from without the host waiting."""
+        """Return all rows of `pieces` in memory that the device can copy from without blocking the host."""
         x = pieces[0]
         if len(pieces) == 1 and (x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned())):
             return x
@@ -144,7 +156,16 @@ class DoubleBuffer:
 
 
 def iterate_on_device(parts: Iterable[DocumentPart], device: torch.device, nbytes: int) -> Iterable[DocumentPart]:
-    """The parts, of up to `nbytes` each, on `device`; on a CPU they are there."""
+    """Iterate over parts of up to `nbytes` on `device`.
+
+    Args:
+        parts: parts on the CPU.
+        device: the target device. For a CPU, the parts are not copied.
+        nbytes: the size of the largest part.
+
+    Returns:
+        The parts on `device`.
+    """
     if device.type == "cpu":
         return (part.whole() for part in parts)
     lanes = CudaLanes(device) if device.type == "cuda" else CopyLanes()

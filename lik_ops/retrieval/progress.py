@@ -1,4 +1,4 @@
-"""A bar of documents on stderr, where tqdm is installed."""
+"""A progress bar of documents on stderr, if tqdm is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def make_progress_callback(total: int, progress: bool | None) -> Iterator[Callable[[int], object]]:
-    """What to call with the number of documents that are done; `progress` None shows them only on a terminal."""
+    """Yield a function that advances the progress bar by a number of documents.
+
+    Args:
+        total: the number of all documents.
+        progress: whether to show the bar. None shows it only on a terminal.
+
+    Yields:
+        A function to call with the number of documents that were processed since the last call.
+    """
     shown = sys.stderr.isatty() if progress is None else progress
     if shown:
         try:

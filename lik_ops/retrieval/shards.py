@@ -1,4 +1,4 @@
-"""What a process searches of a corpus that several share: a range of the whole, or all of a shard of its own."""
+"""The part of a shared corpus that one process searches: a range of the whole corpus, or its own shard."""
 
 from __future__ import annotations
 
@@ -24,29 +24,37 @@ Sample: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]  # D, d_mask and
 
 @dataclass
 class RangeResult:
-    """The best documents ``[Nq, k]`` of a range; index 0 is document `first` of what the process was given."""
+    """The best documents ``[Nq, k]`` of a range.
+
+    Index 0 is document `first` of the documents of this process.
+    """
 
     best: topk.ScoresAndIndices
     first: int
 
 
 class StreamedTarget:
-    """Documents that are read part by part."""
+    """Documents that are read in parts."""
 
     def __init__(self, op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
         self.source = sources.open_source(op, corpus, d_mask, cu_seqlens_d)
         self.size = len(self.source)
-        self.device: torch.device | None = None  # that of the queries
+        self.device: torch.device | None = None  # the search runs on the device of the queries
 
     def split(self, parts: int) -> list[tuple[int, int]]:
+        """Split all documents into `parts` contiguous ranges with about the same number of tokens."""
         return self.source.split(parts)
 
     def sample(self) -> Sample:
-        """No documents; of quantised ones the tokens as they were."""
+        """Return an empty range of documents to check arguments with.
+
+        Quantized documents give their original dtype.
+        """
         part, shape = self.source.read(0, 0), (0, *self.source.shape[1:])
         return torch.empty(shape, dtype=self.source.dtype, device="cpu"), part.d_mask, part.cu_seqlens
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
+        """Return the best documents of the range ``[begin, end)``."""
         Q, q_mask, q_weight = queries
         found = _retrieve.retrieve_from_source(
             Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, **options
@@ -58,7 +66,7 @@ class ResidentTarget:
     """Documents in the memory of this process's GPU."""
 
     is_staged = False
-    is_launched = True  # the host need not wait for a search
+    is_launched = True  # a search is launched without waiting on the host
 
     def __init__(self, op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
         if cu_seqlens_d is not None:
@@ -69,25 +77,26 @@ class ResidentTarget:
         self.size = D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
 
     def split(self, parts: int) -> list[tuple[int, int]]:
-        """By tokens where the host knows the offsets, else by count."""
+        """Split all documents into `parts` ranges, by tokens if the host knows the offsets, else by count."""
         if self.cu_seqlens_d is not None and self.cu_seqlens_d.device.type == "cpu":
-            # Never falling, because offsets that fall are no error here.
+            # The bounds must not descend. Descending offsets are not an error here.
             bounds = list(accumulate(sources.split_by_tokens(self.cu_seqlens_d, parts), max))
         else:
             bounds = [self.size * i // parts for i in range(parts + 1)]
         return list(pairwise(bounds))
 
     def sample(self) -> Sample:
+        """Return the documents, their mask and their bounds to check arguments with."""
         return self.D, self.d_mask, self.cu_seqlens_d
 
     def part(self, begin: int, end: int) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Of D, `d_mask` and `cu_seqlens_d` what belongs to some documents."""
+        """Return D, `d_mask` and `cu_seqlens_d` of the documents ``[begin, end)``."""
         if self.cu_seqlens_d is not None:
             return self.D, self.d_mask, self.cu_seqlens_d[begin : end + 1]
         return self.D[begin:end], None if self.d_mask is None else self.d_mask[begin:end], None
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
-        """Of arguments that were checked."""
+        """Return the best documents of the range ``[begin, end)`` for checked arguments."""
         D, d_mask, cu_seqlens_d = self.part(begin, end)
         normalize, chunk = options["normalize"], options["chunk"]
         Q, D, q_weight = autocast.cast_to_autocast(queries[0], D, queries[2])
@@ -97,7 +106,7 @@ class ResidentTarget:
 
 
 class QuantizedTarget(ResidentTarget):
-    """Quantised documents in memory, of this process or of its GPU."""
+    """Quantized documents in the memory of this process or of its GPU."""
 
     def __init__(
         self, op: str, D: Quantized, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any]
@@ -109,10 +118,11 @@ class QuantizedTarget(ResidentTarget):
         self.is_launched = D.device.type != "cpu"
 
     def sample(self) -> Sample:
-        """With a stand-in that has the metadata of the tokens as they were."""
+        """Return a placeholder with the metadata of the original tokens, their mask and their bounds."""
         return make_placeholder(self.D), self.d_mask, self.cu_seqlens_d
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
+        """Return the best documents of the range ``[begin, end)``, with the stages of this target."""
         Q, q_mask, q_weight = queries
         D, d_mask, cu_seqlens_d = self.part(begin, end)
         tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
@@ -121,21 +131,34 @@ class QuantizedTarget(ResidentTarget):
 
 
 def _add_batch_axis(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.ScoresAndIndices:
+    """Return results with the axis that a single query does not have."""
     return (scores, indices) if Q.dim() == 3 else (scores.unsqueeze(0), indices.unsqueeze(0))
 
 
 def is_resident(corpus: Any) -> bool:
-    """Whether it lies where it is scored, and scoring it is launched, not waited for."""
+    """Return whether the documents are on an accelerator, so that scoring is launched without waiting on the host."""
     return isinstance(corpus, Tensor) and corpus.device.type != "cpu"
 
 
 def make_target(
     op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any], Q: Any = None
 ) -> StreamedTarget | ResidentTarget:
-    """What searches `corpus`, by `stages` (`chunk`, `n_probe`, `n_candidates`); raises what `sources.open_source`
-    raises.
+    """Return the object that searches `corpus`.
 
-    Q says what no documents are.
+    Args:
+        op: the name of the function, for error messages.
+        corpus: the documents.
+        d_mask: document tokens to keep, or None.
+        cu_seqlens_d: the bounds of packed documents, or None.
+        stages: the options `chunk`, `n_probe` and `n_candidates`.
+        Q: queries, which give an empty list of documents its d and dtype.
+
+    Returns:
+        The target.
+
+    Raises:
+        TypeError: `corpus` has a type that cannot be read.
+        ValueError: the arguments do not fit together.
     """
     if isinstance(corpus, Index):
         corpus, cu_seqlens_d = inputs.unpack_index(op, corpus, cu_seqlens_d)

@@ -1,4 +1,4 @@
-"""Where documents come from that are not on the device yet: each kind reads a range of them to the CPU."""
+"""Sources of documents that are not on the device: each kind reads a range of documents to the CPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from .arguments import check_unmasked
 from .store.layout import StorageLayout, Tokens, join_pieces
 from .store.snapshot import Snapshot
 
-_MAX_PART_BYTES = (256 << 20) - 4096  # with what aligns its tensors: pinned memory comes in powers of two
-_CPU_PART_BYTES = 32 << 20  # bytes; a part on the CPU is a view or fits the cache of no CPU anyway
+# Leaves room for the alignment of the tensors, because pinned memory is allocated in powers of two.
+_MAX_PART_BYTES = (256 << 20) - 4096
+_CPU_PART_BYTES = 32 << 20  # bytes; a part on the CPU is a view, or is larger than any CPU cache
 
 
 class DocumentPart(NamedTuple):
@@ -28,55 +29,70 @@ class DocumentPart(NamedTuple):
 
     D: Tokens  # [n, Ld, d], or packed [T, d]
     d_mask: Tensor | None = None  # [n, Ld]
-    cu_seqlens: Tensor | None = None  # [n + 1] of packed ones, on the CPU
-    rest: tuple[Tokens, ...] = ()  # of D, which lies in several files: what follows its rows
+    cu_seqlens: Tensor | None = None  # [n + 1] if packed, on the CPU
+    rest: tuple[Tokens, ...] = ()  # the rows after D, if they are in several files
 
     def whole(self) -> DocumentPart:
-        """With D in one piece."""
+        """Return the part with D in one piece."""
         return self._replace(D=join_pieces([self.D, *self.rest], torch.cat), rest=()) if self.rest else self
 
 
 class DocumentSource(Protocol):
-    """Documents that can be read a range at a time; of all of them, `shape` and `dtype` of D, and what goes with it."""
+    """Documents that can be read one range at a time, with the shape and dtype of all of them."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of all documents: ``[Nd, Ld, d]``, or packed ``[Td, d]``."""
+        ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tokens."""
+        ...
 
     @property
-    def d_mask(self) -> Tensor | None: ...
+    def d_mask(self) -> Tensor | None:
+        """The mask of the documents, or None."""
+        ...
 
     @property
-    def offsets(self) -> Tensor | None: ...
+    def offsets(self) -> Tensor | None:
+        """The bounds ``[Nd + 1]`` of packed documents on the CPU, or None."""
+        ...
 
     def __len__(self) -> int: ...
 
     def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
-        """``[begin, end)`` in ranges of `chunk` documents, or, if it is None, of about `budget` bytes."""
+        """Split ``[begin, end)`` into ranges of `chunk` documents, or of about `budget` bytes if `chunk` is None."""
 
     def split(self, parts: int) -> list[tuple[int, int]]:
-        """All documents in as many contiguous ranges, of about as many tokens each."""
+        """Split all documents into `parts` contiguous ranges with about the same number of tokens."""
 
     def nbytes(self, begin: int, end: int) -> int:
-        """Bytes of the tensors of a range that have to be copied to a device."""
+        """Return the bytes of a range that must be copied to a device."""
 
     def read(self, begin: int, end: int) -> DocumentPart:
-        """The documents of a range, on the CPU; memory that is mapped is not copied."""
+        """Read the documents of a range on the CPU.
+
+        Mapped memory is not copied.
+        """
 
 
 def choose_part_bytes(device: torch.device) -> int:
-    """Bytes of documents that are copied at a time: two such parts exist on a GPU."""
+    """Return the bytes of documents that are copied at a time.
+
+    A GPU holds two such parts.
+    """
     return _CPU_PART_BYTES if device.type != "cuda" else min(topk.choose_workspace_bytes(device), _MAX_PART_BYTES)
 
 
 def _split_by_count(begin: int, end: int, count: int) -> list[tuple[int, int]]:
+    """Split ``[begin, end)`` into ranges of `count` documents."""
     return [(b, min(b + count, end)) for b in range(begin, end, count)]
 
 
 def _slice_rows(D: Any, begin: int, end: int) -> Tensor:
-    """Rows of a tensor (a view) or of an array (a copy: arrays may be read-only, tensors cannot)."""
+    """Return rows of a tensor as a view, or rows of an array as a copy, because an array may be read-only."""
     if isinstance(D, Tensor):
         return D[begin:end]
     import numpy as np
@@ -85,14 +101,22 @@ def _slice_rows(D: Any, begin: int, end: int) -> Tensor:
 
 
 def split_by_tokens(offsets: Tensor, parts: int) -> list[int]:
-    """``[parts + 1]``, where each of as many ranges of documents begins that have about as many tokens each."""
+    """Split documents into `parts` contiguous ranges with about the same number of tokens.
+
+    Args:
+        offsets: ``[Nd + 1]``: the bounds of packed documents.
+        parts: the number of ranges.
+
+    Returns:
+        The bounds ``[parts + 1]`` of the ranges, in documents.
+    """
     documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
     wanted = offsets[0] + total * torch.arange(1, parts, device=offsets.device) // parts
     return [0, *torch.searchsorted(offsets, wanted.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
 
 
 class _DenseSource:
-    """``[Nd, Ld, d]``."""
+    """Dense documents ``[Nd, Ld, d]``."""
 
     offsets = None
 
@@ -120,7 +144,10 @@ class _DenseSource:
 
 
 class PackedSource:
-    """Packed documents, of which the offsets are known on the CPU; `read` is left to the kinds of it."""
+    """Packed documents with offsets on the CPU.
+
+    Subclasses implement `read`.
+    """
 
     d_mask = None
 
@@ -132,6 +159,7 @@ class PackedSource:
         return self.offsets.shape[0] - 1
 
     def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
+        """Split ``[begin, end)`` into ranges of `chunk` documents, or of about `budget` bytes if `chunk` is None."""
         if chunk is not None:
             return _split_by_count(begin, end, chunk)
         ranges = []
@@ -145,15 +173,17 @@ class PackedSource:
         return ranges
 
     def split(self, parts: int) -> list[tuple[int, int]]:
+        """Split all documents into `parts` contiguous ranges with about the same number of tokens."""
         return list(itertools.pairwise(split_by_tokens(self.offsets, parts)))
 
     def nbytes(self, begin: int, end: int) -> int:
+        """Return the bytes of a range that must be copied to a device."""
         tokens = int(self.offsets[end] - self.offsets[begin])
         return tokens * self.token_bytes + (end - begin) * self.document_bytes
 
 
 class _PackedTensorSource(PackedSource):
-    """``[Td, d]`` with offsets."""
+    """Packed documents ``[Td, d]`` with offsets."""
 
     def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
         topk.check_document_offsets(op, cu_seqlens_d, cu_seqlens_d.device)
@@ -167,7 +197,7 @@ class _PackedTensorSource(PackedSource):
 
 
 class _CorpusSource(PackedSource):
-    """A `Corpus`, as it was when it was asked for this."""
+    """A snapshot of a `Corpus`."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -181,10 +211,20 @@ class _CorpusSource(PackedSource):
 def prepare_queries(
     op: str, Q: Any, shape: tuple[int, ...], dtype: torch.dtype, q_weight: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Q and `q_weight` as a region of autocast wants them, and a D of `shape` and its dtype, without the memory.
+    """Return Q and `q_weight` in the dtype of the autocast region, and a placeholder for D.
+
+    Args:
+        op: the name of the function, for error messages.
+        Q: query tokens.
+        shape: the shape of the documents.
+        dtype: the dtype of the documents.
+        q_weight: the weight of each query token, or None.
+
+    Returns:
+        ``(Q, D, q_weight)``. D has the given shape and the dtype of the region, without the memory.
 
     Raises:
-        TypeError: Q is no Tensor, or of another dtype than D.
+        TypeError: Q is not a Tensor, or its dtype differs from the dtype of the documents.
     """
     if not isinstance(Q, Tensor):
         raise TypeError(f"{op}: Q: expected a Tensor, got {describe_non_tensor(Q)}")
@@ -195,22 +235,34 @@ def prepare_queries(
 
 
 def check_dtype(op: str, Q: Any, dtype: torch.dtype) -> None:
-    """Queries of another dtype than the documents could be converted, and the error says how."""
+    """Raise TypeError if Q has another dtype than the documents.
+
+    The message says how to convert Q.
+    """
     if isinstance(Q, Tensor) and Q.dtype != dtype and Q.dtype in DTYPES and dtype in DTYPES:
         raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {dtype}: convert the queries, Q.to({dtype})")
 
 
 def open_source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> DocumentSource:
-    """What reads `D`.
+    """Return the source that reads the documents `D`.
+
+    Args:
+        op: the name of the function, for error messages.
+        D: a tensor on the CPU, an array or a `Corpus`.
+        d_mask: document tokens to keep, or None.
+        cu_seqlens_d: the bounds of packed documents, or None.
+
+    Returns:
+        The source.
 
     Raises:
-        TypeError: `D` is of no type that can be read.
-        ValueError: `D`, `d_mask` and `cu_seqlens_d` do not go together.
+        TypeError: `D` has a type that cannot be read.
+        ValueError: `D`, `d_mask` and `cu_seqlens_d` do not fit together.
     """
     if isinstance(snapshot := getattr(D, "_snapshot", None), Snapshot):
         for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
             if x is not None:
-                raise ValueError(f"{op}: {name}: expected None beside a Corpus, got {type(x).__name__}")
+                raise ValueError(f"{op}: {name}: expected None with a Corpus, got {type(x).__name__}")
         return _CorpusSource(snapshot)
     for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
         check_tensor(op, name, x, or_none=True)
@@ -223,7 +275,7 @@ def open_source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | N
         raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got {shape}")
     if cu_seqlens_d is not None:
         if d_mask is not None:
-            raise ValueError(f"{op}: d_mask: expected None beside cu_seqlens_d (pack the tokens to keep), got a mask")
+            raise ValueError(f"{op}: d_mask: expected None next to cu_seqlens_d (pack the tokens to keep), got a mask")
         return _PackedTensorSource(op, D, cu_seqlens_d)
     if d_mask is not None:
         like_mask = torch.empty((), device=d_mask.device).expand(shape)
@@ -232,7 +284,10 @@ def open_source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | N
 
 
 def pack_documents(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = None) -> tuple[Any, Any]:
-    """D and `cu_seqlens_d`, where D is a list or nested tensor: packed, with its own. Q says what no documents are."""
+    """Return D and `cu_seqlens_d`, packed if D is a list or nested tensor.
+
+    Q gives an empty list its d and dtype.
+    """
     if not is_sequences(D):
         return D, cu_seqlens_d
     found = pack_side(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
@@ -240,7 +295,7 @@ def pack_documents(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = Non
 
 
 def _check_readable(op: str, D: Any) -> None:
-    """A tensor on the CPU, or an array that torch can take."""
+    """Raise unless D is a tensor on the CPU, or an array that torch can read."""
     if isinstance(D, Tensor):
         check_strided(op, "D", D)
         if D.device.type != "cpu":
@@ -252,5 +307,5 @@ def _check_readable(op: str, D: Any) -> None:
         hint = ": open a corpus with lik_ops.Corpus.open" if isinstance(D, (str, os.PathLike)) else ""
         raise TypeError(f"{op}: D: expected {expected}, got {describe_non_tensor(D)}{hint}")
     check_unmasked(op, "D", D)
-    if D.dtype not in (numpy.float16, numpy.float32, numpy.float64):  # none of them in the other order of bytes
+    if D.dtype not in (numpy.float16, numpy.float32, numpy.float64):  # excludes the other byte order
         raise TypeError(f"{op}: D: expected float16, float32 or float64, got an array of {D.dtype}")

@@ -1,4 +1,4 @@
-"""`retrieve` among residual codes by stages: documents by their centroids alone, then the best of them exactly."""
+"""`retrieve` on residual codes in two stages: by centroids alone, then the best documents by their full codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,21 @@ from ..ops.topk import ScoresAndIndices, SearchArgs
 
 
 def retrieve_staged(op: str, s: SearchArgs, n_probe: Any, n_candidates: Any) -> ScoresAndIndices:
-    """`retrieve` with `n_probe` or `n_candidates`, of arguments that were checked but for these; Q is 3-D."""
+    """Run `retrieve` with `n_probe` or `n_candidates`.
+
+    Args:
+        op: the name of the function, for error messages.
+        s: checked arguments of the search, with a 3-D Q and residual codes as D.
+        n_probe: the number of centroids that each query token probes, or None.
+        n_candidates: the number of documents of each query to score by their full codes, or None.
+
+    Returns:
+        ``(scores, indices)``, with -1 and ``-inf`` for missing documents.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option is out of range or does not fit D.
+    """
     D: Quantized = s.D
     check_stages(op, D, s.chunk, n_probe, n_candidates)
     assert D.codes is not None and D.codec is not None
@@ -32,13 +46,13 @@ def retrieve_staged(op: str, s: SearchArgs, n_probe: Any, n_candidates: Any) -> 
     scores = inputs.score_candidates(g, offsets, lengths.where(reached, 0))[0]
     scores = scores.masked_fill(~reached, -torch.inf)
     documents = chosen.where(reached, -1)
-    # Equal scores come by document, and where there is none, last.
+    # Equal scores are ordered by document index, and missing documents come last.
     order = chosen.where(reached, s.documents).argsort(dim=1)
     return topk.select_candidates(scores.gather(1, order), documents.gather(1, order), s.top_k)
 
 
 def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: Any) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless documents are searched so."""
+    """Raise TypeError or ValueError, naming the argument, unless D can be searched with these options."""
     given = {"n_probe": n_probe, "n_candidates": n_candidates}
     for name, count in given.items():
         if count is not None:
@@ -46,13 +60,13 @@ def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: 
     if all(count is None for count in given.values()):
         return
     if D.codes is None:
-        raise ValueError(f"{op}: D: expected residual codes beside n_probe and n_candidates, got {D.format}")
+        raise ValueError(f"{op}: D: expected residual codes with n_probe and n_candidates, got {D.format}")
     if chunk is not None:
-        raise ValueError(f"{op}: chunk: expected None beside n_probe and n_candidates, got {short_repr(chunk)}")
+        raise ValueError(f"{op}: chunk: expected None with n_probe and n_candidates, got {short_repr(chunk)}")
 
 
 def _locate_documents(s: SearchArgs, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Where some documents begin among all tokens, and their lengths."""
+    """Return the first token and the length of each chosen document."""
     if s.cu_seqlens_d is None:
         length = s.D.shape[1]
         return chosen * length, torch.full_like(chosen, length)
@@ -62,7 +76,7 @@ def _locate_documents(s: SearchArgs, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_tokens(D: Quantized) -> Quantized:
-    """Documents as packed tokens."""
+    """Return quantized documents as packed tokens."""
     if D.dim() == 2:
         return D
     assert D.codes is not None

@@ -1,10 +1,10 @@
-"""`retrieve` in two stages: quantised documents say which may be among the best, and those are scored in full.
+"""`retrieve` in two stages: quantized documents bound the scores, and only possible results are scored in full.
 
-A maximum changes by no more than its arguments: if no token of a document is off by more than `error` in the L2 norm,
-``|max_t <q, x_t> - max_t <q, x'_t>| <= ||q|| * error``, and a score is off by no more than the sum of that over the
-query's tokens. To that comes what rounding may add to either score and, in a region of autocast, to the tokens. So a
-coarse score gives an interval, and a document whose upper end is below the lower ends of k others is not among the k
-best.
+A maximum changes by no more than its arguments. If no token of a document has an L2 error above `error`, then
+``|max_t <q, x_t> - max_t <q, x'_t>| <= ||q|| * error``. The error of a score is at most the sum of this bound over the
+query tokens. Rounding of either score adds to the bound, and so does the cast of tokens in an autocast region. A coarse
+score therefore gives an interval. A document is not among the k best if its upper end is below the lower ends of k
+other documents.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from . import _rerank, sources
 from .staged import retrieve_staged
 
 _OP = "retrieve"
-_MAX_COARSE_BYTES = 64 << 20  # of coarse scores, and of the ends of their intervals
+_MAX_COARSE_BYTES = 64 << 20  # coarse scores and the ends of their intervals
 
 
 class TwoStage(NamedTuple):
-    """What two-stage `lik_ops.retrieve` returns."""
+    """The result of `lik_ops.retrieve` with ``coarse=``."""
 
     scores: Tensor  # [Nq, k]
     indices: Tensor  # [Nq, k]
-    rescored: Tensor  # [Nq], int64: how many documents were scored in full
-    proven: Tensor  # [Nq], int64: how many of the results are certain to be among the k best of all
+    rescored: Tensor  # [Nq], int64: number of documents scored in full
+    proven: Tensor  # [Nq], int64: number of results that are certain to be among the k best of all
 
 
 class _ScoreIntervals(NamedTuple):
-    """Coarse scores of some queries ``[n, Nd]``, and the lower and upper ends of where the full ones lie, in fp64."""
+    """Coarse scores ``[n, Nd]`` of some queries, and lower and upper bounds of the full scores in fp64."""
 
     scores: Tensor
     lower: Tensor
@@ -61,15 +61,26 @@ class _ScoreIntervals(NamedTuple):
 def retrieve_quantized(
     s: SearchArgs, n_probe: Any = None, n_candidates: Any = None, whole: bool = True
 ) -> ScoresAndIndices:
-    """`retrieve` among quantised documents, by their own scores; with `n_probe` or `n_candidates` by stages.
+    """Run `retrieve` on quantized documents, by their own scores.
 
-    `whole`: as of `topk.check_search_args`.
+    Args:
+        s: the arguments of the search.
+        n_probe: the number of centroids that each query token probes, or None.
+        n_candidates: the number of documents to score by their full codes, or None.
+        whole: whether `cu_seqlens_d` must cover D, as in `topk.check_search_args`.
+
+    Returns:
+        ``(scores, indices)``.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
     """
     D: Quantized = s.D
-    check_floats(_OP, "Q", s.Q)  # before a stand-in is made: torch makes none of some dtypes
+    check_floats(_OP, "Q", s.Q)  # before the placeholder, which torch cannot make for some dtypes
     like = make_placeholder(D)
-    beside = like.new_empty(()).expand(1, 1, D.d)
-    topk.check_search_args(_OP, s._replace(Q=beside, D=like, q_mask=None, q_weight=None), whole)
+    other = like.new_empty(()).expand(1, 1, D.d)
+    topk.check_search_args(_OP, s._replace(Q=other, D=like, q_mask=None, q_weight=None), whole)
     own = make_tokens_like(s.Q, D.shape)
     own = own if s.cu_seqlens_d is None else own.unsqueeze(0)
     if n_probe is None and n_candidates is None:
@@ -90,7 +101,7 @@ def retrieve_quantized(
 
 
 def search_quantized(s: SearchArgs) -> ScoresAndIndices:
-    """`retrieve_quantized`, of arguments that were checked."""
+    """Run `retrieve_quantized` on checked arguments, without stages."""
     D: Quantized = s.D
     flat = s.Q.dim() == 2
     Q = s.Q.unsqueeze(0) if flat else s.Q
@@ -107,7 +118,20 @@ def search_quantized(s: SearchArgs) -> ScoresAndIndices:
 
 
 def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None) -> TwoStage:
-    """`retrieve` with ``coarse=``."""
+    """Run `retrieve` with ``coarse=``.
+
+    Args:
+        s: the arguments of the search.
+        coarse: the quantized documents.
+        n_candidates: the number of documents of each query to score in full, or None for an exact search.
+
+    Returns:
+        The results with `rescored` and `proven`.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+    """
     Q, q_weight, flat = _check_and_cast(s, coarse, n_candidates)
     q_mask, q_weight = (add_batch_axis(x, flat) for x in (as_bool(s.q_mask), q_weight))
     s = s._replace(Q=Q.unsqueeze(0) if flat else Q, q_mask=q_mask, q_weight=q_weight)
@@ -125,7 +149,7 @@ def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None)
 
 
 def _search_block(s: SearchArgs, coarse: Quantized, count: int, n_candidates: int | None) -> TwoStage:
-    """The best of some queries."""
+    """Return the best documents of some queries."""
     k = min(s.top_k, count)
     rough = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s))
     chosen = _select_possible(rough, k) if n_candidates is None else _select_best(rough, max(n_candidates, k))
@@ -136,14 +160,14 @@ def _search_block(s: SearchArgs, coarse: Quantized, count: int, n_candidates: in
     if n_candidates is not None and k < count:
         rest = rough.upper.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
         sure = (values > rest) | (values.isnan() & (rest < torch.inf))
-        # Documents that score -inf are in the order of their indices, those that were not chosen among them.
+        # Documents that score -inf are ordered by index, together with documents that were not chosen.
         missed = (~chosen).int().argmax(1, keepdim=True).masked_fill(chosen.all(1, keepdim=True), count)
         proven = (sure | ((rest == -torch.inf) & (indices < missed))).sum(1)
     return TwoStage(values, indices, rescored, proven)
 
 
 def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None, bool]:
-    """Queries and weights in the dtype of the region, and whether they are of one query."""
+    """Return queries and weights in the dtype of the autocast region, and whether Q is a single query."""
     if not isinstance(coarse, Quantized):
         raise TypeError(f"{_OP}: coarse: expected a Quantized, got {type(coarse).__name__}")
     if n_candidates is not None:
@@ -152,14 +176,14 @@ def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tens
     check_floats(_OP, "Q", s.Q)
     check_dtype(_OP, "D", dtype)
     Q, like, q_weight = sources.prepare_queries(_OP, s.Q, shape, dtype, s.q_weight)
-    # Queries and documents may lie on two devices: each side is checked beside a stand-in for the other.
-    beside = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
-    topk.check_search_args(_OP, s._replace(Q=beside, D=make_tokens_like(beside, shape), q_mask=None, q_weight=None))
+    # Queries and documents may be on two devices, so each side is checked against a placeholder for the other.
+    other = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
+    topk.check_search_args(_OP, s._replace(Q=other, D=make_tokens_like(other, shape), q_mask=None, q_weight=None))
     check_dense(_OP, Q, like if s.cu_seqlens_d is None else like.unsqueeze(0), s.q_mask, None, q_weight)
     if device.type == "meta" or Q.is_meta:
         raise ValueError(f"{_OP}: {'Q' if Q.is_meta else 'D'}: expected values, got a meta tensor")
     if s.normalize:
-        raise ValueError(f"{_OP}: normalize: expected False beside coarse (normalise what is quantised), got True")
+        raise ValueError(f"{_OP}: normalize: expected False with coarse (normalize tokens before quantizing), got True")
     if coarse.device != Q.device:
         raise ValueError(f"{_OP}: coarse: expected the device of Q, {Q.device}, got {coarse.device}")
     count, expected = _count_documents(coarse, s.cu_seqlens_d), _count_documents(s.D, s.cu_seqlens_d)
@@ -173,7 +197,7 @@ def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tens
 
 
 def _get_metadata(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-    """The shape, dtype and device of documents, a tensor or what a corpus is at a moment."""
+    """Return the shape, dtype and device of documents, which are a tensor or a snapshot of a corpus."""
     if isinstance(D, Tensor):
         check_strided(_OP, "D", D)
         return tuple(D.shape), D.dtype, D.device
@@ -181,11 +205,12 @@ def _get_metadata(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
 
 
 def _count_documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
+    """Return the number of documents."""
     return len(D) if cu_seqlens_d is None else len(cu_seqlens_d) - 1
 
 
 def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs) -> Tensor:
-    """Scores ``[Nq, end - begin]`` of quantised documents."""
+    """Return the scores ``[Nq, end - begin]`` of quantized documents."""
     given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "whole": False}
     if s.cu_seqlens_d is not None:
         given["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
@@ -197,7 +222,10 @@ def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs) 
 
 
 def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor) -> _ScoreIntervals:
-    """Where full scores lie; anywhere, for documents or queries with NaN or infinities."""
+    """Return bounds of the full scores.
+
+    Documents and queries with NaN or infinities have infinite bounds.
+    """
     assert coarse.error is not None and coarse.norm is not None
     lengths = torch.linalg.vector_norm(s.Q.double(), dim=-1)
     if s.q_weight is not None:
@@ -221,25 +249,29 @@ def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor) -> _Sco
 
 
 def _bound_cast_error(norm: Tensor, d: int, dtype: torch.dtype) -> Tensor:
-    """What tokens of at most these L2 norms may be off by in the dtype of a region; inf where one may overflow."""
+    """Return a bound on the L2 error of tokens with at most these norms when cast to `dtype`, or inf on overflow."""
     about = torch.finfo(dtype)
     off = about.eps / 2 * (norm + d**0.5 * about.smallest_normal)
-    return off.masked_fill(~(norm <= about.max), torch.inf)  # NaN, too
+    return off.masked_fill(~(norm <= about.max), torch.inf)  # also for NaN
 
 
 def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
-    """What one side of a product may be off by on a GPU, relative to its norm."""
-    if coarse.query == "int8":  # query rows to a 254th of their largest feature, and |x|_1 <= sqrt(d) |x|_2
+    """Return the relative L2 error of one operand of a product on a GPU."""
+    if coarse.query == "int8":  # query rows are rounded to 1/254 of their largest feature, and |x|_1 <= sqrt(d) |x|_2
         return coarse.d**0.5 / 253
-    if coarse.format == "int8":  # to a 64,516th
+    if coarse.format == "int8":  # query rows are rounded to 1/64,516
         return coarse.d**0.5 / 64_000
     halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 
 
 def _bound_operand_norms(s: SearchArgs, coarse: Quantized) -> Tensor | None:
-    """Bounds on the L2 norms of what documents may be multiplied as, apart from what they count as: of "uint8" numbers
-    and minima, whose sums cancel; of residual codes weights, which a GPU rounds to fp16 beside halves, over that."""
+    """Return bounds on the L2 norms of the multiplied operands of documents, or None if the tokens bound them.
+
+    The operands are larger than the dequantized tokens for "uint8", because numbers and minima cancel in the sum. For
+    residual codes, a GPU rounds the bucket weights to fp16 if queries have half precision. The bound is scaled to cover
+    this rounding.
+    """
     if coarse.codec is not None:
         halves = s.Q.dtype in (torch.float16, torch.bfloat16)
         largest = coarse.codec.weights.abs().amax().double() * (2.0**-9 / (2 * _bound_roundoff(s.Q)) if halves else 0.0)
@@ -248,25 +280,25 @@ def _bound_operand_norms(s: SearchArgs, coarse: Quantized) -> Tensor | None:
         return None
     else:
         each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
-    each = each.nan_to_num(0)  # their scores are NaN
+    each = each.nan_to_num(0)  # NaN: the scores are NaN anyway
     if each.numel() == 1:
         return each.reshape(())
     if s.cu_seqlens_d is not None:
         offsets = s.cu_seqlens_d.to(each.device)
         if 0 in (len(each), len(offsets) - 1):
             return each.new_zeros(len(offsets) - 1)
-        # Documents that share tokens, where offsets descend, share the largest.
+        # Descending offsets make documents share tokens. All documents then use the largest bound.
         ascending = (offsets.diff() >= 0).all()
         return torch.where(ascending, DocumentBounds(offsets, len(each)).reduce_tokens(each, "amax"), each.amax())
     return each.amax(1) if each.shape[1] else each.new_zeros(len(each))
 
 
 def _bound_roundoff(Q: Tensor) -> float:
-    """What one operation of a score may be off by, relative to its terms, with room for other orders of a sum."""
+    """Return the relative error of one operation of a score, with a margin for other orders of a sum."""
     if Q.dtype == torch.float64:
         return 2.0**-51
-    # Of each backend: the setting for all of them raises once a newer one was used.
-    backends: Any = torch.backends  # its stubs lack some
+    # Read for each backend, because the global setting raises after a newer setting was used.
+    backends: Any = torch.backends  # the type stubs are incomplete
     matmul = backends.cuda.matmul, backends.mkldnn.matmul
     if Q.dtype == torch.float32 and any(x.fp32_precision not in ("ieee", "none") for x in matmul):
         return 2.0**-8
@@ -274,25 +306,25 @@ def _bound_roundoff(Q: Tensor) -> float:
 
 
 def _select_possible(rough: _ScoreIntervals, k: int) -> Tensor:
-    """Which documents ``[n, Nd]`` may be among the `k` best."""
+    """Return a mask ``[n, Nd]`` of the documents that may be among the `k` best."""
     if k == 0:
         return torch.zeros_like(rough.upper, dtype=torch.bool)
     return rough.upper >= rough.lower.topk(k, dim=1).values[:, -1:]
 
 
 def _select_best(rough: _ScoreIntervals, n: int) -> Tensor:
-    """The `n` documents ``[n, Nd]`` with the best coarse scores."""
+    """Return a mask ``[n, Nd]`` of the `n` documents with the best coarse scores."""
     chosen = torch.zeros_like(rough.upper, dtype=torch.bool)
     return chosen.scatter_(1, topk.select_first(rough.scores, n)[1], True)
 
 
 def _list_documents(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The documents that are chosen for each query, ascending, -1 after the last; and how many they are."""
+    """Return the chosen documents of each query, ascending and padded with -1, and their number."""
     rescored = chosen.sum(1)
     query, document = chosen.nonzero(as_tuple=True)
     if len(chosen) == 1:
         return document.unsqueeze(0), rescored
-    width = int(rescored.max()) if rescored.numel() else chosen.shape[1]  # none to tell: all have a place
+    width = int(rescored.max()) if rescored.numel() else chosen.shape[1]  # without queries, any width is valid
     before = rescored.cumsum(0) - rescored
     place = torch.arange(len(document), device=document.device) - before[query]
     documents = document.new_full((len(chosen), width), -1)
@@ -301,7 +333,7 @@ def _list_documents(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
-    """Full scores ``[n, K]`` of documents by their index, -1 for none."""
+    """Return the full scores ``[n, K]`` of documents given by index, with -1 for none."""
     D, Q, there = s.D, s.Q, documents >= 0
     at = documents.clamp(min=0)
     if not isinstance(D, Tensor):
@@ -309,7 +341,7 @@ def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
         scores = Q.new_full(documents.shape, -torch.inf, dtype=score_dtype(Q.dtype))
         return _rerank._fill_scores(g, D, documents.cpu(), scores)
     cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
-    if D.device != Q.device or D.dtype != Q.dtype:  # only what is needed comes to the device, and to the region
+    if D.device != Q.device or D.dtype != Q.dtype:  # copy and cast only the documents that are needed
         chosen, inverse = at.to(D.device).unique(return_inverse=True)
         D, cu_seqlens = _gather_documents(D, cu_seqlens, chosen)
         D = D.to(Q.device, Q.dtype)
@@ -326,27 +358,27 @@ def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
 
 
 def _gather_documents(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Some documents of a tensor, ascending."""
+    """Return some documents of a tensor, in ascending order."""
     rows, starts = chosen, None
     if cu_seqlens is not None:
         bounds = cu_seqlens.to(D.device).long()
         rows, starts = make_segment_rows(bounds[chosen], bounds.diff()[chosen])
-    return D.index_select(0, rows), starts  # whole rows: `D[rows]` copies element by element
+    return D.index_select(0, rows), starts  # copies whole rows; `D[rows]` copies element by element
 
 
 def retrieve_two_stage(s: SearchArgs, coarse: Any, n_candidates: Any) -> TwoStage:
-    """`search_two_stage`, of what `retrieve` was given: a tensor of documents or a corpus."""
+    """Run `search_two_stage` on the arguments of `retrieve`: a tensor of documents or a corpus."""
     from .store.corpus import Corpus
 
     if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
-        raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus beside coarse, got {describe_non_tensor(s.D)}")
+        raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus with coarse, got {describe_non_tensor(s.D)}")
     if isinstance(coarse, Corpus):
         raise TypeError(f"{_OP}: coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus")
     if isinstance(s.D, Corpus):
         if s.cu_seqlens_d is not None:
-            raise ValueError(f"{_OP}: cu_seqlens_d: expected None beside a Corpus, got {type(s.cu_seqlens_d).__name__}")
-        if s.D.format is not None:  # `error` is how far `coarse` is from tokens as they were
-            raise TypeError(f"{_OP}: D: expected tokens as they were beside coarse, got a Corpus in {s.D.format}")
-        snapshot = s.D._snapshot  # taken once: others may append meanwhile
+            raise ValueError(f"{_OP}: cu_seqlens_d: expected None with a Corpus, got {type(s.cu_seqlens_d).__name__}")
+        if s.D.format is not None:  # `error` bounds the distance of `coarse` from the original tokens
+            raise TypeError(f"{_OP}: D: expected unquantized tokens with coarse, got a Corpus in {s.D.format}")
+        snapshot = s.D._snapshot  # read once, because another process may append meanwhile
         s = s._replace(D=snapshot, cu_seqlens_d=snapshot.cu_seqlens)
     return search_two_stage(s, coarse, n_candidates)

@@ -1,11 +1,15 @@
 """`read_index`: documents of residual codes from the files of fast-plaid, next-plaid, ColBERTv2 and WARP.
 
-All keep `centroids`, and cutoffs and weights of buckets. The first three keep the length of each document by chunk
-(``doclens.N.json``), and codes and residuals, by chunk (``N.codes``, ``N.residuals``) or, as fast-plaid since 1.7, of
-all chunks in one file whose last rows are padding. fast-plaid and next-plaid write ``.npy`` files, ColBERT ``.pt``.
-WARP keeps tokens centroid by centroid: ``sizes.compacted`` says how many each has, ``codes.compacted`` the document of
-each token, ``residuals.repacked.compacted`` its buckets. Nothing that a file says is believed: whatever does not fit
-the rest is an error that names it.
+All four libraries store `centroids`, and cutoffs and weights of buckets. fast-plaid and next-plaid write ``.npy``
+files. ColBERT writes ``.pt`` files.
+
+- The first three store the length of each document by chunk (``doclens.N.json``). They also store codes and residuals,
+  by chunk (``N.codes``, ``N.residuals``). Since version 1.7, fast-plaid stores the codes of all chunks in one file
+  whose last rows are padding.
+- WARP stores tokens by centroid. ``sizes.compacted`` has the number of tokens of each centroid, ``codes.compacted`` the
+  document of each token, and ``residuals.repacked.compacted`` its buckets.
+
+The reader validates all files against each other. A value that does not fit is an error that names its file.
 """
 
 from __future__ import annotations
@@ -30,26 +34,26 @@ _OP = "read_index"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _CODES = (torch.int32, torch.int64)
 _NBITS = (1, 2, 4, 8)
-_REPACKED = "residuals.repacked.compacted.pt"  # WARP's alone
+_REPACKED = "residuals.repacked.compacted.pt"  # only WARP writes this file
 
 
 def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Index:
-    """Documents of an index that fast-plaid, next-plaid, ColBERTv2 or WARP wrote; the files say which.
+    """Read the documents of an index that fast-plaid, next-plaid, ColBERTv2 or WARP wrote.
 
-    Their tokens count as the library that wrote them decodes them, to rounding. WARP does not normalise them, and has
-    those of a document in the order of their centroids. Files are read as data alone: pickled objects other than
-    tensors are refused. ``.npy`` files need numpy.
+    The files show which library wrote the index. Tokens decode to the same values as in that library, up to rounding.
+    WARP does not normalize tokens, and orders the tokens of a document by centroid. Files are read as data only:
+    pickled objects other than tensors are rejected. ``.npy`` files need numpy.
 
     Args:
         path: the directory.
-        device: where the documents shall be.
+        device: the device of the documents.
 
     Returns:
-        An `Index`: ``lik_ops.maxsim(Q, index)``, ``lik_ops.retrieve(Q, index, top_k)``, ``index.decode()``.
+        An `Index`, for ``lik_ops.maxsim(Q, index)``, ``lik_ops.retrieve(Q, index, top_k)`` and ``index.decode()``.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or its sizes do not fit the others; the message names it.
+        ValueError: a file is damaged, or its sizes do not fit the other files. The message names it.
 
     Example:
         >>> import tempfile
@@ -62,7 +66,7 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
         torch.Size([2, 100])
     """
     files, device = _IndexFiles(Path(path)), as_device(_OP, device)
-    with torch.device("cpu"):  # whatever the default device is
+    with torch.device("cpu"):  # overrides the default device
         found = _read_by_centroid(files) if (files.root / _REPACKED).exists() else _read_by_document(files)
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), found.lengths]).cumsum(0)
     documents = Quantized.of_codes(found.codes.to(device), found.residuals.to(device), found.codec.to(device))
@@ -70,7 +74,7 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
 
 
 class _IndexDocuments(NamedTuple):
-    """Packed documents on the CPU."""
+    """Packed documents of an index on the CPU."""
 
     codec: ResidualCodec
     codes: Tensor
@@ -79,7 +83,7 @@ class _IndexDocuments(NamedTuple):
 
 
 def _read_by_document(files: _IndexFiles) -> _IndexDocuments:
-    """An index whose tokens come document by document."""
+    """Read an index that stores tokens by document."""
     nbits, lengths = files.about()
     codec, total, kind = files.codec(nbits), [int(x.sum()) for x in lengths], files.suffix
     below = len(codec.centroids), "centroids"
@@ -96,7 +100,7 @@ def _read_by_document(files: _IndexFiles) -> _IndexDocuments:
 
 
 def _read_by_centroid(files: _IndexFiles) -> _IndexDocuments:
-    """An index of WARP, whose tokens come centroid by centroid; beside the one that it was made of, or alone."""
+    """Read an index of WARP, which stores tokens by centroid, with or without the index that it was built from."""
     known = None
     if files.metadata.exists():
         nbits, chunks = files.about()
@@ -106,7 +110,8 @@ def _read_by_centroid(files: _IndexFiles) -> _IndexDocuments:
     codec = files.codec(nbits, "big", normalize=False)
     sizes = files.sizes(len(codec.centroids))
     total = int(sizes.sum())
-    # Without lengths, no number of a document is believed that would have most of them empty.
+    # Without known lengths, a document number must be below the number of tokens. Otherwise most documents would be
+    # empty.
     below = total if known is None else len(known), "documents"
     numbers, residuals = files.tokens(("codes.compacted.pt", _REPACKED), codec.width, total, below)
     lengths = torch.bincount(numbers, minlength=0 if known is None else len(known))
@@ -122,7 +127,7 @@ def _join_chunks(chunks: list[Tensor]) -> Tensor:
 
 
 class _IndexFiles:
-    """The files of an index, and of which kind they are."""
+    """The files of an index, and their kind."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.metadata = root, root / "metadata.json"
@@ -131,11 +136,11 @@ class _IndexFiles:
             raise FileNotFoundError(f"{_OP}: path: expected a directory with centroids.npy or centroids.pt, got {root}")
 
     def about(self) -> tuple[int, list[Tensor]]:
-        """Bits of a bucket, and the lengths of documents, by chunk."""
+        """Return the bits of a bucket, and the lengths of documents by chunk."""
         about = _read_json(self.metadata)
         if not isinstance(about, dict):
             raise _make_error(self.metadata, "an object", type(about).__name__)
-        of = about.get("config", about)  # ColBERT's has its settings apart
+        of = about.get("config", about)  # ColBERT stores its settings in a sub-object
         nbits = _read_count(self.metadata, of if isinstance(of, dict) else {}, "nbits")
         if nbits not in _NBITS:
             raise _make_error(self.metadata, "nbits of 1, 2, 4 or 8", nbits)
@@ -147,7 +152,7 @@ class _IndexFiles:
         return nbits, lengths
 
     def nbits(self) -> int:
-        """Bits of a bucket, as weights say."""
+        """Return the bits of a bucket, from the number of weights."""
         file, weights = self._tensor(f"bucket_weights{self.suffix}", _FLOATS)
         nbits = weights.numel().bit_length() - 1
         if nbits not in _NBITS or weights.shape != (2**nbits,):
@@ -155,7 +160,7 @@ class _IndexFiles:
         return nbits
 
     def lengths(self, chunk: int) -> Tensor:
-        """Of the documents of a chunk."""
+        """Return the lengths of the documents of a chunk."""
         file = self.root / f"doclens.{chunk}.json"
         found = _read_json(file)
         if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 2**31 for n in found):
@@ -163,7 +168,10 @@ class _IndexFiles:
         return torch.tensor(found, dtype=torch.int64)
 
     def sizes(self, count: int) -> Tensor:
-        """Tokens of each of so many centroids, whose sum fits 64 bits."""
+        """Return the number of tokens of each of `count` centroids.
+
+        Their sum fits 64 bits.
+        """
         file, sizes = self._tensor("sizes.compacted.pt", _CODES)
         if sizes.shape != (count,):
             raise _make_error(file, f"[{count}], as centroids say", list(sizes.shape))
@@ -172,6 +180,7 @@ class _IndexFiles:
         return sizes.long()
 
     def codec(self, nbits: int, bit_order: BitOrder = "plaid", normalize: bool = True) -> ResidualCodec:
+        """Return the codec of the index."""
         file, centroids = self._tensor(f"centroids{self.suffix}", _FLOATS)
         if centroids.dim() != 2 or centroids.shape[1] < 1:
             raise _make_error(file, "[C, d]", list(centroids.shape))
@@ -192,9 +201,9 @@ class _IndexFiles:
     def tokens(
         self, names: tuple[str, str], width: int, count: int, below: tuple[int, str], padding: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Codes `below` a number of what they are of, and residuals, of so many tokens.
+        """Return the codes and residuals of `count` tokens.
 
-        After these up to `padding` rows may follow.
+        `below` is an upper bound of the codes and its name. Up to `padding` rows may follow the tokens.
         """
         found = []
         for name, dtypes, row in zip(names, (_CODES, (torch.uint8,)), ((), (width,)), strict=True):
@@ -211,7 +220,10 @@ class _IndexFiles:
         return codes.to(torch.int32), residuals
 
     def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], most: int | None = None) -> tuple[Path, Tensor]:
-        """A tensor, of which the first `most` rows are read; `rows` says how many there are."""
+        """Return a file and its tensor, cut to the first `most` rows.
+
+        `rows` is set to the number of all rows.
+        """
         file = self.root / name
         x, rows = (_read_torch(file), None) if file.suffix == ".pt" else _read_numpy(file, most)
         if not _has_rows(x, dtypes):
@@ -222,14 +234,17 @@ class _IndexFiles:
 
 
 def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether it is a tensor of rows in memory, of one of these dtypes."""
+    """Return whether `x` is a dense tensor in CPU memory with at least one axis and one of these dtypes."""
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
         return False
     return x.dtype in dtypes and x.device.type == "cpu" and x.dim() > 0
 
 
 def _read_numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
-    """The first rows of an array, and how many it has. No more memory is taken than the file is long."""
+    """Return the first rows of an array, and the number of its rows.
+
+    Memory is bounded by the size of the file.
+    """
     np = import_extra(_OP, "retrieval", "numpy")
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
@@ -238,21 +253,25 @@ def _read_numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
         if not isinstance(x, np.ndarray) or x.ndim == 0:
             raise ValueError("not an array with rows")
         return torch.from_numpy(np.array(x[:most], dtype=x.dtype.newbyteorder("="), order="C")), len(x)
-    except Exception as error:  # numpy parses what it finds, and whatever that raises says the same
+    except Exception as error:  # numpy may raise any error on a damaged file
         raise ValueError(f"{_OP}: {file}: not a whole .npy file: {error}") from error
 
 
 def _read_torch(file: Path) -> Any:
-    """What `torch.save` wrote, if it is of tensors."""
+    """Return the tensors that `torch.save` wrote.
+
+    Other objects are rejected.
+    """
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch runs what it finds, and whatever that raises says the same
+    except Exception as error:  # torch may raise any error on a damaged file
         raise ValueError(f"{_OP}: {file}: not a whole file of tensors: {error}") from error
 
 
 def _read_json(file: Path) -> Any:
+    """Return the content of a JSON file."""
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
     try:
@@ -262,6 +281,7 @@ def _read_json(file: Path) -> Any:
 
 
 def _read_count(file: Path, content: dict[str, Any], name: str) -> int:
+    """Return the field `name` of a JSON object, which must be a count below 2^31."""
     value = content.get(name)
     if type(value) is not int or not 0 <= value < 2**31:
         raise _make_error(file, f"{name}, a count", value)
@@ -269,4 +289,5 @@ def _read_count(file: Path, content: dict[str, Any], name: str) -> int:
 
 
 def _make_error(file: Path, expected: str, found: Any) -> ValueError:
+    """Return a ValueError that names the file, the expected content and the found content."""
     return ValueError(f"{_OP}: {file}: expected {expected}, got {found}")

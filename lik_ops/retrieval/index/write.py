@@ -1,4 +1,4 @@
-"""`write_index`: documents of residual codes as the files that fast-plaid 1.7 reads."""
+"""`write_index`: documents of residual codes as files that fast-plaid 1.7 reads."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _OP = "write_index"
-_MAX_SAMPLED_TOKENS = 50_000  # tokens that averages are of, about
-_HEADER_BYTES = 192  # bytes of the headers of merged files, whatever the rows
+_MAX_SAMPLED_TOKENS = 50_000  # approximate number of tokens that averages are computed from
+_HEADER_BYTES = 192  # bytes of the headers of merged files, for any number of rows
 
 
 def write_index(path: str | os.PathLike[str], index: Index) -> None:
-    """Documents of residual codes as a directory of fast-plaid 1.7. Needs numpy.
+    """Write documents of residual codes as a directory of fast-plaid 1.7.
 
-    Centroids are written in fp16, buckets in fp32, everything in one chunk. ``metadata.json`` comes last: without it, a
-    write was cut off. What a scale alone says, that a token is zeros or NaN, is in no file.
+    The function needs numpy. It writes centroids in fp16, buckets in fp32, and everything in one chunk.
+    ``metadata.json`` is written last, so a directory without it is incomplete. The scales are not written, so tokens
+    that only their scale marks as zeros or NaN are lost.
 
     Args:
-        path: a directory that is empty or not there yet.
-        index: documents of residual codes, whose codec normalises and has cutoffs, on any device.
+        path: a directory that is empty or does not exist yet.
+        index: documents of residual codes on any device. The codec must normalize and have cutoffs.
 
     Raises:
         OSError: an error of the disk, with the path of the file.
-        TypeError: `index` is no `Index`, or of another format.
-        ValueError: the codec has no cutoffs or does not normalise, bounds do not cover the tokens, or the directory has
-            files.
+        TypeError: `index` is not an `Index`, or has another format.
+        ValueError: the codec has no cutoffs or does not normalize, the bounds do not cover the tokens, or the directory
+            is not empty.
 
     Example:
         >>> import tempfile
@@ -80,7 +81,7 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
 
 
 def _check_index(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
-    """The codec, lengths and codes, on the CPU."""
+    """Return the codec, lengths and codes on the CPU, after checking the index."""
     if not isinstance(index, Index):
         raise TypeError(f"{_OP}: index: expected an Index, got {describe_type(index)}")
     documents = index.documents
@@ -88,7 +89,7 @@ def _check_index(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
         raise TypeError(f"{_OP}: index: expected documents of residual codes, got {documents.format}")
     codec, lengths = documents.codec.to("cpu"), index.cu_seqlens.cpu().long().diff()
     if codec.cutoffs is None or not codec.normalize:
-        raise ValueError(f"{_OP}: index: expected a codec with cutoffs that normalises, got {codec}")
+        raise ValueError(f"{_OP}: index: expected a codec with cutoffs that normalizes, got {codec}")
     if bool((lengths < 0).any()) or int(index.cu_seqlens[0]) != 0 or int(lengths.sum()) != len(documents):
         raise ValueError(
             f"{_OP}: index: expected ascending cu_seqlens from 0 to {len(documents)}, got"
@@ -96,12 +97,15 @@ def _check_index(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
         )
     codes = documents.codes.cpu()
     if len(codes) and not 0 <= int(codes.min()) <= int(codes.max()) < len(codec.centroids):
-        raise ValueError(f"{_OP}: index: expected codes of {len(codec.centroids)} centroids, got others")
+        raise ValueError(f"{_OP}: index: expected codes of {len(codec.centroids)} centroids, got codes out of range")
     return codec, lengths, codes
 
 
 def _convert_to_plaid(codec: ResidualCodec, data: Tensor) -> Tensor:
-    """Residuals in the bit order of fast-plaid, in which only those of ``"big"`` are not kept."""
+    """Return residuals in the bit order of fast-plaid.
+
+    Only the bit order ``"big"`` needs a conversion.
+    """
     if codec.bit_order != "big":
         return data
     reverse = reverse_bits(unpack_slots(torch.arange(256, device="cpu"), codec.nbits), codec.nbits)
@@ -110,7 +114,7 @@ def _convert_to_plaid(codec: ResidualCodec, data: Tensor) -> Tensor:
 
 
 def _measure_residuals(codec: ResidualCodec, data: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean size of residuals, by feature, and a norm that a quarter of them exceed, of some tokens."""
+    """Return the mean absolute residual of each feature and the 0.75 quantile of the norms, for some tokens."""
     some = data[:: max(1, len(data) // _MAX_SAMPLED_TOKENS)].cpu()
     if not len(some):
         return some.new_zeros(codec.d, dtype=torch.float32), some.new_zeros(1, dtype=torch.float32)
@@ -119,7 +123,7 @@ def _measure_residuals(codec: ResidualCodec, data: Tensor) -> tuple[Tensor, Tens
 
 
 def _invert_codes(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of each centroid the documents that have it, ascending, one centroid's after the other's; and how many."""
+    """Return the ascending documents of each centroid, concatenated by centroid, and the number for each centroid."""
     documents = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     pairs = (codes.long() * max(len(lengths), 1) + documents).unique()
     owners = pairs // max(len(lengths), 1)
@@ -127,6 +131,7 @@ def _invert_codes(codes: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, T
 
 
 def _save(file: Path, x: Tensor) -> None:
+    """Write a tensor as a ``.npy`` file."""
     npy = import_extra(_OP, "retrieval", "numpy.lib.format")
 
     def write(out: BinaryIO) -> None:
@@ -138,7 +143,7 @@ def _save(file: Path, x: Tensor) -> None:
 
 
 def _save_merged(file: Path, kind: str, x: Tensor, padding: int) -> None:
-    """An array whose header does not hang on the rows, with so many rows of zeros at its end."""
+    """Write an array with a header of fixed size, followed by `padding` rows of zeros."""
     rows = len(x) + padding
     shape = f"({rows},)" if x.dim() == 1 else f"({rows}, {x.shape[1]})"
     about = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(_HEADER_BYTES - 11) + "\n"
@@ -152,15 +157,22 @@ def _save_merged(file: Path, kind: str, x: Tensor, padding: int) -> None:
 
 
 def _write(file: Path, content: Any) -> None:
+    """Write a JSON file."""
     _create(file, lambda out: out.write(json.dumps(content).encode()))
 
 
 def _as_contiguous(x: Tensor) -> Any:
-    """Return a contiguous array of the numbers in `x`. An array cannot have the negative bit."""
+    """Return a contiguous array of the values in `x`.
+
+    The negative bit is resolved, because an array cannot have it.
+    """
     return x.detach().resolve_neg().contiguous().numpy()
 
 
 def _create(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a new file. A link of that name, dangling or not, is an error. Errors of the disk name the file."""
+    """Write a new file.
+
+    An existing file or link of that name is an error. Errors of the disk name the file.
+    """
     with add_path_to_errors(file), open(file, "xb") as out:
         write(out)

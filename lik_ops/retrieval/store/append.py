@@ -1,4 +1,4 @@
-"""What goes into a corpus: the documents of an append as the tensors of a shard, and the shard committed."""
+"""Appending to a corpus: the documents as tensors of a shard, and the commit of the shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,23 @@ Ids: TypeAlias = Sequence[str] | Sequence[int]
 def commit_shard(
     op: str, writer: files.Writer, manifest: Manifest, tensors: dict[str, Tensor], counts: Tensor, ids: bytes | None
 ) -> Manifest:
-    """The manifest with one shard more, once both are on the disk."""
+    """Write one shard and the manifest that contains it.
+
+    Args:
+        op: the name of the function, for error messages.
+        writer: the holder of the lock.
+        manifest: the current manifest.
+        tensors: the tensors of the layout.
+        counts: int64 ``[n]``: the number of tokens of each document.
+        ids: the encoded ids, or None.
+
+    Returns:
+        The new manifest. The shard and the manifest are on the disk.
+
+    Raises:
+        ValueError: ids are missing or unexpected.
+        OSError: an error of the disk.
+    """
     if manifest.shards and manifest.has_ids != (ids is not None):
         expected = f"{len(counts)} of them, as before" if manifest.has_ids else "None, as before"
         raise ValueError(f"{op}: ids: expected {expected}, got {'None' if ids is None else 'some'}")
@@ -41,7 +57,21 @@ def commit_shard(
 
 
 def pack_documents(op: str, layout: StorageLayout, documents: Any, lengths: Any) -> tuple[Tensor | Quantized, Tensor]:
-    """The documents packed on the CPU, and the length of each."""
+    """Return the documents packed on the CPU, and the length of each.
+
+    Args:
+        op: the name of the function, for error messages.
+        layout: the layout of the corpus.
+        documents: a list of ``[L_i, d]``, packed ``[T, d]``, or a packed `Quantized`.
+        lengths: the lengths of packed documents, else None.
+
+    Returns:
+        ``(packed, counts)``: the documents, and int64 ``[n]``.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a size is wrong, or `lengths` is missing or unexpected.
+    """
     if isinstance(documents, Quantized):
         _check_quantized(op, layout, documents)
         counts = _check_lengths(op, lengths, len(documents))
@@ -60,7 +90,7 @@ def pack_documents(op: str, layout: StorageLayout, documents: Any, lengths: Any)
         _check_tokens(op, layout, "documents", documents)
         return documents.detach().cpu().resolve_neg().contiguous(), _check_lengths(op, lengths, documents.shape[0])
     if lengths is not None:
-        raise ValueError(f"{op}: lengths: expected None beside a list of documents")
+        raise ValueError(f"{op}: lengths: expected None with a list of documents")
     if isinstance(documents, Tensor):
         documents = documents.unbind()
     documents = _as_list(op, "documents", "tensors", documents)
@@ -72,7 +102,7 @@ def pack_documents(op: str, layout: StorageLayout, documents: Any, lengths: Any)
 
 
 def _check_lengths(op: str, lengths: Any, tokens: int) -> Tensor:
-    """Those of packed documents."""
+    """Return the lengths of packed documents as int64, after checking their sum."""
     if lengths is None:
         raise ValueError(f"{op}: lengths: expected the length of each document in the packed tensor, got None")
     counts = arguments.as_integers(op, "lengths", lengths)
@@ -85,6 +115,7 @@ def _check_lengths(op: str, lengths: Any, tokens: int) -> Tensor:
 
 
 def _check_tokens(op: str, layout: StorageLayout, name: str, x: Any) -> None:
+    """Raise unless `x` is a tensor of tokens that fits the layout."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name}: expected a Tensor, got {describe_non_tensor(x)}")
     check_strided(op, name, x)
@@ -97,13 +128,14 @@ def _check_tokens(op: str, layout: StorageLayout, name: str, x: Any) -> None:
 
 
 def _check_quantized(op: str, layout: StorageLayout, x: Quantized) -> None:
+    """Raise unless quantized documents fit the layout."""
     if layout.format is None:
         raise TypeError(f"{op}: documents: expected tensors of {layout.dtype}, as in the corpus, got a Quantized")
     if (x.format, x.dtype) != (layout.format, layout.dtype):
         expected = f"{layout.format} of {layout.dtype}"
         raise TypeError(f"{op}: documents: expected {expected}, as in the corpus, got {x.format} of {x.dtype}")
     if layout.codec is not None and not (x.codec is not None and is_same_codec(x.codec, layout.codec.codec)):
-        raise ValueError(f"{op}: documents: expected codes of the codec of the corpus, got those of another")
+        raise ValueError(f"{op}: documents: expected codes of the codec of the corpus, got codes of another codec")
     if x.dim() != 2 or x.d != layout.d:
         raise ValueError(f"{op}: documents: expected packed ones [T, {layout.d}], got {list(x.shape)}")
     if x.device.type == "meta":
@@ -111,7 +143,10 @@ def _check_quantized(op: str, layout: StorageLayout, x: Quantized) -> None:
 
 
 def _as_list(op: str, name: str, of: str, x: Any) -> list:
-    """What an iterable gives, but for strings, which are one thing and not many, and what has no order."""
+    """Return the items of an iterable.
+
+    Strings, mappings and sets raise TypeError.
+    """
     try:
         if not isinstance(x, (str, bytes, Set, Mapping)):
             x = iter(x)
@@ -123,7 +158,20 @@ def _as_list(op: str, name: str, of: str, x: Any) -> list:
 
 
 def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
-    """As shards keep them."""
+    """Return ids in the encoding of shards, which is JSON in UTF-8, or None.
+
+    Args:
+        op: the name of the function, for error messages.
+        ids: a list of str or of int, or None.
+        count: the number of documents.
+
+    Returns:
+        The encoded ids, or None.
+
+    Raises:
+        TypeError: the ids are not all str or all int.
+        ValueError: there are not `count` ids, or an integer is too large.
+    """
     if ids is None:
         return None
     ids = _as_list(op, "ids", "str or int", ids)
@@ -135,7 +183,7 @@ def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
     try:
         return json.dumps(ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except ValueError:
-        # JSON is decimal, and Python neither prints nor reads longer integers.
+        # JSON integers are decimal, and Python neither prints nor reads longer ones.
         largest = short_repr(max((x for x in ids if isinstance(x, int)), key=abs))
         expected = f"integers of at most {sys.get_int_max_str_digits()} digits"
         raise ValueError(f"{op}: ids: expected {expected}, got {largest}") from None

@@ -1,4 +1,4 @@
-"""The codec of a corpus of residual codes: a file of its own, which the manifest names."""
+"""The codec of a corpus of residual codes, stored in its own file, which the manifest names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TENSORS = "centroids", "weights", "cutoffs"
 
 @dataclass(frozen=True)
 class CodecFile:
-    """What the manifest says of a codec, and the directory that it lies in, None before it is written."""
+    """The manifest entry of a codec, and the directory of its file, or None if it is not written yet."""
 
     sha256: str
     bytes: int
@@ -27,7 +27,7 @@ class CodecFile:
 
     @classmethod
     def of(cls, codec: ResidualCodec) -> CodecFile:
-        """A codec that is not written yet."""
+        """Return the entry of a codec that is not written yet."""
         codec = codec.to("cpu")
         text = serialize_codec(codec)
         found = cls(hashlib.sha256(text).hexdigest(), len(text))
@@ -45,10 +45,10 @@ class CodecFile:
 
     @cached_property
     def codec(self) -> ResidualCodec:
-        """Read, on the CPU.
+        """The codec, read to the CPU.
 
         Raises:
-            ValueError: the file is missing, or not what the manifest says; the message has its path.
+            ValueError: the file is missing, or differs from the manifest. The message has its path.
         """
         assert self.path is not None and self.file is not None
         at = self.path / self.file
@@ -65,7 +65,10 @@ class CodecFile:
         return {}
 
     def on(self, device: torch.device) -> ResidualCodec:
-        """The codec on a device, where it stays."""
+        """Return the codec on a device.
+
+        The copy is cached.
+        """
         if device.type == "cpu":
             return self.codec
         found = self._device_copies.get(device)
@@ -74,7 +77,7 @@ class CodecFile:
         return found
 
     def check(self, format: str, d: int) -> None:
-        """Raise ValueError, naming the file, unless the codec is of that format and size."""
+        """Raise ValueError, naming the file, unless the codec has this format and size."""
         if (self.codec.format, self.codec.d) != (format, d):
             assert self.path is not None and self.file is not None
             found = f"{self.codec.format} of d={self.codec.d}"
@@ -82,15 +85,16 @@ class CodecFile:
 
 
 def serialize_codec(codec: ResidualCodec) -> bytes:
-    """The file."""
+    """Return the content of the codec file."""
     save = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").save
     tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in codec.tensors().items()}
-    # A tensor, as the order of metadata in the file is nobody's promise.
+    # Options are stored as tensors, because the order of metadata in the file is not guaranteed.
     options = {"bit_order": codec.bit_order.encode(), "normalize": str(codec.normalize).encode()}
     return save(tensors | {name: torch.frombuffer(bytearray(x), dtype=torch.uint8) for name, x in options.items()})
 
 
 def _deserialize_codec(text: bytes) -> ResidualCodec:
+    """Return the codec that is stored in a file."""
     found: dict[str, Any] = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").load(text)
     bit_order, normalize = (bytes(found[name].tolist()).decode() for name in ("bit_order", "normalize"))
     tensors = {name: found[name] for name in _TENSORS if name in found}
@@ -98,7 +102,7 @@ def _deserialize_codec(text: bytes) -> ResidualCodec:
 
 
 def is_same_codec(a: ResidualCodec, b: ResidualCodec) -> bool:
-    """Whether codes count as the same tokens with either, wherever it is."""
+    """Return whether codes decode to the same tokens with either codec, on any device."""
     if a is b:
         return True
     tensors = [(getattr(a, name).cpu(), getattr(b, name).cpu()) for name in ("centroids", "table")]

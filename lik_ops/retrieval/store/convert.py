@@ -1,4 +1,4 @@
-"""A corpus in fewer bytes: its documents quantised into another one, a shard at a time, on from where that ends."""
+"""Conversion of a corpus: its documents are quantized into another corpus, one shard at a time, and can be resumed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from .snapshot import Snapshot
 
 
 def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot:
-    """Append to the corpus at `path` the documents of `source` that it lacks, in the format of `target`.
+    """Append the documents of `source` that the corpus at `path` lacks, in the format of `target`.
+
+    Args:
+        op: the name of the function, for error messages.
+        source: the corpus to convert.
+        path: the directory of the new corpus.
+        target: the manifest of an empty corpus in the new format.
+
+    Returns:
+        A snapshot of the corpus at `path`.
 
     Raises:
-        RuntimeError: another process, or another thread, is writing there.
-        ValueError: the corpus at `path` does not begin as `source` does, in that format.
+        RuntimeError: another process or thread is writing there.
+        ValueError: the corpus at `path` does not begin with the documents of `source` in that format.
     """
     made = Snapshot(path, Manifest.read(path))
     _check_prefix(op, source, made, target)
@@ -34,7 +43,7 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
             if end <= begin:
                 continue
             lengths, (tokens, *_) = source.lengths[begin:end], source.pieces(begin, end)[0]
-            assert isinstance(tokens, Tensor)  # one shard, which is not quantised
+            assert isinstance(tokens, Tensor)  # one shard of unquantized tokens
             tensors = manifest.layout.encoded(op, tokens, lengths)
             encoded = encode_ids(op, None if ids is None else ids[begin:end], end - begin)
             manifest, begin = commit_shard(op, writer, manifest, tensors, lengths, encoded), end
@@ -42,7 +51,7 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
 
 
 def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest) -> None:
-    """Raise unless what there is of a conversion is one of the first documents of `source`."""
+    """Raise unless `made` is a conversion of the first documents of `source`."""
     if made.manifest.layout != target.layout:
         found = made.manifest.layout
         raise ValueError(f"{op}: path: expected a corpus of {target.layout}, got one of {found} in {made.path}")
@@ -54,7 +63,7 @@ def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest) -
         ids = source.ids
         same = made.ids == (None if ids is None else ids[:count])
     if same and made.lengths.any():
-        # Documents of the same lengths may be others: the first tokens and the last ones are looked at.
+        # Equal lengths do not prove equal documents, so the first and the last document with tokens are compared.
         ends = made.lengths.nonzero().flatten()[[0, -1]]
         same = all(_has_same_codes(source, made, at) for at in ends.tolist())
     if not same:
@@ -62,7 +71,7 @@ def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest) -
 
 
 def _has_same_codes(source: Snapshot, made: Snapshot, index: int) -> bool:
-    """Whether a document is what it is quantised to."""
+    """Return whether a document of `source` has the same codes in `made`."""
     layout = made.manifest.layout
     (tokens,), cu_seqlens = source.pieces(index, index + 1)
     (found,), _ = made.pieces(index, index + 1)

@@ -1,6 +1,6 @@
-"""`Corpus`: packed documents on disk, as safetensors shards and a manifest that names the ones that count.
+"""`Corpus`: packed documents on disk, in safetensors shards that a manifest lists.
 
-What a writer leaves behind when it is killed is not in the manifest, so no reader sees it, and the next one removes it.
+Files that a killed writer leaves behind are not in the manifest. No reader sees them, and the next writer removes them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ _LARGEST_D = 1 << 31
 
 
 class Corpus:
-    """Token embeddings of documents in a directory, appended a shard at a time and read by memory-mapping.
+    """Token embeddings of documents in a directory, appended in shards and read by memory-mapping.
 
-    Made by `Corpus.create` and `Corpus.open`; needs ``safetensors`` and ``numpy``. What was committed, that is, what
-    `append` has returned for, survives a crash of the process or the machine while more is written. One process may
-    append at a time (a lock that ends with its process, on systems that have ``fcntl``); any number may read. Each call
-    sees what had been committed when the corpus was opened, or when `append` returned last; so does each iteration.
+    `Corpus.create` and `Corpus.open` make instances. The class needs ``safetensors`` and ``numpy``. Documents are
+    committed when `append` returns. Committed documents survive a crash of the process or the machine during later
+    writes. One process may append at a time, and any number may read. The lock ends with its process, on systems that
+    have ``fcntl``. Each call and each iteration sees the documents that were committed when the corpus was opened or
+    `append` last returned.
 
-    ``len(corpus)`` is the number of documents, ``corpus[i]`` one of them, ``for document in corpus`` all, one by one.
-    No tensor that a caller gets is memory of the corpus: writing to it changes neither its files nor what is read and
-    scored later.
+    ``len(corpus)`` is the number of documents, ``corpus[i]`` is one document, and ``for document in corpus`` iterates
+    over all of them. Tensors that a caller gets never share memory with the corpus. Writing to them changes neither the
+    files nor later reads and scores.
 
     Attributes:
         path: the directory.
-        d: features of a token.
-        dtype: of the embeddings as they were appended.
-        format: in which they are kept, ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"binary"`` or, by
-            their bits, ``"residual1"`` to ``"residual8"``; None is as they are.
-        scale: what has a scale of its own in that format, each ``"token"`` or each ``"document"``; or None.
+        d: the number of features of a token.
+        dtype: the dtype of the embeddings as they were appended.
+        format: the storage format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"binary"``, or for
+            residual codes ``"residual1"`` to ``"residual8"`` by the number of bits. None stores the embeddings
+            unchanged.
+        scale: whether each ``"token"`` or each ``"document"`` has its own scale in the format, or None.
         lengths: int64 ``[N]``, the number of tokens of each document.
-        cu_seqlens: int64 ``[N + 1]``, where each document begins in all tokens of the corpus, and their number.
+        cu_seqlens: int64 ``[N + 1]``, the first token of each document in the corpus, and the number of all tokens.
 
     Example:
         >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
@@ -66,7 +68,7 @@ class Corpus:
 
     def __init__(self, path: Path, snapshot: Snapshot) -> None:
         self.path = path
-        self._snapshot = snapshot  # replaced as a whole: whoever reads takes it once
+        self._snapshot = snapshot  # replaced as a whole; each reader reads it once
 
     @classmethod
     def create(
@@ -77,21 +79,25 @@ class Corpus:
         format: FormatName | ResidualCodec | None = None,
         scale: Scale = "token",
     ) -> Corpus:
-        """Make an empty corpus in a directory that is empty, or does not exist and is made.
+        """Create an empty corpus in a new or empty directory.
 
         Args:
-            path: the directory.
-            d: features of a token.
-            dtype: of the tokens that are appended, and of the queries.
-            format: keep tokens as `lik_ops.quantize` does, in ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``
-                or ``"binary"``, or as the residual codes of a `ResidualCodec`; None keeps them as they are.
-            scale: of a format, one for each ``"token"`` or each ``"document"``; residual codes have one for each token.
+            path: the directory. It is created if it does not exist.
+            d: the number of features of a token.
+            dtype: the dtype of the tokens that are appended, and of the queries.
+            format: the storage format of `lik_ops.quantize`: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or
+                ``"binary"``. A `ResidualCodec` stores residual codes. None stores tokens unchanged.
+            scale: one scale for each ``"token"`` or each ``"document"`` in a format. Residual codes have one for each
+                token.
+
+        Returns:
+            The empty corpus.
 
         Raises:
             FileExistsError: the directory is not empty.
             ModuleNotFoundError: safetensors or numpy is not installed.
-            TypeError: `dtype` is not float16, bfloat16, float32 or float64, or an argument is of another type.
-            ValueError: `d` is below 1 or not that of the codec, or `format` or `scale` is not one of these.
+            TypeError: `dtype` is not float16, bfloat16, float32 or float64, or an argument has the wrong type.
+            ValueError: `d` is below 1 or differs from the codec, or `format` or `scale` is unknown.
         """
         op = "Corpus.create"
         path, d = _as_path(op, path), arguments.as_index(op, "d", d)
@@ -106,7 +112,7 @@ class Corpus:
         if lock.is_symlink() or not lock.exists():
             files.check_empty(path)
         with files.lock_corpus(path) as writer:
-            writer.remove_leftovers()  # of a call that was killed
+            writer.remove_leftovers()  # from a call that was killed
             files.check_empty(path, writer)
             with writer.writing(0 if manifest.codec is None else None) as (directory, name):
                 if manifest.codec is not None:
@@ -118,14 +124,20 @@ class Corpus:
     def open(cls, path: str | os.PathLike[str], verify: bool = False) -> Corpus:
         """Open the corpus in a directory.
 
-        Shards are checked for their size. Their content is checked on the first read, or here with `verify`, which also
-        compares checksums.
+        Opening checks the size of each shard. The content of a shard is checked on its first read.
+
+        Args:
+            path: the directory.
+            verify: check the content and the checksum of each shard now.
+
+        Returns:
+            The corpus.
 
         Raises:
             FileNotFoundError: there is no corpus.
             ModuleNotFoundError: safetensors or numpy is not installed.
-            TypeError: an argument is of another type.
-            ValueError: the manifest or a shard is truncated, corrupt or missing; the message has its path.
+            TypeError: an argument has the wrong type.
+            ValueError: the manifest or a shard is truncated, corrupt or missing. The message has its path.
         """
         path = _as_path("Corpus.open", path)
         check_flag("Corpus.open", "verify", verify)
@@ -134,37 +146,52 @@ class Corpus:
 
     @property
     def d(self) -> int:
+        """The number of features of a token."""
         return self._snapshot.manifest.d
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the embeddings as they were appended."""
         return self._snapshot.manifest.dtype
 
     @property
     def format(self) -> FormatName | Residual | None:
+        """The storage format, or None if embeddings are stored unchanged."""
         return self._snapshot.manifest.format
 
     @property
     def scale(self) -> Scale | None:
+        """``"token"`` or ``"document"``: each has its own scale in the format.
+
+        None without a format.
+        """
         return self._snapshot.manifest.scale
 
     @property
     def codec(self) -> ResidualCodec | None:
-        """Of residual codes what they are read with, on the CPU: a copy."""
+        """A copy of the codec of residual codes, on the CPU.
+
+        None for other formats.
+        """
         found = self._snapshot.manifest.codec
         return None if found is None else deepcopy(found.codec)
 
     @property
     def lengths(self) -> Tensor:
+        """int64 ``[N]``, the number of tokens of each document, as a copy."""
         return self._snapshot.lengths.clone()
 
     @property
     def cu_seqlens(self) -> Tensor:
+        """int64 ``[N + 1]``, the bounds of the documents in all tokens, as a copy."""
         return self._snapshot.cu_seqlens.clone()
 
     @property
     def ids(self) -> list[str] | list[int] | None:
-        """The id of each document, in a list for the caller; None if they were appended without any."""
+        """A list of the id of each document, as a copy.
+
+        None if documents were appended without ids.
+        """
         ids = self._snapshot.ids
         return None if ids is None else ids.copy()
 
@@ -176,16 +203,21 @@ class Corpus:
         return f"Corpus({str(self.path)!r}, {len(self)} documents, {tokens} tokens, {self._snapshot.manifest.layout})"
 
     def documents(self, begin: int = 0, end: int | None = None) -> tuple[Tensor | Quantized, Tensor]:
-        """The documents ``[begin, end)``, to the last one if `end` is None.
+        """Return the documents ``[begin, end)`` as packed tokens.
+
+        Args:
+            begin: the first document.
+            end: one past the last document. None is the end of the corpus.
 
         Returns:
-            ``(packed, cu_seqlens)``: their tokens ``[T, d]`` on the CPU, a `Quantized` if the corpus has a format, and
-            int64 ``[end - begin + 1]``, where each of them begins in `pack_documents`. A range within one shard is a
-            view of memory mapped for the caller alone, of which pages are read when they are used.
+            ``(packed, cu_seqlens)`` on the CPU: the tokens ``[T, d]``, or a `Quantized` if the corpus has a format, and
+            int64 ``[end - begin + 1]``, the first row of each document in `packed`. A range within one shard is a view
+            of memory that is mapped only for the caller. Its pages are read when they are used.
 
         Raises:
-            TypeError: `begin` or `end` is no integer.
-            ValueError: not ``0 <= begin <= end <= len(corpus)``; or the shard was damaged since it was opened.
+            TypeError: `begin` or `end` is not an integer.
+            ValueError: the range is not ``0 <= begin <= end <= len(corpus)``, or a shard was damaged since it was
+                opened.
         """
         op, snapshot = "Corpus.documents", self._snapshot
         begin = arguments.as_index(op, "begin", begin)
@@ -202,17 +234,20 @@ class Corpus:
     def __getitem__(self, index: slice | Sequence[int] | Tensor) -> list[Tensor]: ...
 
     def __getitem__(self, index: Any) -> Tensor | list[Tensor]:
-        """The tokens ``[L, d]`` of a document, or a list of those of a slice or of several indices.
+        """Return the tokens ``[L, d]`` of a document, or a list of such tensors for a slice or several indices.
 
-        Copies, on the CPU; of a corpus with a format tokens as they count, in its dtype. Indices below 0 count from
-        the end.
+        Tensors are copies on the CPU. A corpus with a format returns dequantized tokens in its dtype. Negative indices
+        count from the end.
 
         Args:
-            index: an integer, a slice, or ``[n]`` integers as a list, tensor or array.
+            index: an integer, a slice, or integers ``[n]`` in a list, tensor or array.
+
+        Returns:
+            A tensor, or a list of tensors.
 
         Raises:
-            IndexError: an index is not that of a document.
-            TypeError: `as_index` is something else.
+            IndexError: there is no document at an index.
+            TypeError: `index` has another type.
 
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
@@ -233,7 +268,7 @@ class Corpus:
         return [snapshot.copy_document(i) for i in chosen]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """What ``corpus[i]`` gives, of each document; no more than one of them is in memory."""
+        """Iterate over the tokens of all documents, with at most one document in memory."""
         snapshot = self._snapshot
         return (snapshot.copy_document(i) for i in range(len(snapshot)))
 
@@ -246,23 +281,26 @@ class Corpus:
         q_weight: Tensor | None = None,
         normalize: bool = False,
     ) -> Tensor:
-        """The `lik_ops.maxsim` scores of queries and documents that are given by their index.
+        """Compute the `lik_ops.maxsim` scores of queries and documents that are given by their index.
 
-        Each document is read once, those of no query never; on a GPU they are there in parts of up to 256 MiB.
-        Differentiable in Q and `q_weight`, for which all parts are kept, unless the corpus has a format.
+        Only the listed documents are read, each of them once. On a GPU they are loaded in parts of up to 256 MiB. The
+        scores are differentiable in Q and `q_weight` unless the corpus has a format. Autograd then keeps all parts.
 
         Args:
             Q: query token embeddings ``[Nq, Lq, d]`` of the corpus's dtype, or ``[Lq, d]`` for one query.
-            indices: integers ``[Nq, K]``, the documents of each query; or ``[K]``, those of all. -1 is no document.
-            q_mask, q_weight, normalize: as in `lik_ops.maxsim`.
+            indices: integers ``[Nq, K]``, the documents of each query, or ``[K]``, the documents of all queries. -1
+                means no document.
+            q_mask: query tokens to keep, as in `lik_ops.maxsim`.
+            q_weight: the weight of each query token, as in `lik_ops.maxsim`.
+            normalize: L2-normalize every token first.
 
         Returns:
-            Scores ``[Nq, K]`` in the order of `indices`, on the device of Q; fp32 (fp64 for fp64). ``-inf`` where the
-            index is -1. A 2-D Q drops the first axis. They have the bits of `lik_ops.retrieve`.
+            Scores ``[Nq, K]`` in the order of `indices`, on the device of Q, in fp32 (fp64 for fp64 inputs). The score
+            of index -1 is ``-inf``. A 2-D Q drops the first axis. The bits are the same as in `lik_ops.retrieve`.
 
         Raises:
             TypeError: a dtype or type is wrong.
-            ValueError: a rank, size or device is wrong, or an index is not that of a document.
+            ValueError: a rank, size or device is wrong, or there is no document at an index.
             NotImplementedError: Q or `q_weight` requires gradients and the corpus has a format.
 
         Example:
@@ -285,21 +323,27 @@ class Corpus:
         q_weight: Tensor | None = None,
         normalize: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The `top_k` best of the documents that a first stage found, by `lik_ops.maxsim`, in the order of `retrieve`.
+        """Return the `top_k` best of the given documents by `lik_ops.maxsim`, in the order of `retrieve`.
 
-        For inference: nothing requires gradients. `score_indices` gives the scores in the order of `indices`.
+        This function is for inference: the scores do not require gradients. `score` returns the scores in the order of
+        `indices`.
 
         Args:
-            Q, q_mask, q_weight, normalize: as in `score_indices`.
-            indices: integers ``[Nq, K]``, the candidates of each query; or ``[K]``, those of all. -1 is no document.
-            top_k: how many to return of each query; None, or more than K, is all of them.
+            Q: query token embeddings, as in `score`.
+            indices: integers ``[Nq, K]``, the candidates of each query, or ``[K]``, the candidates of all queries. -1
+                means no document.
+            top_k: the number of documents to return for each query. None, or a number above K, returns all of them.
+            q_mask: query tokens to keep, as in `lik_ops.maxsim`.
+            q_weight: the weight of each query token, as in `lik_ops.maxsim`.
+            normalize: L2-normalize every token first.
 
         Returns:
-            ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, as `lik_ops.retrieve` returns them, the best first;
-            where the index is -1, ``-inf``, at the end.
+            ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, in the order of `lik_ops.retrieve`. Entries with index
+            -1 have score ``-inf`` and come last.
 
         Raises:
-            TypeError, ValueError: as `score_indices`.
+            TypeError: a dtype or type is wrong.
+            ValueError: a rank, size or device is wrong, or there is no document at an index.
 
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
@@ -318,21 +362,22 @@ class Corpus:
         *,
         lengths: Tensor | Sequence[int] | None = None,
     ) -> None:
-        """Commit documents as one shard: when this returns, they are on the disk.
+        """Commit documents as one shard, which is on the disk when this function returns.
 
         Args:
-            documents: a list of ``[L_i, d]`` tensors of the corpus's dtype, on any device; or all of them packed,
-                ``[T, d]``, with `lengths`. A corpus with a format quantises them, each as `lik_ops.quantize` does on
-                the CPU, or takes a packed `Quantized` of its format, with `lengths`.
-            ids: a string each, or an integer each; in all appends or in none. They are not compared with each other.
-            lengths: integers ``[n]`` that add up to T, where `documents` is packed.
+            documents: a list of ``[L_i, d]`` tensors of the corpus's dtype on any device, or all documents packed
+                ``[T, d]`` with `lengths`. A corpus with a format quantizes each document with `lik_ops.quantize` on the
+                CPU. It also accepts a packed `Quantized` of its format, with `lengths`.
+            ids: one string or one integer for each document. Either all appends have ids or none has. Ids are not
+                checked for duplicates.
+            lengths: integers ``[n]`` that sum to T, if `documents` is packed.
 
         Raises:
-            OSError: of the disk, with a path. Nothing was committed, unless the error came after the new manifest was
-                in its place; opening the corpus shows it.
-            RuntimeError: another process, or another thread, is appending.
+            OSError: an error of the disk, with a path. Nothing was committed, unless the error came after the new
+                manifest was in place. Opening the corpus shows which.
+            RuntimeError: another process or thread is appending.
             TypeError: a dtype or type is wrong.
-            ValueError: a size is wrong, or ids are missing or unexpected; or the corpus is corrupt, see `open`.
+            ValueError: a size is wrong, ids are missing or unexpected, or the corpus is corrupt. See `open`.
         """
         op, before = "Corpus.append", self._snapshot
         layout = before.manifest.layout
@@ -342,7 +387,7 @@ class Corpus:
         with files.lock_corpus(self.path) as writer:
             manifest = Manifest.read(self.path, before.manifest)  # another process may have appended since
             if manifest.layout != layout:
-                raise ValueError(f"{self.path}: expected a corpus of {layout}: it was made anew")
+                raise ValueError(f"{self.path}: expected a corpus of {layout}: it was created again")
             if len(counts):
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, before)
@@ -350,25 +395,28 @@ class Corpus:
     def quantize(
         self, path: str | os.PathLike[str], format: FormatName | ResidualCodec = "int8", scale: Scale = "token"
     ) -> Corpus:
-        """The same documents in fewer bytes, in another directory: a shard is read, quantised and committed at a time.
+        """Convert the corpus to a smaller format in another directory, one shard at a time.
 
-        Called again with the same arguments it goes on where it was killed, or where this corpus ended then; what is
-        complete is opened as it is. Whether `path` has the first documents of this corpus is told by d, dtype, lengths
-        and ids, and by the numbers of the first and the last that has tokens. This corpus does not change.
+        Shards are read, quantized and committed one at a time. A second call with the same arguments continues after an
+        interruption, or adds documents that were appended to this corpus since. A complete conversion is only opened.
+        To decide whether `path` has the first documents of this corpus, the call compares d, dtype, lengths and ids. It
+        also compares the codes of the first and the last document that has tokens. This corpus does not change.
 
         Args:
-            path: a directory that is empty, or does not exist and is made, or has what an earlier call wrote.
-            format, scale: as in `create`; for the dtypes' sizes and what a score may be off by, see `lik_ops.quantize`.
+            path: a directory that is new, is empty, or has the result of an earlier call.
+            format: the storage format, as in `create`. See `lik_ops.quantize` for sizes and errors.
+            scale: ``"token"`` or ``"document"``, as in `create`.
 
         Returns:
             The corpus at `path`.
 
         Raises:
-            FileExistsError: the directory has something else in it.
-            OSError: of the disk, with a path. What was committed stays.
-            RuntimeError: another process, or another thread, is writing there.
-            TypeError: an argument is of another type.
-            ValueError: `format` or `scale` is wrong, this corpus has a format, or that at `path` is no beginning of it.
+            FileExistsError: the directory has other files.
+            OSError: an error of the disk, with a path. Committed shards stay.
+            RuntimeError: another process or thread is writing there.
+            TypeError: an argument has the wrong type.
+            ValueError: `format` or `scale` is wrong, this corpus has a format, or the corpus at `path` is not a
+                conversion of the first documents of this one.
 
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
@@ -381,7 +429,7 @@ class Corpus:
         path = _as_path(op, path)
         check_format(op, format, scale)
         if self.format is not None:
-            raise ValueError(f"{op}: expected a corpus of tokens as they were, got one in {self.format}: {self.path}")
+            raise ValueError(f"{op}: expected a corpus of unquantized tokens, got one in {self.format}: {self.path}")
         target = Manifest.new(op, self.d, self.dtype, format, scale)
         if not (path / MANIFEST).exists():
             Corpus.create(path, self.d, self.dtype, format, scale)
@@ -396,6 +444,10 @@ class Corpus:
 
 
 def _as_path(op: str, path: Any) -> Path:
+    """Return `path` as an absolute path.
+
+    Raise TypeError unless it is a str or `os.PathLike` of str.
+    """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{op}: path: expected a str or os.PathLike, got {type(path).__name__}")
     return Path(path).absolute()  # the working directory may change

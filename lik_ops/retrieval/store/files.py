@@ -1,8 +1,8 @@
-"""The files of a corpus beside its manifest: the shards and the lock; and how all of them reach the disk.
+"""The shards and the lock file of a corpus, and the protocol that writes files to the disk.
 
-A file is written in a directory of the writer's own, flushed to the disk, and then moved up, where it replaces the old
-one at once. The manifest comes last: before it, a new shard does not count. The names that a writer is about to use
-stand in the file of the lock, so that whoever comes after one that was killed knows what to remove, and nothing else.
+A writer creates a file in its own directory, flushes it to the disk, and moves it up, which replaces an old file
+atomically. The manifest is written last, and a new shard is not part of the corpus before that. The lock file contains
+the name that a writer is about to use. If a writer is killed, the next writer removes exactly that file.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .manifest import MANIFEST, Manifest, ShardEntry
 
 LOCK_FILE = "append.lock"
 WRITING_PREFIX = "writing-"
-LENGTHS, IDS = "lengths", "ids"  # tensors of every shard, beside those of its layout; ids are JSON in UTF-8
+LENGTHS, IDS = "lengths", "ids"  # tensors of every shard, in addition to its layout; ids are JSON in UTF-8
 _ENTRY = re.compile(rb"(shard-\d{6,}|codec)-[0-9a-f]{16}\.safetensors\n")
 _TOKEN = slice(-len("0123456789abcdef.safetensors"), -len(".safetensors"))
 _BLOCK_BYTES = 1 << 20
 
-_held_locks: set[int] = set()  # descriptors of locks
+_held_locks: set[int] = set()  # descriptors of lock files
 
 
 def _close_inherited_locks() -> None:
-    """In a forked child, which would keep them from the next writer for as long as it lives."""
+    """Close inherited locks in a forked child, which would block the next writer for the life of the child."""
     for descriptor in _held_locks:
         os.close(descriptor)
     _held_locks.clear()
@@ -51,12 +51,15 @@ def import_safetensors(op: str = "Corpus") -> Any:
 
 
 def has_total(lengths: Tensor, tokens: int) -> bool:
-    """Whether none of int64 `lengths` is below 0 and their sum is `tokens`. Larger ones are no: their sum may wrap."""
+    """Return whether int64 `lengths` are not negative and sum to `tokens`.
+
+    A length above `tokens` returns False without summing, because the sum may wrap.
+    """
     return not bool(((lengths < 0) | (lengths > tokens)).any()) and int(lengths.sum()) == tokens
 
 
 def compute_sha256(path: Path) -> str:
-    """The checksum of a file."""
+    """Return the SHA-256 checksum of a file in hexadecimal."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -65,23 +68,27 @@ def compute_sha256(path: Path) -> str:
 
 
 class Writer:
-    """Who holds the lock of the corpus at `path`; `make_descriptor` is None on systems without locks."""
+    """The holder of the lock of the corpus at `path`.
+
+    `descriptor` is None on systems without locks.
+    """
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
         self.path, self.descriptor = path, descriptor
 
     def remove_leftovers(self) -> None:
-        """Remove what a writer that was killed left behind, if the file of the lock names it."""
+        """Remove the file that a killed writer left behind, if the lock file names one."""
         if self.descriptor is not None and _ENTRY.fullmatch(entry := self._entry()):
             self._remove(entry.decode().strip())
 
     def has_entry(self) -> bool:
+        """Return whether the lock file has content."""
         return self.descriptor is not None and self._entry() != b""
 
     def check_lock_file(self) -> None:
-        """Raise ValueError if the file of the lock has another name and a content that no writer left.
+        """Raise ValueError if the lock file has another hard link and content that no writer wrote.
 
-        Such a hard link may lead to a file of the user, which a note would overwrite.
+        Such a link may lead to a file of the user, which `_note` would overwrite.
         """
         if self.descriptor is None or os.fstat(self.descriptor).st_nlink < 2:
             return
@@ -91,16 +98,25 @@ class Writer:
             )
 
     def _entry(self) -> bytes:
+        """Return the content of the lock file."""
         assert self.descriptor is not None
         return os.pread(self.descriptor, 1 << 10, 0)
 
     @contextmanager
     def writing(self, number: int | None) -> Iterator[tuple[Path, str]]:
-        """A directory to write in, and the name for shard `number`, or, None, for the codec of a new corpus; neither is
-        left behind, but a file that counts."""
+        """Yield a directory to write in and a file name.
+
+        Remove both afterwards, except for a committed file.
+
+        Args:
+            number: the number of the shard, or None for the codec of a new corpus.
+
+        Yields:
+            ``(directory, name)``.
+        """
         self.remove_leftovers()
         token = secrets.token_hex(8)
-        # A name of its own: a reader may still have a shard open that was removed and is written anew.
+        # The name is unique, because a reader may still have a removed shard of this number open.
         name = f"{'codec' if number is None else f'shard-{number:06d}'}-{token}.safetensors"
         directory = self.path / f"{WRITING_PREFIX}{token}"
         try:
@@ -115,12 +131,16 @@ class Writer:
         self._tidy(name)
 
     def _note(self, entry: bytes) -> None:
+        """Write an entry to the lock file."""
         if self.descriptor is not None:
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, entry, 0)
 
     def _remove(self, name: str) -> None:
-        """Remove what the writer of `name` made, but a shard only if there is a manifest, without it."""
+        """Remove the files of the writer of `name`.
+
+        A shard is removed only if there is a manifest that does not list it.
+        """
         with suppress(OSError, ValueError):
             if not (name.startswith("codec") and not (self.path / MANIFEST).exists()):
                 manifest = Manifest.read(self.path)
@@ -131,6 +151,7 @@ class Writer:
         self._tidy(name)
 
     def _tidy(self, name: str) -> None:
+        """Remove the directory of the writer of `name`, and clear the lock file."""
         shutil.rmtree(self.path / f"{WRITING_PREFIX}{name[_TOKEN]}", ignore_errors=True)
         with suppress(OSError):
             self._note(b"")
@@ -138,11 +159,20 @@ class Writer:
 
 @contextmanager
 def lock_corpus(path: Path) -> Iterator[Writer]:
-    """Be the only writer, until the block or the process ends; without ``fcntl`` (Windows), nothing is locked.
+    """Hold the lock of a corpus until the block or the process ends.
+
+    Without ``fcntl`` (Windows), nothing is locked.
+
+    Args:
+        path: the directory of the corpus.
+
+    Yields:
+        The writer that holds the lock.
 
     Raises:
-        RuntimeError: there is another writer.
-        ValueError: the file of the lock is a link, or the same file as one outside the corpus.
+        FileNotFoundError: there is no directory.
+        RuntimeError: another writer holds the lock.
+        ValueError: the lock file is a link, or the same file as one outside the corpus.
     """
     try:
         import fcntl
@@ -164,7 +194,7 @@ def lock_corpus(path: Path) -> Iterator[Writer]:
     finally:
         if descriptor in _held_locks:  # not in a child that was forked meanwhile
             _held_locks.remove(descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked by other means may have it open too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked by other means may also have it open
             os.close(descriptor)
 
 
@@ -174,13 +204,13 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def write_codec(directory: Path, name: str, codec: CodecFile) -> CodecFile:
-    """Write a codec into the parent of `directory`; where it is then."""
+    """Write a codec into the parent of `directory`, and return its entry with the path."""
     publish_file(directory, name, lambda at: at.write_bytes(serialize_codec(codec.codec)))
     return CodecFile(codec.sha256, codec.bytes, name, directory.parent)
 
 
 def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> ShardEntry:
-    """Write a shard into the parent of `directory`, and describe what can be read back."""
+    """Write a shard into the parent of `directory`, and return its manifest entry."""
     written = []
 
     def save(temporary: Path) -> None:
@@ -192,7 +222,10 @@ def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> Shard
 
 
 def check_empty(path: Path, writer: Writer | None = None) -> None:
-    """Nothing is in the directory, or, for who holds the lock, its file alone, which nobody has written to."""
+    """Raise FileExistsError unless the directory is empty.
+
+    The holder of the lock may have an empty lock file in it.
+    """
     op = "Corpus.create: path"
     if (path / MANIFEST).exists():
         raise FileExistsError(f"{op}: expected no corpus there, found {path / MANIFEST}")

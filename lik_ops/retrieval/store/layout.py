@@ -1,4 +1,4 @@
-"""What a corpus keeps of its documents: their tokens as they are, or in a format of `lik_ops.quantize`."""
+"""The storage layout of a corpus: tokens in their own dtype, or in a format of `lik_ops.quantize`."""
 
 from __future__ import annotations
 
@@ -24,26 +24,33 @@ _SCALES = ("scale", "minimum")
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of a shard, with a row for each token or for each document."""
+    """A tensor of a shard, with one row for each token or for each document."""
 
     of_tokens: bool
-    sizes: tuple[int, ...]  # of a row
+    sizes: tuple[int, ...]  # the shape of a row
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Of a row."""
+        """The bytes of a row."""
         return prod(self.sizes) * self.dtype.itemsize
 
 
 class EncodedDocuments(NamedTuple):
-    """Packed documents in a format, as shards keep them."""
+    """Packed documents in a quantized format, as shards store them."""
 
     layout: StorageLayout
-    tensors: dict[str, Tensor]  # some of those of the layout
+    tensors: dict[str, Tensor]  # some tensors of the layout
 
     def quantized(self, cu_seqlens: Tensor) -> Quantized:
-        """What operators take, of documents with these bounds. Nothing waits for the device."""
+        """Return the documents as a `Quantized`, without waiting for the device.
+
+        Args:
+            cu_seqlens: the bounds of the documents.
+
+        Returns:
+            The quantized documents, with one scale for each token.
+        """
         layout, found = self.layout, dict[str, Any](self.tensors)
         assert layout.format is not None
         data = found["data"]
@@ -62,7 +69,15 @@ Tokens: TypeAlias = Tensor | EncodedDocuments
 
 
 def join_pieces(pieces: Sequence[Tokens], join: Callable[[list[Tensor]], Tensor]) -> Tokens:
-    """Tokens that come in pieces: `join` makes one tensor of those of all pieces."""
+    """Return tokens that are in several pieces as one.
+
+    Args:
+        pieces: the pieces, all tensors or all encoded.
+        join: concatenates tensors.
+
+    Returns:
+        The joined tokens.
+    """
     first = pieces[0]
     if isinstance(first, Tensor):
         return join([x for x in pieces if isinstance(x, Tensor)])
@@ -71,7 +86,7 @@ def join_pieces(pieces: Sequence[Tokens], join: Callable[[list[Tensor]], Tensor]
 
 
 def as_scorable(tokens: Tokens, dtype: torch.dtype, cu_seqlens: Tensor | None) -> Tensor | Quantized:
-    """What scoring functions take as D beside queries of `dtype`."""
+    """Return tokens in a form that scoring functions accept as D for queries of `dtype`."""
     if isinstance(tokens, Tensor):
         return tokens.to(dtype)
     assert cu_seqlens is not None
@@ -80,13 +95,13 @@ def as_scorable(tokens: Tokens, dtype: torch.dtype, cu_seqlens: Tensor | None) -
 
 @dataclass(frozen=True)
 class StorageLayout:
-    """What is kept of tokens ``[T, d]`` of `dtype`: all of it, or numbers in a format, with scales."""
+    """The stored form of tokens ``[T, d]`` of `dtype`: the tokens, or codes in a format with scales."""
 
     d: int
     dtype: torch.dtype
     format: FormatName | Residual | None = None
     scale: Scale | None = None
-    codec: CodecFile | None = None  # of residual codes
+    codec: CodecFile | None = None  # for residual codes
 
     def __str__(self) -> str:
         kept = "" if self.format is None else f", {self.format} with a scale for each {self.scale}"
@@ -96,7 +111,7 @@ class StorageLayout:
 
     @cached_property
     def scored(self) -> dict[str, TensorSpec]:
-        """The tensors that scores follow from."""
+        """The tensors that scores depend on."""
         if self.format is None:
             return {TOKENS: TensorSpec(True, (self.d,), self.dtype)}
         kept, scale = ALL_FORMATS[self.format], TensorSpec(self.scale == "token", (), torch.float32)
@@ -107,23 +122,31 @@ class StorageLayout:
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors of a shard but its lengths and ids."""
+        """All tensors of a shard except its lengths and ids."""
         each = TensorSpec(False, (), torch.float32)
         return self.scored | ({} if self.format is None else {"error": each, "norm": each})
 
     def nbytes(self, of_tokens: bool) -> int:
-        """Of the tensors that scores follow from, for each token or for each document."""
+        """Return the bytes of the tensors that scores depend on, for each token or for each document."""
         return sum(x.nbytes for x in self.scored.values() if x.of_tokens == of_tokens)
 
     def tokens(self, tensors: dict[str, Tensor]) -> Tokens:
-        """The tokens that lie in these tensors."""
+        """Return the tokens that are stored in these tensors."""
         return tensors[TOKENS] if self.format is None else EncodedDocuments(self, tensors)
 
     def encoded(self, op: str, packed: Tensor | Quantized, lengths: Tensor) -> dict[str, Tensor]:
-        """The tensors of a shard, of packed documents on the CPU: tokens, or in the format of this layout.
+        """Encode packed documents on the CPU as the tensors of a shard.
+
+        Args:
+            op: the name of the function, for error messages.
+            packed: tokens, or documents in the format of this layout.
+            lengths: int64 ``[n]``: the number of tokens of each document.
+
+        Returns:
+            The tensors of the layout.
 
         Raises:
-            ValueError: documents in the format do not share their scales as this layout asks for.
+            ValueError: documents in the format do not have one scale for each document, as this layout requires.
         """
         if isinstance(packed, Tensor):
             if self.format is None:
@@ -136,28 +159,31 @@ class StorageLayout:
         for name, x in zip(_SCALES, packed.stored()[1:3], strict=True):
             if x is not None:
                 found[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
-        # Clones: safetensors writes no two tensors that share memory.
+        # Cloned, because safetensors rejects tensors that share memory.
         found = {name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items() if name != "data"}
         return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **found}
 
     def quantized(self, tokens: Tensor, lengths: Tensor) -> Quantized:
-        """Packed tokens on the CPU in the format of this layout."""
+        """Quantize packed tokens on the CPU to the format of this layout."""
         assert self.format is not None and self.scale is not None
         format: Any = self.format if self.codec is None else self.codec.codec
         return quantize(tokens, format, self.scale, cu_seqlens_d=compute_offsets(lengths))
 
     def _scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
-        """Of scales of all tokens those that are kept: all, or that of each document, any where it has no tokens."""
+        """Return the stored scales, out of the scales of all tokens.
+
+        These are all scales, or one for each document, which is arbitrary for a document without tokens.
+        """
         if self.scale == "token":
             return x
         first = torch.cat([x, x.new_zeros(1)])[compute_offsets(lengths)[:-1]]
         if not torch.equal(first.repeat_interleave(lengths).view(torch.int32), x.contiguous().view(torch.int32)):
-            raise ValueError(f"{op}: documents: expected one scale for each document, got others within one")
+            raise ValueError(f"{op}: documents: expected one scale for each document, got several in one")
         return first
 
 
 def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless a corpus can keep tokens in this format."""
+    """Raise TypeError or ValueError, naming the argument, unless a corpus can store tokens in this format."""
     if isinstance(format, ResidualCodec):
         check_choice(op, "scale", scale, ("token",))
     elif format is not None or not or_none:
@@ -170,5 +196,5 @@ def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> Non
 
 
 def compute_offsets(lengths: Tensor) -> Tensor:
-    """Where each of packed documents begins and the last one ends, of their int64 lengths."""
+    """Return the bounds ``[n + 1]`` of packed documents with these int64 lengths."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

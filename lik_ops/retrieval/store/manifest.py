@@ -1,4 +1,4 @@
-"""The manifest of a corpus: which shards count, and what each of them has to be."""
+"""The manifest of a corpus: the list of committed shards, with the expected size and checksum of each."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ...formats.table import FORMATS, RESIDUAL_FORMATS
 from .codecs import CodecFile
 from .layout import Scale, StorageLayout
 
-FORMAT, VERSION, QUANTIZED_VERSION = "lik_ops.corpus", 1, 2  # the latter of quantised corpora alone
-CODED_VERSION = 3  # of residual codes
+FORMAT, VERSION, QUANTIZED_VERSION = "lik_ops.corpus", 1, 2  # QUANTIZED_VERSION: quantized corpora
+CODED_VERSION = 3  # corpora of residual codes
 MANIFEST = "manifest.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _CODEC = "sha256", "bytes", "file"
-_LARGEST = (1 << 63) - 1  # what a size of a tensor can be
+_LARGEST = (1 << 63) - 1  # the largest size of a tensor
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What the manifest says of a shard."""
+    """The manifest entry of a shard."""
 
     file: str
     bytes: int
@@ -41,19 +41,35 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a corpus consists of."""
+    """The content of a manifest."""
 
     d: int
     dtype: torch.dtype
     has_ids: bool = False
     shards: tuple[ShardEntry, ...] = ()
-    format: Any = None  # the last three of `StorageLayout`
+    format: Any = None  # `format`, `scale` and `codec` as in `StorageLayout`
     scale: Any = None
     codec: CodecFile | None = None
 
     @classmethod
     def new(cls, op: str, d: int, dtype: torch.dtype, format: Any, scale: Scale) -> Manifest:
-        """Of a corpus without shards in a format of `Corpus.create`, whose codec is not written yet."""
+        """Return the manifest of an empty corpus.
+
+        Its codec, if any, is not written yet.
+
+        Args:
+            op: the name of the function, for error messages.
+            d: the number of features of a token.
+            dtype: the dtype of the tokens.
+            format: the format of `Corpus.create`.
+            scale: ``"token"`` or ``"document"``.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            ValueError: the codec has another d.
+        """
         if not isinstance(format, ResidualCodec):
             return cls(d, dtype, format=format, scale=None if format is None else scale)
         if format.d != d:
@@ -62,11 +78,12 @@ class Manifest:
 
     @cached_property
     def layout(self) -> StorageLayout:
+        """The storage layout of the corpus."""
         return StorageLayout(self.d, self.dtype, self.format, self.scale, self.codec)
 
     @cached_property
     def text(self) -> bytes:
-        """The file."""
+        """The content of the manifest file."""
         version, quantized = VERSION, {}
         if self.format is not None:
             about: dict[str, Any] = {"format": self.format, "scale": self.scale}
@@ -89,11 +106,18 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path, known: Manifest | None = None) -> Manifest:
-        """The manifest in the directory `path`, which is `known` if that was written there last.
+        """Read the manifest in the directory `path`.
+
+        Args:
+            path: the directory of the corpus.
+            known: a manifest that is returned if the file still has its content.
+
+        Returns:
+            The manifest.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is truncated or corrupt; the message has its path, and the field that is wrong.
+            FileNotFoundError: there is no manifest.
+            ValueError: the manifest is truncated or corrupt. The message has its path and the wrong field.
         """
         at = path / MANIFEST
         try:
@@ -109,6 +133,7 @@ class Manifest:
 
 
 def _format_canonical(content: dict[str, Any]) -> str:
+    """Return the JSON text that the checksum is computed from."""
     return json.dumps(content, sort_keys=True)
 
 
@@ -117,13 +142,14 @@ def _hash_body(body: str) -> str:
 
 
 def _parse_manifest(content: Any, path: Path) -> Manifest:
+    """Return the manifest of parsed JSON, after checking every field."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"format: expected {FORMAT}")
     if (version := _parse_field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION, CODED_VERSION):
         expected = f"{VERSION}, {QUANTIZED_VERSION} or {CODED_VERSION}"
         raise ValueError(f"version: expected {expected}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
     if content.pop("sha256", None) != _hash_body(_format_canonical(content)):
-        raise ValueError("sha256: its checksum is not that of its content")
+        raise ValueError("sha256: the checksum does not match the content")
     name = _parse_choice(content, "dtype", _DTYPES)
     format, scale, codec = (None, None, None) if version == VERSION else _parse_format(content, version, path)
     shards = tuple(_parse_shard(x, f"shards[{i}]") for i, x in enumerate(_parse_field(content, "shards", list)))
@@ -131,7 +157,7 @@ def _parse_manifest(content: Any, path: Path) -> Manifest:
         raise ValueError("shards: expected files of different names")
     documents, tokens = (sum(getattr(shard, each) for shard in shards) for each in ("documents", "tokens"))
     if _parse_count(content, "documents") != documents:
-        raise ValueError(f"documents: expected those of all shards, {documents}, got {content['documents']}")
+        raise ValueError(f"documents: expected the sum over all shards, {documents}, got {content['documents']}")
     if tokens > _LARGEST:
         raise ValueError("shards: expected fewer than 2^63 tokens")
     d, has_ids = _parse_count(content, "d", least=1), _parse_field(content, "has_ids", bool)
@@ -139,7 +165,7 @@ def _parse_manifest(content: Any, path: Path) -> Manifest:
 
 
 def _parse_format(content: Mapping[str, Any], version: int, path: Path) -> tuple[str, str, CodecFile | None]:
-    """The format, the kind of scale, and the codec of residual codes."""
+    """Return the format, the kind of scale, and the codec of residual codes."""
     found, at = _parse_field(content, "quantized", dict), "quantized"
     format = _parse_choice(found, "format", RESIDUAL_FORMATS if version == CODED_VERSION else FORMATS, at)
     scale = _parse_choice(found, "scale", get_args(Scale) if version == QUANTIZED_VERSION else ("token",), at)

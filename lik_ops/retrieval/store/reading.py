@@ -1,4 +1,4 @@
-"""Shards of a corpus as readers use them: opened on the first read, and mapped into memory while they are in use.
+"""Shards of a corpus as readers see them: opened on the first read, and mapped into memory while in use.
 
 Opening a corpus compares the size of each file with the manifest. Everything else happens on the first read of a shard,
 because a process has a limited number of memory maps (65,530 on Linux by default) and a corpus may have more shards.
@@ -33,24 +33,27 @@ _NAMES = {
     torch.int32: "I32",
     torch.int8: "I8",
     torch.uint8: "U8",
-}  # of dtypes in safetensors files
-_HEADER_BYTES = 8  # that hold the size of the header
+}  # dtype names in safetensors files
+_HEADER_BYTES = 8  # the size of the field that holds the header size
 
-# The shards that are mapped, the oldest one first. Weak, so that the maps of a corpus end with it. There is no lock,
-# which a forked child could inherit while it is held.
+# The mapped shards, oldest first. References are weak, so that the maps of a corpus end with it. There is no lock,
+# because a forked child could inherit it while it is held.
 _mapped_shards: weakref.WeakKeyDictionary[ShardFile, None] = weakref.WeakKeyDictionary()
 
 
 class MappedShard(NamedTuple):
-    """The tensors of a shard in mapped memory. Pages are read when they are used. Writes stay in memory."""
+    """The tensors of a shard in mapped memory.
 
-    tensors: dict[str, Tensor]  # of the layout
-    device: int  # with `inode`: which file is mapped, whatever has its name now
+    Pages are read when they are used. Writes stay in memory.
+    """
+
+    tensors: dict[str, Tensor]  # the tensors of the layout
+    device: int  # with `inode`, identifies the mapped file even if its name belongs to another file
     inode: int
 
 
 class _TensorRegion(NamedTuple):
-    """The place of a tensor in a file."""
+    """The place of a tensor in a file, in bytes."""
 
     begin: int
     end: int
@@ -70,17 +73,20 @@ class ShardFile:
         self.mapped: MappedShard | None = None
 
     def check(self, verify: bool = False) -> None:
-        """Compare the size of the file with the manifest; with `verify`, read the file and check everything."""
+        """Compare the size of the file with the manifest.
+
+        With `verify`, read the file and check everything.
+        """
         with self._add_path_to_errors():
             self._check_size(os.stat(self.at))
             if verify and compute_sha256(Path(self.at)) != self.shard.sha256:
-                raise ValueError("its checksum is not that of the manifest")
+                raise ValueError("its checksum differs from the manifest")
         if verify:
             _ = self.lengths
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 ``[n]``, in memory."""
+        """int64 ``[n]``, the number of tokens of each document, in memory."""
         with torch.inference_mode(False), self._open_checked() as (file, _, regions):
             lengths = _read_tensor(file, regions[LENGTHS])
             if not has_total(lengths, self.shard.tokens):
@@ -88,25 +94,27 @@ class ShardFile:
         return lengths
 
     def read_ids(self) -> bytes:
-        """JSON, in memory."""
+        """Read the ids as JSON."""
         with self._open_checked() as (file, _, regions):
             return _read_tensor(file, regions[IDS]).numpy().tobytes()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the layout, mapped. The size of the file is compared with the manifest each time.
+        """Return the mapped tensors of the layout.
 
-        Without the comparison, a read of a page beyond the end of a truncated file would end the process (SIGBUS). A
-        file that is truncated between the comparison and the read still does.
+        The size of the file is compared with the manifest each time.
+
+        Without the comparison, a read past the end of a truncated file would end the process (SIGBUS). A file that is
+        truncated between the comparison and the read still does.
         """
-        found = self.mapped  # taken once: another thread may drop it
+        found = self.mapped  # read once, because another thread may drop it
         if found is None or not self._is_unchanged(found):
             self.mapped = found = self.map()
             _drop_oldest(self)
         return found.tensors
 
     def map(self) -> MappedShard:
-        """Map the tensors once more, in memory that only the caller has."""
-        # A tensor of `torch.inference_mode` would stay one after the block of the caller.
+        """Map the tensors again, in memory that only the caller has."""
+        # An inference tensor would stay one after the caller leaves `torch.inference_mode`.
         with torch.inference_mode(False), self._open_checked() as (file, about, regions):
             try:
                 storage: Any = torch.UntypedStorage.from_file(get_path(file, self.at), False, self.shard.bytes)
@@ -116,11 +124,14 @@ class ShardFile:
         return MappedShard(tensors, about.st_dev, about.st_ino)
 
     def _is_unchanged(self, mapped: MappedShard) -> bool:
-        """Whether the mapped file is still there and whole; False if its name belongs to another file now."""
+        """Return whether the mapped file is still complete.
+
+        False if its name belongs to another file.
+        """
         try:
             about = os.stat(self.at)
         except FileNotFoundError:
-            return True  # removed, and its memory is still there
+            return True  # the file was removed, and its memory is still mapped
         if (about.st_dev, about.st_ino) != (mapped.device, mapped.inode):
             return False
         with self._add_path_to_errors():
@@ -128,12 +139,13 @@ class ShardFile:
         return True
 
     def _check_size(self, about: os.stat_result) -> None:
+        """Raise ValueError unless the file has the size that the manifest lists."""
         if about.st_size != self.shard.bytes:
             raise ValueError(f"expected {self.shard.bytes} bytes, got {about.st_size}")
 
     @contextmanager
     def _open_checked(self) -> Iterator[tuple[BinaryIO, os.stat_result, dict[str, _TensorRegion]]]:
-        """The file, what the system says about it, and where its tensors are, all of which are checked."""
+        """Yield the file, its status and the places of its tensors, all checked."""
         with self._add_path_to_errors(), open(self.at, "rb") as file:
             about = os.fstat(file.fileno())
             self._check_size(about)
@@ -141,6 +153,7 @@ class ShardFile:
 
     @contextmanager
     def _add_path_to_errors(self) -> Iterator[None]:
+        """Add the path of the shard to errors of the block."""
         try:
             yield
         except FileNotFoundError:
@@ -173,7 +186,10 @@ class ShardFile:
     def _region(
         self, header: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
     ) -> _TensorRegion:
-        """Return the place of a tensor, if the header says what is expected. The data begin at byte `first`."""
+        """Return the place of a tensor, if the header says what is expected.
+
+        The data begin at byte `first`.
+        """
         entry, nbytes = header.get(name), dtype.itemsize
         for n in shape:
             nbytes *= n
@@ -189,7 +205,10 @@ class ShardFile:
 
 
 def _drop_oldest(added: ShardFile) -> None:
-    """Note that a shard is mapped, and drop the oldest maps if there are too many. Tensors keep a map that they use."""
+    """Record that a shard is mapped, and drop the oldest maps if there are too many.
+
+    Tensors keep the map that they use.
+    """
     _mapped_shards[added] = None
     while len(_mapped_shards) > MAX_MAPPED_SHARDS:
         try:
@@ -212,7 +231,10 @@ def _read_tensor(file: BinaryIO, region: _TensorRegion) -> Tensor:
 
 
 def _map_tensor(storage: torch.UntypedStorage, region: _TensorRegion) -> Tensor:
-    """Return a tensor in the memory of a file. It has a storage of its own, so its pickle has nothing else."""
+    """Return a tensor in the memory of a file.
+
+    It has a storage of its own, so its pickle has nothing else.
+    """
     empty = torch.empty(0, dtype=region.dtype, device="cpu")
     if region.begin == region.end:
         return empty.view(region.shape)

@@ -1,4 +1,4 @@
-"""What a reader sees of a corpus: all that had been committed at one moment, whoever appends meanwhile."""
+"""A snapshot of a corpus: all documents that were committed at one moment, even if a writer appends meanwhile."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from .layout import TensorSpec, Tokens, as_scorable, compute_offsets
 from .manifest import Manifest
 from .reading import ShardFile
 
-_MAX_PIECES = 1024  # shards of a range that are read where they are mapped; the rows of more shards are copied
+_MAX_PIECES = 1024  # shards of a range that are read in place; the rows of more shards are copied
 
 
 class Snapshot:
-    """The shards of a manifest. Nothing in it changes, and its tensors are not for callers, who may write."""
+    """The shards of a manifest, which never change.
+
+    Tensors of a snapshot must not be given to callers of the library, because callers may write to them.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, before: Snapshot | None = None, verify: bool = False) -> None:
-        """Of the corpus at `path`. Shards that are in `before` as well are not checked again."""
+        """Open the corpus at `path`.
+
+        Shards that are also in `before` are not checked again.
+        """
         self.path, self.manifest = path, manifest
         if manifest.codec is not None:
             manifest.codec.check(manifest.format, manifest.d)
@@ -42,7 +48,7 @@ class Snapshot:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where the documents of each shard begin, and their number."""
+        """The first document of each shard, and the number of documents."""
         return [0, *accumulate(shard.documents for shard in self.manifest.shards)]
 
     def __len__(self) -> int:
@@ -50,17 +56,17 @@ class Snapshot:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 ``[N]``."""
+        """int64 ``[N]``, the number of tokens of each document."""
         return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(shard.lengths for shard in self.shards)])
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int64 ``[N + 1]``."""
+        """int64 ``[N + 1]``, the bounds of the documents in all tokens."""
         return compute_offsets(self.lengths)
 
     @cached_property
     def ids(self) -> list[str] | list[int] | None:
-        """The id of each document; None if they were appended without any."""
+        """The id of each document, or None if documents were appended without ids."""
         if not self.manifest.has_ids:
             return None
         found: list = []
@@ -69,7 +75,7 @@ class Snapshot:
         return found
 
     def _places(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
-        """Where the documents ``[begin, end)`` lie: in which shard, and its rows, of tokens (True) and of documents."""
+        """Yield each shard of the documents ``[begin, end)`` and its rows, of tokens (True) and documents (False)."""
         for i in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end) if begin < end else 0):
             first, last = self.starts[i : i + 2]
             a, b = max(begin, first), min(end, last)
@@ -77,7 +83,10 @@ class Snapshot:
             yield i, {True: of_tokens, False: slice(a - first, b - first)}
 
     def _copy_rows(self, places: list[tuple[int, dict[bool, slice]]], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
-        """Rows of some tensors of several shards, one shard after the other, in memory. One shard at a time is read."""
+        """Copy rows of some tensors of several shards, in order, to memory.
+
+        One shard at a time is read.
+        """
         rows = {which: sum(at[which].stop - at[which].start for _, at in places) for which in (True, False)}
         found, done = (
             {name: _allocate_empty(kept, rows[kept.of_tokens]) for name, kept in of.items()},
@@ -91,7 +100,15 @@ class Snapshot:
         return found
 
     def pieces(self, begin: int, end: int) -> tuple[list[Tokens], Tensor]:
-        """The tokens of the documents ``[begin, end)``, where shards have them mapped, and their offsets."""
+        """Return the tokens of the documents ``[begin, end)`` as mapped pieces, and their offsets.
+
+        Args:
+            begin: the first document.
+            end: one past the last document.
+
+        Returns:
+            ``(pieces, offsets)``. Offsets are ``[end - begin + 1]`` and begin with 0.
+        """
         layout = self.manifest.layout
         places = list(self._places(begin, end))
         if 0 < len(places) <= _MAX_PIECES:
@@ -101,7 +118,17 @@ class Snapshot:
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
 
     def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
-        """All that is kept of them as one, which is the caller's: mapped anew if it is of one shard, else copied."""
+        """Return the documents ``[begin, end)`` in memory that the caller owns.
+
+        A range within one shard is mapped again. Other ranges are copied.
+
+        Args:
+            begin: the first document.
+            end: one past the last document.
+
+        Returns:
+            ``(packed, cu_seqlens)``: a tensor or a `Quantized`, and the bounds.
+        """
         places, layout = list(self._places(begin, end)), self.manifest.layout
         if len(places) == 1:
             ((i, rows),) = places
@@ -110,24 +137,45 @@ class Snapshot:
             found = self._copy_rows(places, layout.tensors)
         cu_seqlens = self._offsets(begin, end)
         tokens = as_scorable(layout.tokens(found), layout.dtype, cu_seqlens)
-        if isinstance(tokens, Quantized):  # the codec is read for all
+        if isinstance(tokens, Quantized):  # the codec is shared
             tokens = replace(tokens, codec=deepcopy(tokens.codec))
         return tokens, cu_seqlens
 
     def copy_document(self, index: int) -> Tensor:
-        """The tokens ``[L, d]`` of one document as they count, counted from the end if below 0."""
+        """Return the tokens ``[L, d]`` of one document, dequantized.
+
+        A negative index counts from the end.
+
+        Args:
+            index: the index of the document.
+
+        Returns:
+            A copy of the tokens.
+
+        Raises:
+            IndexError: there is no such document.
+        """
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
-            raise IndexError(f"Corpus: index: expected that of one of {len(self)} documents, got {short_repr(index)}")
+            raise IndexError(f"Corpus: index: expected an index of {len(self)} documents, got {short_repr(index)}")
         (tokens,), cu_seqlens = self.pieces(at, at + 1)
         return tokens.clone() if isinstance(tokens, Tensor) else tokens.quantized(cu_seqlens).dequantize()
 
     def gather_documents(self, chosen: Tensor, pinned: bool = False) -> tuple[Tokens, Tensor]:
-        """The tokens of the documents ``chosen [n]``, ascending, behind one another; where each begins ``[n + 1]``."""
+        """Return the tokens of the documents ``chosen [n]``, packed, and their bounds ``[n + 1]``.
+
+        Args:
+            chosen: ascending indices of documents, int64 on the CPU.
+            pinned: allocate pinned memory.
+
+        Returns:
+            ``(tokens, cu_seqlens)``.
+        """
         rows, cu_seqlens = make_segment_rows(self.cu_seqlens[chosen], self.lengths[chosen])
         starts = torch.tensor(self.starts, device="cpu")
         first = torch.searchsorted(chosen, starts)
-        # For tokens and for documents: the chosen rows, where those of each shard begin among them, and in the corpus.
+        # For tokens (True) and documents (False): the chosen rows, the first chosen row of each shard, and the first
+        # row of each shard in the corpus.
         wanted = {True: (rows, cu_seqlens[first], self.cu_seqlens[starts]), False: (chosen, first, starts)}
         scored = self.manifest.layout.scored
         found = {name: _allocate_empty(kept, len(wanted[kept.of_tokens][0]), pinned) for name, kept in scored.items()}
@@ -141,6 +189,7 @@ class Snapshot:
         return self.manifest.layout.tokens(found), cu_seqlens
 
     def _offsets(self, begin: int, end: int) -> Tensor:
+        """Return the bounds of the documents ``[begin, end)``, which begin with 0."""
         return self.cu_seqlens[begin : end + 1] - self.cu_seqlens[begin]
 
 
@@ -149,11 +198,12 @@ def _allocate_empty(kept: TensorSpec, rows: int, pinned: bool = False) -> Tensor
 
 
 def _slice_tensors(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
-    """Rows of some tensors of a shard, as views."""
+    """Return rows of some tensors of a shard as views."""
     return {name: tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
 
 
 def _decode_ids(shard: ShardFile) -> list:
+    """Return the ids of a shard."""
     count, text = shard.shard.documents, shard.read_ids()
     try:
         found = json.loads(text)
@@ -165,5 +215,5 @@ def _decode_ids(shard: ShardFile) -> list:
 
 
 def is_id_list(x: list) -> bool:
-    """Whether they are all strings, or all integers."""
+    """Return whether the items are all strings or all integers."""
     return all(type(each) is str for each in x) or all(type(each) is int for each in x)

@@ -1,21 +1,22 @@
-"""Test-wide settings."""
+"""Settings and fixtures for all tests."""
 
 import os
 import sys
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    # Before torch is imported, here and in processes that tests start: threads beyond the cores wait for each other.
+    # Set before torch is imported, here and in processes that tests start. Threads beyond the cores wait for each
+    # other.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# The compile caches on disk do not know the code below an operator: an old backward could be served.
+# The compile caches on disk do not track the code below an operator, so they could serve an old backward.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-# Tests score random tokens.
+# Tests score random tokens, which have no unit norm.
 os.environ.setdefault("LIK_OPS_NORM_WARNING", "0")
-# Without caches each process would compile trials of every width of vectors, for seven seconds.
+# Without caches each process would compile trials of every vector width, which costs seven seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 for name, examples in (("default", 60), ("quick", 15), ("thorough", 600)):
@@ -31,14 +32,14 @@ settings.load_profile(os.environ.get("LIK_OPS_HYPOTHESIS", "default"))
 
 @pytest.fixture(autouse=True)
 def _nothing_to_replay():
-    """What a test changes of the backend, or watches of its launches, no call of another test may have recorded."""
+    """Clear captured calls, because a test may patch the backend or watch launches."""
     if (replay := sys.modules.get("lik_ops.gpu.runtime.capture")) is not None:
         replay.Calls.forget()
 
 
 @pytest.fixture(autouse=True)
 def _seed_and_poison():
-    """Fixed seeds; and torch.empty filled with NaN, so that an output element that nobody writes is seen."""
+    """Fix the seeds, and fill the results of torch.empty with NaN so that unwritten output elements are detected."""
     torch.manual_seed(0)
     before = torch.utils.deterministic.fill_uninitialized_memory
     enabled = torch.are_deterministic_algorithms_enabled()
@@ -61,7 +62,7 @@ def pytest_addoption(parser):
 
 
 def part_of(names, part):
-    """Of names, those of one of several parts: ``part_of(names, "2/3")`` is every third from the second on."""
+    """Return one of several parts of `names`: ``part_of(names, "2/3")`` is every third name from the second on."""
     number, count = map(int, part.split("/"))
     if not 1 <= number <= count:
         raise ValueError(f"--part: expected 1/{count} to {count}/{count}, got {part}")
@@ -73,11 +74,11 @@ def pytest_collection_modifyitems(config, items):
         chosen = set(part_of((str(item.path) for item in items), part))
         config.hook.pytest_deselected(items=[item for item in items if str(item.path) not in chosen])
         items[:] = [item for item in items if str(item.path) in chosen]
-    items.sort(key=lambda item: "test_interpreter" not in item.nodeid)  # minutes each: none may be the last to begin
+    items.sort(key=lambda item: "test_interpreter" not in item.nodeid)  # minutes each, so they start first
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = {"gpu": (1, "no CUDA or ROCm GPU on this machine"), "two_gpus": (2, "needs two GPUs")}
     for item in items:
         for name, (count, reason) in needed.items():
-            if found < count and item.get_closest_marker(name):  # names of folders are keywords too
+            if found < count and item.get_closest_marker(name):  # folder names are keywords too
                 item.add_marker(pytest.mark.skip(reason=reason))
                 break

@@ -1,4 +1,4 @@
-"""The ways of calls through lik_ops, recorded: what docs/architecture.md shows. ``python -m tests.paths`` writes it."""
+"""Record the function calls of lik_ops for docs/architecture.md, and write the page: ``python -m tests.paths``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INSIDE = str(ROOT / "lik_ops"), str(ROOT / "csrc_triton")
 
 
 class Call:
-    """A function of lik_ops that was called, and those that it called."""
+    """Function of lik_ops that was called, and its callees."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,7 +29,7 @@ class Call:
         return self.name.startswith(("csrc_triton/", "portable/")) and not sizes
 
     def lines(self, depth: int = 0) -> list[str]:
-        """Those that lead to where something is computed, indented: a kernel, or the first function in portable/."""
+        """Return the indented calls that lead to a kernel or to the first function in portable/."""
         below = [] if self.computes else [line for call in self.calls for line in call.lines(depth + 1)]
         if not below and not self.computes:
             return []
@@ -37,7 +37,7 @@ class Call:
 
 
 class Recorder:
-    """What `sys.setprofile` calls."""
+    """Profile function for `sys.setprofile`."""
 
     def __init__(self) -> None:
         self.stack = [Call("")]
@@ -57,7 +57,7 @@ class Recorder:
 
 
 def recorded(call: Callable[[], Any]) -> list[str]:
-    """Of the second call: the first one compiles and finds plans."""
+    """Return the calls of the second run, because the first run compiles and creates plans."""
     call()
     recorder = Recorder()
     sys.setprofile(recorder)
@@ -97,7 +97,7 @@ for name, lines in ways():
 
 
 def blocks() -> dict[str, str]:
-    """What the page shows between its markers, by their names."""
+    """Return the blocks that the page shows between its markers, by name."""
     found = {}
     for backend in ("portable", "triton"):
         environment = {**os.environ, "LIK_OPS_BACKEND": backend, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
@@ -112,7 +112,7 @@ def blocks() -> dict[str, str]:
 
 
 def page() -> str:
-    """docs/architecture.md as it should be."""
+    """Return the expected text of docs/architecture.md."""
     found = blocks()
 
     def block(match: re.Match) -> str:

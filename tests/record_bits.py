@@ -1,4 +1,4 @@
-"""The bits of scores, winners and gradients of every layout: written to a file, or compared with one.
+"""Write the bits of scores, argmax, and gradients of every layout to a file, or compare them with a file.
 
 python -m tests.record_bits before.json
 python -m tests.record_bits --compare before.json
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import lik_ops
 
-# Lq, Ld, d of dense calls; queries and documents of each size.
+# Lq, Ld, d of dense calls, with queries and documents of each size.
 SHAPES = ((1, 1, 1), (32, 45, 24), (7, 130, 64), (33, 16, 128), (150, 70, 40), (5, 3, 320))
 SMALL_SHAPES = ((3, 20, 16),)
 COUNTS = ((1, 9), (3, 4), (17, 2))
@@ -50,7 +50,7 @@ def bounds(g: torch.Generator, count: int, most: int, device: str) -> Tensor:
 
 
 def dense_calls(g: torch.Generator, shape: tuple, counts: tuple, options: dict[str, Any]) -> Iterator:
-    """Names and calls of the dense layouts; each call returns leaves, scores and winners."""
+    """Yield names and calls of the dense layouts. Each call returns leaves, scores, and argmax."""
     (Lq, Ld, d), (Nq, Nd) = shape, counts
     dtype, device = options["dtype"], options["device"]
     weights = torch.float64 if dtype == torch.float64 else torch.float32
@@ -131,7 +131,7 @@ def ragged_calls(g: torch.Generator, shape: tuple, counts: tuple, options: dict[
 
 
 def records(device: str, small: bool) -> Iterator[tuple[str, str]]:
-    """Names of calls, and a digest of what they return and of their gradients."""
+    """Yield names of calls, and a digest of their results and gradients."""
     dtypes = (torch.float32, torch.float16) if small else DTYPES
     grid = ((False,), dtypes, SMALL_SHAPES, COUNTS[1:2]) if small else ((False, True), dtypes, SHAPES, COUNTS)
     for ties, dtype, shape, counts in itertools.product(*grid):

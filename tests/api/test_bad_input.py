@@ -1,4 +1,4 @@
-"""Wrong arguments: each argument of each public function, given what it cannot take, is named by a short error."""
+"""Test that each invalid argument of each public function raises a short error that names the argument."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD = {"H": torch.randn(Nd, Ld, 6), "W": torch.randn(d, 6), "b": torch.randn(d)
 CODED = lik_ops.quantize(D3, lik_ops.ResidualCodec.train(D3, nbits=4, n_centroids=2))
 FLAGS = ("candidates", "q_mask", "d_mask", "q_weight", "normalize", "argmax", "training", "ragged")
 
-# Right calls, between them with every argument of every function.
+# Valid calls. Together they pass every argument of every function.
 CALLS: dict[str, list[dict]] = {
     "maxsim": [SAVE],
     "maxsim_pairs": [{**SAVE, "D": D3[:Nq], "d_mask": MASKS["d_mask"][:Nq]}],
@@ -107,7 +107,7 @@ for twin in ("varlen", "candidates_varlen", "pair_list", "padded"):
 
 
 class Sized:
-    """Has a length that nothing can be made of."""
+    """Sized object whose `__len__` raises."""
 
     def __len__(self) -> int:
         raise RuntimeError("no length")
@@ -149,7 +149,7 @@ def _shape(right):
     return tuple(_tensor(right).shape)
 
 
-# What may be right after all: of any function's argument of that name, or of one function's.
+# Values that are valid after all, keyed by argument name, or by function and argument name.
 FLAG, OPTIONAL = {"bool"}, {"None"}
 ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{name: {"None", "bool tensor"} for name in ("q_mask", "d_mask")},
@@ -193,7 +193,7 @@ CASES = [
 
 
 def test_every_argument_of_every_function_is_in_the_table():
-    # What is wrong with a corpus, a codec or an index is named in tests of their own: test_residual, test_index_files.
+    # Invalid corpora, codecs, and indexes have their own tests: `test_residual` and `test_index_files`.
     elsewhere = {"Corpus", "ResidualCodec", "Index", "read_index", "write_index"}
     functions = {n for n in lik_ops.__all__ if callable(getattr(lik_ops, n))} - elsewhere
     assert functions == {name for name in CALLS if "." not in name}
@@ -208,12 +208,12 @@ def test_the_calls_are_right_but_for_what_is_changed(function):
 
 
 def _complaint(function, right, name, value, is_allowed):
-    """What is wrong with the error that `value` gets, or with there being none."""
+    """Return a description of the problem if `value` raises no error or an unclear one, else None."""
     try:
         _calls(function, right, **{name: value})
     except (TypeError, ValueError) as error:
         message, prefix = str(error), "maxsim: " if function == "MaxSimScorer.forward" else f"{function}: "
-        named = message.startswith(prefix) and (is_allowed or name in message)  # else another may not go with it
+        named = message.startswith(prefix) and (is_allowed or name in message)  # else it may name a conflicting one
         return None if named and len(message) < 300 else f"{type(error).__name__}: {message}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

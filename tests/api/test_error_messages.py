@@ -1,4 +1,4 @@
-"""Errors help: each names the function and the argument, and hints at the call that was probably meant."""
+"""Test that each error names the function and the argument, and suggests the call that was probably intended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODES, RESIDUALS = CODEC.encode(D3)
 LIST = [D3[0], D3[1, :2]]
 SCORER, IDS = lik_ops.MaxSimScorer(pad_id=0), {"Q": CU_Q[:2, None].expand(2, 4), "D": CU_D[:3, None].expand(3, 5)}
 
-# Further right calls of the functions in the table: without optional arguments, of one query, of lists, of codes.
+# More valid calls for the table: without optional arguments, with one query, with lists, and with codes.
 MORE: dict[str, list[dict]] = {
     "maxsim": [{"Q": Q3[0], "D": D3[0]}, {"Q": LIST, "D": D3}, {"Q": Q3, "D": CODED}, {"Q": Q3, "D": D4[:2]}],
     "maxsim_pairs": [{"Q": LIST, "D": D3[:2]}],
@@ -135,7 +135,7 @@ CHANGES = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("function", CALLS)
 def test_every_error_begins_with_the_function(function):
-    """Layouts, ranks, sizes and types of every argument: what is raised is never torch's error or an operator's."""
+    """Invalid layouts, ranks, sizes, and types of every argument never raise an error of torch or of an operator."""
     wrong, prefixes = [], PREFIX.get(function, (f"{function}: ",))
     for number, right in enumerate(CALLS[function]):
         _call(function, right)
@@ -143,7 +143,7 @@ def test_every_error_begins_with_the_function(function):
             try:
                 value = change(_tensor(right[name]))
             except RuntimeError:
-                continue  # torch has no such tensor
+                continue  # The caller does not know the shape of the packed tensor, so the error must not show it.
             try:
                 _call(function, right, **{name: value})
             except (TypeError, ValueError) as error:
@@ -235,7 +235,7 @@ LISTS = {
 
 @pytest.mark.parametrize("function", LISTS)
 def test_lists_of_another_d_are_shown_as_they_came(function):
-    """The shape of what they are packed to is nothing that the caller knows."""
+    """`docs/retrieval.md` allows `top_k=0`."""
     call, more = getattr(lik_ops, function), LISTS[function]
     wide = [torch.randn(3, 9), torch.randn(4, 9)]
     jagged = torch.nested.nested_tensor(wide, layout=torch.jagged)

@@ -1,21 +1,21 @@
-"""What other MaxSim libraries get wrong, or pin in their own tests: each behaviour by name, on every layout.
+"""Test behaviors that other MaxSim libraries get wrong or pin in their own tests, on every layout.
 
-Tests called ``test_defect_*`` hold defects that peers have. Those of serving are in `test_peer_serving`, and as
-``test_pinned_*`` what the peers' own tests ask for. What is held by tests of its own elsewhere:
+Tests named ``test_defect_*`` cover defects of peers. Tests named ``test_pinned_*`` cover requirements of the peers' own
+tests. Both kinds for serving are in `test_peer_serving`. Other test modules cover these behaviors:
 
-| behaviour | held by |
+| behavior | tests |
 | --- | --- |
 | no frozen side costs a buffer or a kernel | `test_portable`, `test_training_cost`: ``test_a_frozen_side_costs_*`` |
-| no size compiles anything anew | `test_launches_gpu`: ``test_no_size_compiles_anything_anew``; `test_compile` |
+| no size triggers another compilation | `test_launches_gpu`: ``test_no_size_compiles_anything_anew``; `test_compile` |
 | calls and steps capture in CUDA graphs | `test_launches_gpu`, `test_stack`: ``*cuda_graph*`` |
 | opcheck of every operator | ``python -m lik_ops.opcheck``, `opcheck/tests` |
 | random configurations of every entry point and dtype | `test_semantics`, `test_ragged`: hypothesis |
-| bad values and kinds of every ragged argument | `test_ragged_fuzz`, `test_checks` |
+| invalid values and types of every ragged argument | `test_ragged_fuzz`, `test_checks` |
 | the last document of a dense tensor beyond 2^31 elements | `test_semantics` |
 
-Peers differ where the contract of docs/semantics.md does: a NaN among kept similarities is NaN here (there -inf), empty
-documents score -inf (there 0 or an error), winners are int64 and -1 for padding (there int32 and 0). Formats of
-documents are looked at in `test_quantized` and `test_residual`.
+Some peers differ from the contract of `docs/semantics.md`. A NaN among kept similarities gives NaN here and -inf there.
+Empty documents score -inf here, and 0 or an error there. Argmax values are int64 and -1 for padding here, int32 and 0
+there. Document formats are tested in `test_quantized` and `test_residual`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def device(request):
 
 
 def entry_points(Q: Tensor, D: Tensor, **options) -> dict[str, Tensor]:
-    """The scores ``[Nq, Nd]`` of dense tokens, through every function that computes them."""
+    """Return the scores ``[Nq, Nd]`` of dense tokens from every function that computes them, by name."""
     (Nq, Lq, d), (Nd, Ld) = Q.shape, D.shape[:2]
     cu_q, cu_d = (torch.arange(n + 1, device=Q.device) * length for n, length in ((Nq, Lq), (Nd, Ld)))
     at = cu_d[:-1].expand(Nq, -1)
@@ -67,7 +67,7 @@ def entry_points(Q: Tensor, D: Tensor, **options) -> dict[str, Tensor]:
 
 
 def test_defect_fp32_is_fp32(device):
-    """Peers err by 1.7e-4 through half precision, and give NaN and 0 for large and small inputs."""
+    """Peers have errors of 1.7e-4 from half precision, and return NaN and 0 for large and small inputs."""
     for scale in (1.0, 1e6, 1e-8):
         Q, D = (
             normalized(torch.randn(n, length, 128, device=device), dim=-1) * scale for n, length in ((2, 9), (3, 70))
@@ -79,7 +79,7 @@ def test_defect_fp32_is_fp32(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_defect_upstream_gradients_of_any_size_survive(dtype, device):
-    """Half-type gradients are the fp32 result rounded once; a peer loses 1e-7 and overflows at 1e5."""
+    """Half-precision gradients are the fp32 result rounded once. A peer loses 1e-7 and overflows at 1e5."""
     Q, D = (torch.randint(-2, 3, shape, device=device).float() for shape in ((2, 9, 16), (3, 20, 16)))
     exact = []
     for x in (Q, D), (Q.to(dtype), D.to(dtype)):
@@ -102,7 +102,7 @@ def test_defect_upstream_gradients_of_any_size_survive(dtype, device):
 
 
 def test_defect_every_entry_point_gives_one_answer(device):
-    """A peer's packed scores are NaN at bf16 tokens of 1e5, its padded ones right."""
+    """A peer's packed scores are NaN for bf16 tokens of 1e5, although its padded scores are correct."""
     for dtype, scale in ((torch.bfloat16, 1e5), (torch.float16, 60.0), (torch.float32, 1.0)):
         Q, D = (torch.randn(n, 11, 32, device=device).mul(scale).to(dtype) for n in (3, 4))
         for normalize in (False, True):
@@ -116,7 +116,7 @@ def test_defect_every_entry_point_gives_one_answer(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_defect_gradients_accumulate_in_fp32(dtype, device):
-    """4096 queries send 1 to one token: half-type sums stop at 2048 or 256."""
+    """4096 queries each add 1 to one token. Half-precision sums stop at 2048 or 256."""
     Q = torch.ones(4096, 1, 16, dtype=dtype, device=device)
     D = torch.ones(1, 1, 16, dtype=dtype, device=device, requires_grad=True)
     for name, scores in entry_points(Q, D).items():
@@ -128,7 +128,7 @@ def test_defect_gradients_accumulate_in_fp32(dtype, device):
 
 
 def test_defect_offsets_beyond_32_bits(device):
-    """The last document of a store beyond 2^31 rows, which lies in no memory: its rows are all one."""
+    """Score the last document of a store beyond 2^31 rows. The store is an expanded row and needs no memory."""
     rows = 2**31 + 50
     store = torch.randn(1, 8, device=device).expand(rows, 8)
     Q = torch.randn(2, 3, 8, device=device)
@@ -164,7 +164,7 @@ def test_defect_the_last_packed_document_beyond_2_31_elements(name):
 
 
 def test_defect_masks_with_holes(device):
-    """An adapter hands a peer the sums of masks for lengths: 9.479 in place of 9.238."""
+    """An adapter passes mask sums to a peer as lengths and gets 9.479 instead of 9.238."""
     Q, D = torch.randn(2, 5, 8, device=device), torch.randn(3, 9, 8, device=device)
     q_mask, d_mask = (torch.arange(n, device=device) % 3 != 1 for n in (5, 9))
     q_mask, d_mask = q_mask.expand(2, -1), d_mask.expand(3, -1)
@@ -178,7 +178,7 @@ def test_defect_masks_with_holes(device):
 
 @pytest.mark.parametrize("Lq", [9, 130])
 def test_defect_query_lengths_hold_at_every_batch_size(Lq, device):
-    """A peer ignores them below 500 pairs, and above 128 tokens: answers change with the batch."""
+    """A peer ignores lengths below 500 pairs and above 128 tokens, so results change with the batch size."""
     Q, D = torch.randn(1, Lq, 8, device=device), torch.randn(600, 5, 8, device=device)
     lengths, one = torch.tensor([4], device=device), torch.full((1, 600), 5, device=device)
     expected = lik_ops.maxsim(Q[:, :4].contiguous(), D)
@@ -199,7 +199,7 @@ def test_defect_masks_do_not_broadcast(device):
 
 
 def test_defect_masks_of_other_dtypes_mean_what_they_say(device):
-    """A peer casts to int8: additive masks are inverted and 256 is masked."""
+    """A peer casts masks to int8, which inverts additive masks and treats 256 as masked."""
     Q, D = torch.randn(2, 5, 8, device=device), torch.randn(3, 9, 8, device=device)
     keep = torch.rand(3, 9, device=device) < 0.5
     expected = lik_ops.maxsim(Q, D, None, keep)
@@ -224,7 +224,7 @@ def test_defect_padding_is_no_floor_of_zero(device):
 
 
 def test_defect_another_d_is_an_error(device):
-    """Peers return garbage."""
+    """Peers return garbage for mismatched feature sizes."""
     Q, D = torch.randn(2, 5, 8, device=device), torch.randn(2, 9, 16, device=device)
     index = torch.zeros(2, 2, dtype=torch.int64, device=device)
     for call in (
@@ -254,12 +254,12 @@ BAD_LENGTHS = {
 
 @pytest.mark.parametrize("bad", BAD_LENGTHS)
 def test_defect_bad_lengths_read_no_neighbours(bad, device):
-    """Peers read neighbours or past buffers; NaN here, and an error that names the entry under `checks`."""
+    """Peers read neighbors or past buffers. Here the score is NaN, and `checks` names the entry in an error."""
     cu_q, cu_d = (torch.tensor(x, device=device) for x in BAD_LENGTHS[bad])
     Q, D = torch.ones(6, 8, device=device), torch.ones(8, 8, device=device)
     scores = lik_ops.maxsim_varlen(Q, D, cu_q, cu_d)
     assert scores.isnan().any() and scores.eq(24).any()
-    # Offsets that do not begin at 0 look like lengths first.
+    # Offsets that do not begin at 0 are reported as probable lengths first.
     is_gap = bad == "not monotonic"
     message = r"cu_seqlens_d: expected offsets from 0 to 8, the rows of D" if is_gap else ASCENDING
     with lik_ops.checks(), pytest.raises(ValueError, match=message):
@@ -286,7 +286,7 @@ def test_defect_pair_ids_dtypes_and_integers_are_errors(device):
 
 
 def test_defect_strided_documents_are_read_where_they_are(device):
-    """A peer is off by 48.9 for tokens that are not contiguous."""
+    """A peer is off by 48.9 for non-contiguous tokens."""
     Q, D = torch.randn(2, 5, 16, device=device), torch.randn(3, 9, 16, device=device)
     wide = torch.randn(9, 3, 32, device=device)
     wide[:, :, ::2] = D.transpose(0, 1)
@@ -296,14 +296,14 @@ def test_defect_strided_documents_are_read_where_they_are(device):
 
 
 def test_defect_a_chunk_below_one_is_an_error(device):
-    """A peer returns (None, None)."""
+    """A peer returns (None, None) for a chunk below one."""
     for chunk in (-1, 0):
         with pytest.raises(ValueError, match="chunk: expected 1 or more"):
             lik_ops.retrieve(torch.randn(2, 3, 8, device=device), torch.randn(4, 5, 8, device=device), 2, chunk=chunk)
 
 
 def test_defect_errors_never_become_results(monkeypatch):
-    """A peer answers with no hits where its kernel failed."""
+    """A peer returns no hits if its kernel fails."""
 
     def fails(*args):
         raise RuntimeError("the kernel failed")
@@ -326,7 +326,7 @@ def test_defect_errors_never_become_results(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0), (0, 0, 0, 0)])
 def test_defect_empty_sizes_work(sizes, device):
-    """Nq, Nd (B, C, K, P), Lq and Ld of 0, forward and backward: peers divide by zero, crash or abort."""
+    """Nq, Nd (B, C, K, P), Lq, or Ld of 0 work in forward and backward. Peers divide by zero, crash, or abort."""
     Nq, Nd, Lq, Ld = sizes
     Q, D = torch.randn(Nq, Lq, 8, device=device), torch.randn(Nd, Ld, 8, device=device)
     Q.requires_grad_(), D.requires_grad_()
@@ -340,7 +340,7 @@ def test_defect_empty_sizes_work(sizes, device):
 
 
 def test_defect_no_winner_is_left_unwritten(device):
-    """A peer writes gradients at garbage rows for d > 512 with query lengths."""
+    """A peer writes gradients to garbage rows for d > 512 with query lengths."""
     Q, D = torch.randn(2, 9, 520, device=device), torch.randn(2, 3, 7, 520, device=device)
     lengths = torch.tensor([4, 0], device=device), torch.tensor([[7, 0, 2]] * 2, device=device)
     _, argmax = lik_ops.maxsim_padded_with_argmax(Q, D, *lengths)
@@ -352,7 +352,7 @@ def test_defect_no_winner_is_left_unwritten(device):
 
 @pytest.mark.parametrize("Lq", [1, 17, 31, 80, 81, 128, 129, 512, 1024])
 def test_defect_any_number_of_query_tokens(Lq, device):
-    """Peers fail at 17 to 31, above 80, at 128 and beyond."""
+    """Peers fail at 17 to 31, above 80, and from 128 query tokens."""
     Q, D = (
         torch.randint(-2, 3, (2, Lq, 8), device=device).float(),
         torch.randint(-2, 3, (3, 19, 8), device=device).float(),
@@ -364,7 +364,7 @@ def test_defect_any_number_of_query_tokens(Lq, device):
 
 @pytest.mark.parametrize("d", [1, 8, 24, 48, 96, 130, 768, 2050])
 def test_defect_any_number_of_features(d, device):
-    """Peers fail to compile at 8, return garbage at 96 and run out of shared memory at 2050."""
+    """Peers fail to compile at 8 features, return garbage at 96, and run out of shared memory at 2050."""
     Q, D = (
         torch.randint(-2, 3, (2, 5, d), device=device).float(),
         torch.randint(-2, 3, (3, 19, d), device=device).float(),
@@ -387,7 +387,7 @@ def test_defect_a_query_of_two_axes_drops_its_own_everywhere(device):
 
 
 def test_defect_gradients_repeat_bit_by_bit(device):
-    """Peers ignore the deterministic flag or add atomically by default."""
+    """Peers ignore the deterministic flag or use atomic additions by default."""
     Q, D = (
         torch.randn(40, 32, 16, device=device, requires_grad=True),
         torch.randn(3, 50, 16, device=device, requires_grad=True),
@@ -396,7 +396,7 @@ def test_defect_gradients_repeat_bit_by_bit(device):
         first, second = (torch.autograd.grad(entry_points(Q, D)[name].sum(), (Q, D)) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), name
     if device == "cuda":
-        torch.use_deterministic_algorithms(True)  # tests/conftest.py sets it back
+        torch.use_deterministic_algorithms(True)  # `tests/conftest.py` resets it
         scores = lik_ops.maxsim_varlen(Q, D, backward="unified")
         with pytest.raises(RuntimeError, match="deterministic"):
             scores.sum().backward()
@@ -404,7 +404,7 @@ def test_defect_gradients_repeat_bit_by_bit(device):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_defect_second_derivatives_raise(normalize, device):
-    """A peer drops the term of D with normalize=True, another returns a gradient without a graph."""
+    """A peer drops the term of D with normalize=True, and another peer returns a gradient without a graph."""
     Q, D = (torch.randn(n, 5, 8, device=device, requires_grad=True) for n in (2, 3))
     for name, scores in entry_points(Q, D, normalize=normalize).items():
         (grad,) = torch.autograd.grad(scores.sum(), Q, create_graph=True)
@@ -425,7 +425,7 @@ def test_defect_forward_mode_raises(device):
 
 @pytest.mark.parametrize("Lq", [16, 17])
 def test_defect_no_winners_are_kept_without_gradients(Lq, monkeypatch):
-    """A peer keeps them at Lq = 16."""
+    """A peer keeps the argmax at Lq = 16."""
     from lik_ops.portable import backend as portable
 
     kept = []
@@ -448,4 +448,4 @@ def test_defect_no_winners_are_kept_without_gradients(Lq, monkeypatch):
     kept.clear()
     with torch.no_grad():
         entry_points(Q, D)
-    assert len(kept) - kept.count(0) == 1  # of maxsim_with_argmax
+    assert len(kept) - kept.count(0) == 1  # the one of `maxsim_with_argmax`

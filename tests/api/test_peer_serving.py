@@ -1,4 +1,4 @@
-"""What other MaxSim libraries get wrong in serving, and what their own tests pin: see `test_peer_behaviours`."""
+"""Test serving behaviors that other MaxSim libraries get wrong or pin in their tests: see `test_peer_behaviours`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw(device, *shapes, dtype=torch.float32):
 
 
 def test_defect_fakes_leave_later_eager_calls_alone():
-    """A peer called under FakeTensorMode breaks its later calls."""
+    """A call under FakeTensorMode breaks later calls of a peer."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     Q, D = draw("cpu", (2, 3, 8), (4, 5, 8))
@@ -60,7 +60,7 @@ def test_defect_importing_makes_no_cuda_context():
 
 
 def test_defect_scores_have_the_same_bits_in_every_batch(device):
-    """Peers switch kernels near 500 pairs."""
+    """Peers switch kernels near 500 pairs, which changes the bits."""
     Q, D = draw(device, (1, 32, 16), (700, 20, 16))
     for name, scores in entry_points(Q, D).items():
         for count in (1, 499, 501):
@@ -91,7 +91,7 @@ def test_defect_ragged_calls_capture_in_a_cuda_graph():
 
 @pytest.mark.parametrize("kind", ["cross", "pairs"])
 def test_defect_varlen_costs_the_sum_of_lengths(kind, monkeypatch):
-    """Peers loop to the longest or its power of two: here a giant among tiny ones, 50 times as much."""
+    """Peers loop to the longest document or the next power of two. One long document would cost 50 times as much."""
     computed = []
     original = packed.run_forward
 
@@ -113,7 +113,7 @@ def test_defect_varlen_costs_the_sum_of_lengths(kind, monkeypatch):
 
 
 def test_defect_no_hidden_copies():
-    """Peers copy bf16 and d = 96 corpora, and strided ones."""
+    """Peers copy bf16 and strided corpora, and corpora with d = 96."""
     wide = torch.randn(400_000, 192).bfloat16()
     Q, D = torch.randn(1, 4, 96).bfloat16(), wide[:, :96]
     cu_d = torch.arange(0, 400_001, 100)
@@ -127,7 +127,7 @@ def test_defect_no_hidden_copies():
         assert peak_bytes(call) < 33 * MiB
 
 
-# What a peer's own tests pin.
+# Behaviors that a peer's own tests pin.
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_pinned_scores_are_fp32_and_within_the_dtype_of_the_reference(dtype, rto
 
 
 def test_pinned_nan_query_tokens_touch_their_query_only(device):
-    """The peer's scores are -inf there; here NaN, as in PyTorch. Backward through NaN stays non-finite."""
+    """The peer's scores are -inf. Here they are NaN, as in PyTorch, and the backward through NaN stays non-finite."""
     Q, D = draw(device, (3, 4, 8), (2, 5, 8))
     Q[1, 2, 3] = NAN
     D.requires_grad_()
@@ -165,7 +165,7 @@ def test_pinned_the_first_of_identical_tokens_wins(device):
     assert lik_ops.maxsim_varlen_with_argmax(Q, D)[1].eq(0).all()
     lengths = torch.tensor([2, 3], device=device), torch.full((2, 1), 70, device=device)
     argmax = lik_ops.maxsim_padded_with_argmax(Q, D[:, None], *lengths)[1]
-    assert argmax.tolist() == [[[0, 0, -1]], [[0, 0, 0]]]  # the peer's padding has winner 0
+    assert argmax.tolist() == [[[0, 0, -1]], [[0, 0, 0]]]  # the peer's argmax is 0 for padding
 
 
 def test_pinned_winners_are_those_of_torch(device):
@@ -196,7 +196,7 @@ def test_pinned_ragged_pairs_from_one_token_to_a_thousand_with_shared_ids(device
 
 @pytest.mark.parametrize("Ld", [1, 16, 17, 32, 33, 48, 64, 65])
 def test_pinned_lengths_about_the_tiles(Ld, device):
-    """With Lq, B and C of 1, and d of 8, 24 and 96."""
+    """Lq, B, and C are 1, and d is 8, 24, and 96."""
     for d in (8, 24, 96):
         Q, D = torch.randint(-2, 3, (1, 1, d), device=device), torch.randint(-2, 3, (1, Ld, d), device=device)
         expected = reference.maxsim(Q.float(), D.float())
@@ -205,7 +205,7 @@ def test_pinned_lengths_about_the_tiles(Ld, device):
 
 
 def test_pinned_no_pairs_give_no_scores(device):
-    """Segments of no token are an error there, -inf here."""
+    """An empty segment raises an error in the peer and scores -inf here."""
     Q, D = draw(device, (2, 3, 8), (4, 5, 8))
     scores = lik_ops.maxsim_pair_list(Q, D, torch.empty(0, 2, dtype=torch.int64, device=device))
     assert scores.shape == (0,) and scores.dtype == torch.float32
@@ -214,7 +214,7 @@ def test_pinned_no_pairs_give_no_scores(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_pinned_gradients_are_those_of_autograd(dtype, device):
-    """Under random upstream gradients; exact zeros under zeros; in the dtype of their input."""
+    """Upstream gradients are random or zero. Zeros give exact zeros, and gradients have the dtype of their input."""
     Q, D = (torch.randint(-2, 3, shape, device=device).to(dtype) for shape in ((3, 7, 16), (4, 33, 16)))
     leaves = [Q.requires_grad_(), D.requires_grad_()]
     upstream = torch.randn(3, 4, device=device)
@@ -231,7 +231,7 @@ def test_pinned_gradients_are_those_of_autograd(dtype, device):
 
 @pytest.mark.parametrize("name", ["maxsim", "maxsim_varlen", "lists"])
 def test_pinned_a_contrastive_loss_falls_as_the_references_does(name, device):
-    """By more than 1.3 times in 50 steps; and 200 steps leave nothing behind."""
+    """The loss falls by a factor above 1.3 in 50 steps, and 200 steps leak no memory."""
     start = [torch.randn(8, length, 16, device=device) for length in (6, 20)]
     labels = torch.arange(8, device=device)
 
@@ -283,7 +283,7 @@ NAMED = [
 
 @pytest.mark.parametrize("name, change, what", NAMED, ids=[what for *_, what in NAMED])
 def test_pinned_errors_name_their_argument(name, change, what, device):
-    """Offsets that leave rows out at either end are an error there; here those rows are nobody's."""
+    """Offsets that omit rows at either end raise an error in the peer. Here these rows belong to no segment."""
     Q, D = draw(device, (6, 8), (9, 8))
     cu, cu_d = torch.tensor([0, 2, 6], device=device), torch.tensor([0, 4, 9], device=device)
     pairs = torch.tensor([[0, 1], [1, 0]], device=device)

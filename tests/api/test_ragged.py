@@ -1,4 +1,4 @@
-"""Packed tokens, candidates of a store, pair lists, padding with lengths: against the reference of each pair alone."""
+"""Test packed, candidate, pair-list, and padded layouts against the reference of each pair alone."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_padded_scores_are_those_of_the_first_tokens(device):
 
 
 def forms(q_lengths, d_lengths, b: Batch) -> dict[str, Tensor]:
-    """The scores of one batch in the ragged forms and dense ones, ``[Nq, Nd]``."""
+    """Return the scores ``[Nq, Nd]`` of one batch in the ragged and dense layouts, by name."""
     Q, D = (
         torch.nn.utils.rnn.pad_sequence(lik_ops.unpack(*x), batch_first=True) for x in ((b.Q, b.cu_q), (b.D, b.cu_d))
     )
@@ -178,7 +178,7 @@ def forms(q_lengths, d_lengths, b: Batch) -> dict[str, Tensor]:
     normalize=st.booleans(),
 )
 def test_packed_padded_masked_and_listed_scores_have_the_same_bits(q_lengths, d_lengths, long, d, dtype, normalize):
-    """And those of the dense call of one pair: on a CPU padding and packing change nothing."""
+    """The dense call of one pair also gives these bits, because padding and packing change nothing on a CPU."""
     d_lengths = [*d_lengths, long] if long else d_lengths
     b = build(q_lengths, d_lengths, "cross", d, dtype, options=False, normalize=normalize, exact=False)
     b.weight = torch.randn(b.Q.shape[0], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -192,7 +192,7 @@ def test_packed_padded_masked_and_listed_scores_have_the_same_bits(q_lengths, d_
 
 
 def test_many_of_each_keep_their_bits():
-    """Several blocks of queries, documents and candidates of a query."""
+    """The call spans several blocks of queries, documents, and candidates of a query."""
     short = [n % 9 for n in range(packed.MIN_OWN_BLOCK_ITEMS + 20)]
     for q_lengths, d_lengths in (((32, 5) * 8, range(1, 140)), ((900, 3), (2000, 1, 30) * 3), ((5, 0, 9), short)):
         b = build(tuple(q_lengths), tuple(d_lengths), "cross", 8, options=False, exact=False)
@@ -208,7 +208,7 @@ def test_many_of_each_keep_their_bits():
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_formulas_at_the_winners(kind, normalize, device):
-    """Candidates and pairs repeat documents and queries: their gradients add up."""
+    """Candidates and pairs repeat documents and queries, and their gradients add up."""
     for dtype in dtypes_of(device):
         for options, backward in ((False, "auto"), (True, "auto"), (True, "unified")):
             b = build(*LENGTHS, kind, 12, dtype, device, options, normalize, exact=False)
@@ -229,7 +229,7 @@ def test_gradients_are_those_of_the_formulas_at_the_winners(kind, normalize, dev
                 score = reference.maxsim_at(Q[None, q], x, won, q_weight=v, normalize=normalize)
                 terms.append(g[index].double() * score.sum())
                 if not won.ge(0).any():
-                    upstream[index] = NAN  # nothing flows, whatever comes
+                    upstream[index] = NAN  # no gradient flows here, whatever the upstream value
             expected = torch.autograd.grad(sum(terms), clean)
             actual = torch.autograd.grad(scores, leaves, upstream)
             for leaf, a, e in zip(leaves, actual, expected, strict=True):
@@ -253,7 +253,7 @@ def test_gradcheck(kind):
 @pytest.mark.parametrize("dtype, normalize", [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_gradients_are_those_of_the_dense_call(kind, dtype, normalize, device):
-    """More tokens, documents and winners than are looked at together."""
+    """The call has more tokens, documents, and argmax values than one block."""
     count, Lq, Ld = 90, 32, 350
     if normalize and device == "cuda":
         pytest.skip("rounding may move a winner: of two kernels, only exact similarities have the same")
@@ -304,7 +304,7 @@ def test_gradients_are_reproducible_and_leave_out_what_has_no_winner():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_zero_where_there_is_nothing_to_meet(kind, device):
-    """No query or no document, beside packed rows that nobody's segments hold."""
+    """Test calls without queries or without documents, and packed rows outside every segment."""
     nothing, some = torch.tensor([2], device=device), torch.tensor([0, 2, 5], device=device)
     for cu_q, cu_d in ((nothing, some), (some, nothing), (nothing, nothing)):
         b = build((5,), (5,), kind, 4, torch.float32, device)
@@ -320,7 +320,7 @@ def test_gradients_are_zero_where_there_is_nothing_to_meet(kind, device):
 
 
 def test_rows_that_no_segment_holds_are_never_read(device):
-    """Packed tensors may hold more than the sequences: what lies between them is nobody's."""
+    """Packed tensors may hold more rows than the sequences. Rows between segments must not be read."""
     Q, D = (torch.full((20, 4), NAN, device=device) for _ in range(2))
     Q[3:8], D[2:6], D[9:12] = (torch.randn(n, 4, device=device) for n in (5, 4, 3))
     Q.requires_grad_(), D.requires_grad_()
@@ -337,7 +337,7 @@ def test_rows_that_no_segment_holds_are_never_read(device):
     assert grad_Q[8:].eq(0).all() and grad_D[6:9].eq(0).all() and grad_D[12:].eq(0).all()
 
 
-# What is not valid.
+# Invalid input.
 
 BIG = 2**31 - 1
 BAD = {
@@ -409,7 +409,7 @@ def test_pairs_of_nothing_are_nan(device):
 
 
 def test_winners_of_another_call_are_not_read(device):
-    """Winners beyond their document, which no forward writes, send nothing."""
+    """Argmax values beyond their document, which no forward writes, contribute no gradient."""
     b = build((2, 3), (4, 2), "cross", 4, torch.float32, device, options=False)
     argmax = torch.tensor([[4, 99, 3, -7, 0], [2, 32767, 1, 0, 5]], device=device, dtype=torch.int16)
     g = torch.ones(2, 2, device=device)
@@ -421,14 +421,14 @@ def test_winners_of_another_call_are_not_read(device):
     torch.testing.assert_close(grad_Q, torch.stack([b.D[0] * 0, b.D[0] * 0, b.D[3] + b.D[5], b.D[4], b.D[0]]))
 
 
-# Where nobody may look, and how much memory it takes.
+# No value decides a launch, and workspace memory is bounded.
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_not_looking_at_values_changes_no_result(kind, monkeypatch):
     for options in (False, True):
         b = build((3, 0, 9, 1), (5, 0, 30, 2), kind, 8, torch.float64, options=options, exact=False)
-        b.cu_q[-1] += 1  # reaches outside
+        b.cu_q[-1] += 1  # points outside the tensor
         scores, argmax = b.call()
         g = torch.randn_like(scores)
         grads = torch.ops.lik.maxsim_ragged_bwd(g, *b.ragged(), argmax, False, False, [True, True, options])
@@ -444,7 +444,7 @@ def test_not_looking_at_values_changes_no_result(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_decides_what_is_launched_elsewhere(kind):
-    """Meta tensors have no values, so whoever asks for one raises."""
+    """Meta tensors have no values, so reading one raises an error."""
     from lik_ops.portable import backend as portable
 
     tensors = RaggedArgs(*(t.to("meta") if isinstance(t, Tensor) else t for t in build(*LENGTHS, kind).ragged()))
@@ -457,7 +457,7 @@ def test_no_value_decides_what_is_launched_elsewhere(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_workspace_is_bounded(kind):
-    """One giant among tiny documents: padding all to the longest would take gigabytes."""
+    """One giant document is batched with tiny ones. Padding all documents to the longest would need gigabytes."""
     d_lengths = (40000, *[3, 9, 0, 30] * 300)
     b = build((32, 1, 300, 8) * 4, d_lengths, kind, 32, torch.bfloat16, exact=False)
     if kind == "pairs":

@@ -1,4 +1,4 @@
-"""The winners of ragged layouts, in the shapes that the public functions give them."""
+"""Test the argmax of ragged layouts in the shapes that the public functions return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad calls of the ragged functions end in errors or in NaN, on every device: see `fuzz_ragged`."""
+"""Test that invalid calls of the ragged functions raise errors or return NaN on every device: see `fuzz_ragged`."""
 
 from __future__ import annotations
 

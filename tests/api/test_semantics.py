@@ -1,4 +1,4 @@
-"""The contract of the scores and winners, on every backend, against the fp64 reference."""
+"""Test the contract of scores and argmax on every backend against the fp64 reference."""
 
 import math
 
@@ -13,7 +13,7 @@ from ..support.common import INTERPRETING, PLACES, Problem, assert_scores, asser
 
 MASKS = ("none", "holes", "prefix", "empty_some", "integer")
 LAYOUTS = ("cross", "candidates", "pairs", "flat_q", "flat_d", "flat")
-# The interpreter runs every program in numpy: few and small ones there.
+# The interpreter runs every program in numpy, so it gets few and small programs.
 LENGTHS = (0, 1, 2, 3, 7, 16, 31, 33, 64, 65, 129) if not INTERPRETING else (0, 1, 3, 17, 33)
 MOST = 5 if not INTERPRETING else 2
 MANY = 700 if not INTERPRETING else 9  # documents
@@ -105,7 +105,7 @@ def test_padding_never_beats_negative_similarities(place, Ld):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_documents_and_queries_that_keep_nothing(place):
-    """No kept document token: -inf whatever the weights. No kept query token: 0, even against an empty document."""
+    """A document without kept tokens scores -inf for any weights. A query without kept tokens always scores 0."""
     Q, D = torch.randn(2, 3, 4, device=place.device), torch.randn(2, 5, 4, device=place.device)
     q_mask = torch.tensor([[True, False, True], [False, False, False]], device=place.device)
     d_mask = torch.tensor([[True] * 5, [False] * 5], device=place.device)
@@ -122,7 +122,7 @@ def test_documents_and_queries_that_keep_nothing(place):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_the_last_token_that_counts_may_lie_anywhere_in_a_long_document(place):
-    """One query, for which kernels look for it before they read; what is left out is NaN."""
+    """With one query, kernels look for the last kept token before they read. Masked tokens are NaN."""
     Q, D = torch.randint(-3, 4, (1, 5, 16)).half(), torch.randint(-3, 4, (7, 1300, 16)).half()
     d_mask = torch.zeros(7, 1300, dtype=torch.bool)
     for document, kept in enumerate(([0], [1299], [511], [512], [3, 700], [*range(0, 1100, 7)])):
@@ -185,7 +185,7 @@ def test_normalize_matches_functional_normalize_at_every_magnitude(place, magnit
 @pytest.mark.parametrize("Ld", [1, 3, 37, 64, 300])
 @pytest.mark.parametrize("Lq", [1, 5, 32, 150])
 def test_bits_do_not_depend_on_the_batch(place, Lq, Ld):
-    """A score has the same bits alone, among others, in another order and as a candidate or a pair."""
+    """A score has the same bits alone, in a batch, in another order, and as a candidate or a pair."""
     for dtype in place.dtypes:
         p = Problem(Nq=5, Nd=9, Lq=Lq, Ld=Ld, d=40, dtype=dtype, values="normal", seed=Lq + Ld)
         x = build(p, place.device)
@@ -201,7 +201,7 @@ def test_bits_do_not_depend_on_the_batch(place, Lq, Ld):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_half_precision_inputs_score_in_fp32(place):
-    """Scores carry fp32 bits: the error beside fp64 on the same half inputs is fp32's, not half's."""
+    """Scores are accumulated in fp32, so the error against fp64 on the same half-precision inputs is an fp32 error."""
     for dtype in set(place.dtypes) - {torch.float64}:
         p = Problem(Nq=4, Nd=3, Lq=32, Ld=LONG, d=128, dtype=dtype, values="normal")
         x = build(p, place.device)

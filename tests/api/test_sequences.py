@@ -1,4 +1,4 @@
-"""Lists of tensors and nested tensors in place of padded ones: packed once, with the scores of what they hold."""
+"""Test lists of tensors and nested tensors in place of padded tensors. They are packed once and score the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def jagged(tensors):
 
 
 def with_holes(tensors):
-    """A jagged tensor whose sequences lie apart, with NaN between them."""
+    """Return a jagged tensor with NaN rows between its sequences."""
     filler = tensors[0].new_full((2, *tensors[0].shape[1:]), float("nan"))
     values = torch.cat([part for x in tensors for part in (x, filler)])
     lengths = torch.tensor([x.shape[0] for x in tensors], device=values.device)
@@ -50,7 +50,7 @@ def padded(tensors):
 
 
 def close(actual, expected, device):
-    """On a CPU the bits are those of padded tokens."""
+    """Assert equal values, bit for bit on a CPU."""
     tolerance = {"rtol": 0, "atol": 0} if device == "cpu" else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(actual, expected, **tolerance, equal_nan=True)
 
@@ -159,7 +159,7 @@ def test_masks_go_with_dense_sides_only(device):
         (lambda: lik_ops.maxsim_pairs(jagged(queries), jagged(queries), q_mask), "q_mask"),
         (lambda: lik_ops.maxsim_pair_list(queries, D, q_mask, q_mask), "q_mask"),
     ):
-        with pytest.raises(ValueError, match=rf"^maxsim\w*: {name}: expected None beside a list or nested tensor"):
+        with pytest.raises(ValueError, match=rf"^maxsim\w*: {name}: expected None with a list or nested tensor"):
             call()
 
 
@@ -288,7 +288,7 @@ def test_bad_sequences_are_named():
         (lambda: lik_ops.maxsim(q, torch.randn(4, 2, 3, d)), ValueError, "maxsim: D: expected [Ld, d] or [Nd, Ld, d]"),
         (lambda: lik_ops.maxsim(q, "text"), TypeError, "maxsim: D: expected a Tensor, got str"),
         (lambda: lik_ops.maxsim(nested.transpose(1, 2), x), ValueError, "maxsim: Q: expected a nested tensor [N, L"),
-        (lambda: lik_ops.maxsim_varlen(q, x, cu), ValueError, "maxsim_varlen: cu_seqlens_q: expected None beside"),
+        (lambda: lik_ops.maxsim_varlen(q, x, cu), ValueError, "maxsim_varlen: cu_seqlens_q: expected None with"),
         (lambda: lik_ops.maxsim_varlen(q, x, None, cu), ValueError, "maxsim_varlen: cu_seqlens_d: expected None"),
         (lambda: lik_ops.maxsim(q, x, q_weight=[t[1:, 0] for t in q]), ValueError, "expected the lengths [3, 1, 0, 7]"),
         (lambda: lik_ops.maxsim(nested, x, q_weight=other), ValueError, "q_weight: expected the offsets of Q, got"),

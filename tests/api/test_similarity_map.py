@@ -1,4 +1,4 @@
-"""All similarities of a query and a document, for pictures."""
+"""Test the similarity map, which holds all similarities of a query and a document."""
 
 from __future__ import annotations
 

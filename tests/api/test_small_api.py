@@ -1,4 +1,4 @@
-"""What others' users ask for by name: scorer methods, the lowest, all scores of a corpus, packing, warming up."""
+"""Test small functions that peers have too: scorer methods, lowest scores, corpus scores, packing, and warmup."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_padding_that_ids_cannot_hold_is_none(device, dtype, pad_id):
 
 
 def sources(D: torch.Tensor):
-    """The same documents as they may come: dense, packed, a list, and on the host."""
+    """Yield the same documents dense, packed, as a list, and on the host."""
     flat, cu = D.flatten(0, 1), torch.arange(len(D) + 1) * D.shape[1]
     yield D, {}
     yield flat, {"cu_seqlens_d": cu}
@@ -103,7 +103,7 @@ def test_all_scores_of_a_corpus_on_disk(tmp_path):
 
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_the_lowest(device, chunk):
-    """NaN first, then empty documents, then from the lowest; equal ones by index: the same of every source."""
+    """NaN comes first, then empty documents, then ascending scores with ties by index, for every source."""
     pytest.importorskip("numpy", reason="arrays are numpy's")
     Q, D = torch.ones(2, 3, 8, device=device), torch.randn(11, 5, 8, device=device)
     D[3], D[7] = D[6], NAN

@@ -1,4 +1,4 @@
-"""What type checkers are told of the public functions: mypy reads this file in ``make lint``, pytest runs it."""
+"""Types of the public functions: mypy reads this file in ``make lint``, and pytest runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend computes: the environment variable, the context manager, and what `info` says of it."""
+"""Test how the environment variable and the context manager select a backend, and how `info` reports it."""
 
 import logging
 import os
@@ -81,7 +81,7 @@ def test_gpu_takes_the_kernels_and_obeys_the_choice():
         assert backends.select_backend(device, torch.bfloat16) is portable
         scores = lik_ops.maxsim(Q, D)
     torch.testing.assert_close(scores, triton_scores, rtol=1e-5, atol=1e-5)
-    scores.sum().backward()  # the portable backward, though it runs on autograd's own thread
+    scores.sum().backward()  # the portable backward, although it runs on the autograd thread
 
 
 def test_info_prints_versions_devices_and_the_choice():

@@ -1,4 +1,4 @@
-"""`lik_ops.checks`: wrong values are errors that name them; without it they give NaN, which other tests hold."""
+"""Test that `lik_ops.checks` turns invalid values into errors that name them. Other tests cover NaN without checks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_context_manager_wins_nests_and_restores(monkeypatch):
 
 
 def arguments(device, dtype, **changes):
-    """What the calls below are made of: lists of integers as tensors."""
+    """Return the tensor arguments for the calls below, with `changes` applied."""
     lists = {"cu_q": CU_Q, "cu_d": CU_D, "at": [[0, 5], [8, 9], [0, 0]], "length": [[2, 4], [1, 0], [9, 3]]}
     lists |= {"pairs": [[0, 0], [2, 3]], "q_lengths": [0, 4], "d_lengths": [[5, 0], [1, 2]], **changes}
     given = {name: torch.tensor(x, device=device, dtype=dtype) for name, x in lists.items()}
@@ -126,7 +126,7 @@ def test_the_first_wrong_entry_is_named_and_without_checks_scores_nan(function, 
 
 LENGTHS_D, LENGTHS_Q = [20] * 6, [8] * 4
 PAIRS = [[0, 0]]
-# Functions of dense queries, packed queries, documents, lengths of the queries and of the documents.
+# Calls with the arguments: dense queries, packed queries, documents, query lengths, document lengths.
 GIVEN_LENGTHS = {
     "varlen": lambda Q, P, D, q, d: lik_ops.maxsim_varlen(Q, D, None, d),
     "varlen of queries": lambda Q, P, D, q, d: lik_ops.maxsim_varlen(P, D[None], q),
@@ -229,7 +229,7 @@ def test_the_operator_and_compiled_code_look_too():
 
 
 def test_samples_of_a_vmap():
-    """What all share is looked at; offsets that are there to keep samples apart are no mistakes."""
+    """Shared arguments are checked, and the offsets that separate vmap samples are not reported as errors."""
     Q, D = torch.randn(2, 5, 8), torch.randn(7, 8)
     cu_q, cu_d, pairs = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 7]), torch.tensor([[0, 1], [1, 0]])
     padded = lik_ops.quantize(torch.randn(3, 4, 8))

@@ -1,4 +1,4 @@
-"""Optional dependencies: an error names the missing package and the extra of lik_ops, before anything is written."""
+"""Test that a missing optional package raises an error with the package and extra, before anything is written."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_error_names_the_package_and_the_extra(missing, index, tmp_path):
         assert re.search(r"onnxscript is not installed: .* pip install '\.\[onnx\]'$", found["onnx_translations"][1])
     assert re.search(r"haystack is not installed: .* pip install '\.\[haystack\]'$", found["haystack"][1])
     for host in ("sentence_transformers", "pylate", "colpali"):
-        if host in found:  # else it is here
+        if host in found:  # otherwise the package is installed
             extra = host.replace("_", "-")
             assert re.search(rf"is not installed: .* pip install '\.\[{extra}\]'$", found[host][1]), found[host]
 
@@ -101,13 +101,13 @@ def test_each_extra_exists():
 
 
 def test_only_the_helper_imports_what_is_optional():
-    """Others would end in a bare "No module named"."""
+    """Other imports would raise a bare "No module named" error."""
     optional = re.compile(r"^\s+(?:import|from) (numpy|safetensors|onnxscript|tqdm|haystack)\b", re.M)
     found = set()
     for path in (ROOT / "lik_ops").rglob("*.py"):
         text = re.sub(r"^if TYPE_CHECKING:\n(?:(?:    .*)?\n)+", "", path.read_text(), flags=re.M)
         found |= {(path.name, name) for name in optional.findall(text)}
-    # An array that exists; a bar that is left out; the error is made from `make_missing_error`.
+    # The three exceptions: the array already exists, the bar is optional, and `make_missing_error` builds the error.
     assert found == {("sources.py", "numpy"), ("progress.py", "tqdm"), ("haystack.py", "haystack")}
 
 
@@ -135,7 +135,7 @@ def test_examples_say_what_to_install():
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found.pop("export_retriever.py") == ["SystemExit", "0"]  # needs nothing else
+    assert found.pop("export_retriever.py") == ["SystemExit", "0"]  # needs no other package
     assert len(found) > 5
     for name, (kind, message) in found.items():
         extra = re.fullmatch(r'\w+ is not installed: pip install "\.\[([\w-]+)\]".*', message)

@@ -1,4 +1,4 @@
-"""Warnings and log lines about values that look like a mistake: what causes one, how often, and what turns it off."""
+"""Test warnings and log lines about suspicious values: their cause, their frequency, and how to turn them off."""
 
 import logging
 import subprocess
@@ -18,7 +18,7 @@ CPU_AND_GPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    """As in a process that has called nothing yet."""
+    """Reset the state of warnings and call caches to the state of a fresh process."""
     monkeypatch.setattr(hints, "_issued_warnings", set())
     monkeypatch.setattr(hints, "_inspected_calls", {})
     monkeypatch.delenv("LIK_OPS_NORM_WARNING", raising=False)

@@ -1,4 +1,4 @@
-"""Integers of thousands of digits, which Python refuses to print: an error that names the argument."""
+"""Test that integers of thousands of digits, which Python refuses to print, raise an error that names the argument."""
 
 import itertools
 

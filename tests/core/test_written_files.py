@@ -1,4 +1,4 @@
-"""Files that lik_ops writes: never through a link, with the sign of every number, and errors that name the path."""
+"""Test written files: never through a link, with the sign of every number, and with errors that name the path."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="makes links")
 
 
 def index_of(tokens):
-    """Return the tokens as an `Index` of residual codes, one document."""
+    """Return an `Index` of residual codes with one document."""
     codec = lik_ops.ResidualCodec.train(tokens, n_centroids=4)
     return lik_ops.Index(lik_ops.quantize(tokens, codec), torch.tensor([0, len(tokens)]))
 
@@ -33,7 +33,7 @@ def index_of(tokens):
 
 @pytest.fixture
 def precious(tmp_path):
-    """Return a file outside the directory that is written to. It has to keep its content."""
+    """Yield a file outside the written directory, and check that its content is unchanged."""
     path = tmp_path / "precious"
     path.write_text("precious")
     yield path
@@ -78,7 +78,7 @@ def test_a_lock_that_is_a_hard_link_to_a_file_of_the_user_is_refused(tmp_path, p
         corpus.append(draw([1]))
     lock.unlink()
     corpus.append(draw([1]))
-    os.link(lock, tmp_path / "copy")  # as a backup made with hard links has it
+    os.link(lock, tmp_path / "copy")  # a backup may use hard links
     corpus.append(draw([1]))
     assert len(corpus) == 3
 
@@ -101,7 +101,7 @@ def test_create_refuses_a_lock_that_is_a_link(dangling, tmp_path, precious):
 
 
 def test_a_manifest_that_is_a_link_is_replaced(tmp_path):
-    """As a cache of downloads has it, whose files are links to shared ones."""
+    """A download cache may store files as links to shared files."""
     documents = draw((3, 4))
     Corpus.create(tmp_path / "corpus", 8, torch.float32).append(documents[:1])
     stored = tmp_path / "stored"
@@ -169,7 +169,7 @@ def test_an_output_path_that_is_a_device_is_refused(tmp_path, monkeypatch, capsy
 
 
 def test_no_file_of_an_index_is_written_through_a_link(tmp_path, precious, monkeypatch):
-    """Even one that appears after the directory was found empty."""
+    """The link may even appear after the directory was found to be empty."""
     path = tmp_path / "index"
     index = index_of(torch.nn.functional.normalize(torch.randn(40, 8), dim=-1))
     lik_ops.write_index(tmp_path / "expected", index)
@@ -187,7 +187,7 @@ def test_no_file_of_an_index_is_written_through_a_link(tmp_path, precious, monke
 
 
 def negated(x):
-    """Return a view with the negative bit whose numbers are those of `x`."""
+    """Return a view of equal values with the negative bit set."""
     found = torch._neg_view(-x)
     assert found.is_neg() and torch.equal(found, x)
     return found
@@ -251,7 +251,7 @@ def test_a_codec_with_the_negative_bit_is_written_with_its_sign(tmp_path):
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """Let no file of this process grow beyond `size` bytes, as on a disk that is full."""
+    """Limit file sizes of this process to `size` bytes, to simulate a full disk."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture without a GPU: no spills, fits shared memory, uses the matrix unit."""
+"""Test that all kernels compile for all architectures without a GPU: no spills, tensor cores, shared memory limit."""
 
 import pytest
 import torch
@@ -30,27 +30,27 @@ from ..support.machine_code import compile_as_launched, cuda_resources, target
 
 SUMS = (DOCUMENTS, PACKED, SHARED)
 MATRIX_KERNELS = (FORWARD, SPARSE, *SUMS)
-MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # others: mma.sync
+MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # other architectures: mma.sync
 COMMON, OTHERS = common_and_others()
 
 
-BY_TERMS = ("*i8", INT8_QUERIES)  # int8 documents, by two terms of query rows or one
+BY_TERMS = ("*i8", INT8_QUERIES)  # int8 documents, with query rows as two int8 terms or one
 
 
 def _matrix_unit(case: Case, name: str) -> str:
     if case.kernel == SPARSE and not name.startswith("gfx"):
-        return "mma.sync"  # one small product for each document, beside zeros
+        return "mma.sync"  # one small product for each document, padded with zeros
     if case.kernel in SUMS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
-        return "mma.sync"  # features are the rows of the product: wgmma and tcgen05 take no fewer than 64
+        return "mma.sync"  # features are the rows of the product, and wgmma and tcgen05 need at least 64
     if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
-        return MATRIX_UNIT[name] if case.long else "mma.sync"  # tokens are the rows, 16 of them or many
+        return MATRIX_UNIT[name] if case.long else "mma.sync"  # tokens are the rows, 16 or more
     if case.stored in BY_TERMS and case.d <= 256 and name == "sm_100" and get_triton_release() < (3, 8):
-        return "mma.sync"  # products of int8 go to tcgen05 since 3.8
+        return "mma.sync"  # int8 products use tcgen05 since Triton 3.8
     return MATRIX_UNIT.get(name, "mma.sync")
 
 
-# What Triton 3.6 spills, and later ones do not: kernels that load features one by one. It happens once for a slot of
-# query rows, never in the loops over tokens, and what cures it leaves fewer loads on their way.
+# Spills of Triton 3.6 that later releases do not have, in kernels that load features one by one. The spills occur once
+# for each group of query rows, never in the loops over tokens. The known fix leaves fewer loads in flight.
 SPILLED = {
     (3, 6): {
         (Case(FORWARD, d=100, ragged=True, options=True, argmax=True), "sm_90"): 135,
@@ -156,7 +156,7 @@ SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) 
 
 @pytest.mark.parametrize("cases", SAME_BITS, ids=lambda cases: str(cases[0]))
 def test_masks_and_winners_do_not_decide_the_order_of_a_product(cases):
-    """Triton orders the terms of mma.sync by the narrowest type that its operands hang on: see `common.apart`."""
+    """Triton orders the terms of mma.sync by the narrowest type that its operands depend on: see `common.apart`."""
     orders = [_check(case, "sm_80").orders for case in cases]
     assert orders == [orders[0]] * len(orders) and orders[0], dict(zip(map(str, cases), orders, strict=True))
 

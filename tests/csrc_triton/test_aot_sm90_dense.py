@@ -1,4 +1,4 @@
-"""The Gluon kernels compile for sm_90 without a GPU: on wgmma, in flight together, no spills, fits shared memory."""
+"""Test that the dense Gluon kernels compile for sm_90 without a GPU: concurrent wgmma, no spills, shared memory."""
 
 import subprocess
 from dataclasses import replace
@@ -28,7 +28,7 @@ def source(
     dtype: torch.dtype, d: int, Lq: int, options: bool, argmax: bool, normalize: bool, given: bool, Ld: int
 ) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax}
-    Nq = max(1, 256 // Lq) if normalize and not given else 256  # norms are read from 6 row tiles on
+    Nq = max(1, 256 // Lq) if normalize and not given else 256  # precomputed norms are read from 6 row tiles on
     choice = sm90_configs.configure_sm90(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
     assert choice is not None and choice.config.PRECOMPUTED_SCALES is given
     C = choice.config
@@ -51,13 +51,13 @@ def source(
     if not argmax:
         values[(names.index("out"), 1)] = None
     aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
-    aligned += [(names.index("d"),)] if d % 16 == 0 else []  # as `launcher.describe_args` has it
+    aligned += [(names.index("d"),)] if d % 16 == 0 else []  # the specialization of `launcher.describe_args`
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
 
 
 def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bool):
-    """Of documents of numbers of 8 bits, or of fp32 ones; `scales`: a descriptor reads those of tokens."""
+    """Return the kernel source for 8-bit or fp32 documents. If `scales`, a descriptor reads the token scales."""
     assert choice is not None
     C = choice.config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
@@ -148,7 +148,7 @@ def described_norms(BN: int) -> str:
 
 
 def serialised(ptx: str, directory: Path) -> list[str]:
-    """What ptxas says of wgmma instructions that it makes wait for each other."""
+    """Return the ptxas messages about wgmma instructions that it serializes."""
     path = directory / "kernel.ptx"
     path.write_text(ptx)
     command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
@@ -186,7 +186,7 @@ def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms, tmp_
 
 
 def check(compiled, tmp_path: Path, products: bool = False) -> None:
-    """`make_accumulator_layout`: some registers may be spilled for a document, none for a tile."""
+    """Check the compiled kernel. Some registers may spill once for each document, but none for each tile."""
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []

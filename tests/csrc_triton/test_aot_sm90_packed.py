@@ -1,4 +1,4 @@
-"""The kernels around row maxima compile for sm_90 without a GPU: on wgmma, in flight together, no spills."""
+"""Test that the row maxima kernels compile for sm_90 without a GPU, with concurrent wgmma and no spills."""
 
 import re
 from dataclasses import replace
@@ -32,12 +32,12 @@ def choice(dtype: torch.dtype, d: int, Lq: int, argmax: bool, sums: bool = False
 
 
 def constants_of(group: tuple, at: int) -> dict:
-    """The compile-time None of a group that is the argument `at`."""
+    """Return the compile-time None values of the group at argument position `at`."""
     return {(at, n): None for n, kind in enumerate(group) if kind == "constexpr"}
 
 
 def segments_of(layout: str) -> SegmentArgs:
-    """Packed tokens, or "even" dense ones, or those of which some are "masked", or those "kept" come first."""
+    """Return the argument types of a layout: "packed", "even" dense, "masked", or "kept" tokens first."""
     none = "constexpr"
     if layout == "even":
         return SegmentArgs(*(none,) * 5, "i32", "i32")
@@ -97,12 +97,12 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
 )
 def test_row_maxima_compile_as_meant(dtype, d, layout, argmax, sums, tmp_path):
     compiled = compile_as_launched(source(dtype, d, layout, argmax, sums), TARGET)
-    # From Triton 3.8 on winners with masks lack registers.
+    # Argmax with masks runs out of registers from Triton 3.8 on.
     check(compiled, tmp_path, products=layout == "masked" and argmax and get_triton_release() >= (3, 8))
 
 
 def carried(ttgir: str) -> list[list[str]]:
-    """Of each loop, the types of what it carries."""
+    """Return the types of the loop-carried values of each loop."""
     loops = re.findall(r"scf\.for .* iter_args\(.*\) -> \((.*)\)\s*: i32", ttgir)
     return [re.sub(r"tensor<(\d+x\d+x\w+)?[^()]*?>>*(?=, |$)", r"\1", loop).split(", ") for loop in loops]
 
@@ -111,17 +111,18 @@ def carried(ttgir: str) -> list[list[str]]:
 @pytest.mark.parametrize("argmax", [False, True])
 @pytest.mark.parametrize("sums", [False, True])
 def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, argmax, sums):
-    """Triton may take a variable of a loop for what never changes: then groups wait for tiles that nobody copies."""
+    """Triton may treat a loop variable as constant. Consumers would then wait for tiles that are never copied."""
     compiled = compile_as_launched(source(torch.bfloat16, 128, layout, argmax, sums), TARGET)
     loops = carried(compiled.asm["ttgir"])
     masked = layout == "masked"
-    copied = 1 if layout == "kept" else 2  # numbers that say where the next document lies
+    copied = 1 if layout == "kept" else 2  # values that locate the next document
     where = 1 if masked and not argmax else copied
-    # Two groups over documents: stage, phase, turn and length; where the next lies; the length before; or the origin.
+    # The two warp groups that loop over documents carry the stage, phase, ping-pong turn, and length. They also carry
+    # the location of the next document, and either the previous length or the origin.
     expected = 4 + where + (sums and not argmax) + (masked and argmax)
     numbers = [sum(kind in ("i32", "i64") for kind in loop) for loop in loops if loop.count("64x64xf32") == 2]
     assert numbers[0] == expected and numbers.count(expected) >= 2, loops
-    # The warp that copies: stage and phase.
+    # The producer warp carries the stage and the phase.
     assert sum(set(loop) <= {"i32", "i64"} and len(loop) == 2 + copied for loop in loops) == 1, loops
 
 

@@ -1,4 +1,4 @@
-"""DTensor: sharded queries, documents, both, and neither, on two processes."""
+"""Test DTensor with sharded queries, sharded documents, both, and neither, on two processes."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`lik_ops.distributed`: several processes find and learn what one would; and what they do when one of them is lost."""
+"""Test that several processes retrieve and train like one process, and how they handle the loss of a process."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ def test_nccl(backend, tmp_path):
 
 
 def calls(group):
-    """Every function of `lik_ops.distributed`, as one process calls it."""
+    """Yield a call of every function of `lik_ops.distributed` from one process."""
     Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
     yield "retrieve", lambda: lik_ops.distributed.retrieve(Q, D, 2, group)
     yield "maxsim_inbatch", lambda: lik_ops.distributed.maxsim_inbatch(Q, D, group=group)
@@ -70,7 +70,7 @@ def test_without_a_group_of_processes_the_error_says_what_to_do():
 
 
 class Group:
-    """Stands for a group of processes."""
+    """Placeholder for a process group."""
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ class Group:
     ],
 )
 def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypatch):
-    """Tensors on the CPU and on a GPU, that all ranks have there or not; the current GPU is the second."""
+    """Tensors are on the CPU and on a GPU, on all ranks or not. The current GPU is the second one."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     devices, group = (torch.device("cpu"), torch.device("cuda", 0)), Group()
@@ -93,7 +93,7 @@ def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypa
 
 
 def test_a_process_that_is_lost_ends_the_others_in_time():
-    """Where it would search, in the forward and in the backward, it ends, or sleeps longer than the timeout."""
+    """The lost process ends or sleeps past the timeout: before its search, in the forward, and in the backward."""
     out = run(["tests.workers.distributed_failures"], devices=False)
     for case in ("retrieve", "forward", "backward"):
         for how in ("end", "sleep"):

@@ -1,4 +1,4 @@
-"""The demo: its corpus, its encoder, its figures and its command line."""
+"""Test the demo: its corpus, encoder, figures, and command line."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_constant_scores_earn_nothing():
 
 
 def test_standard_library_known_items(stdlib):
-    """The standard library alone is a hard pool, for BM25 too: many of its docstrings are near copies."""
+    """The standard library alone is a hard pool, also for BM25, because many of its docstrings are near copies."""
     pool = thousand(stdlib)
     maxsim, bm25 = known_item.evaluate_known_items(HashedEncoder(), pool, 300)
     assert len(pool) == 1000
@@ -213,7 +213,7 @@ MISSING = sorted(set(docstring_corpus.PACKAGES) - set(docstring_corpus.installed
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the figure is that of the docstrings of torch 2.13 and later")
 @pytest.mark.parametrize(("step", "least"), [(4, 0.61), pytest.param(1, 0.64, marks=pytest.mark.slow)])
 def test_known_items_of_all_packages(step, least, monkeypatch):
-    """Every fourth file of each package is a pool of its own, with a figure of its own: parsing is most of the time."""
+    """Every fourth file of each package is a separate pool with its own figure, because parsing is most of the time."""
     files = docstring_corpus._source_files
     monkeypatch.setattr(docstring_corpus, "_source_files", lambda *root: islice(files(*root), 0, None, step))
     pool = thousand(docstring_corpus.collect_docstrings(docstring_corpus.PACKAGES))
@@ -310,7 +310,7 @@ def test_missing_model_library_is_named(tmp_path, monkeypatch):
 
 
 class TinyModel:
-    """Stands for both libraries' models: token t of a text is the unit vector t, the token "," is not scored."""
+    """Stand-in for the models of both libraries. Token t is the unit vector t, and the token "," is not scored."""
 
     def __init__(self, path: str, *, device: str, local_files_only: bool) -> None:
         assert local_files_only

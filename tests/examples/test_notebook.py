@@ -1,4 +1,4 @@
-"""The notebook runs as committed, on a CPU, and its stored outputs are the ones of a run."""
+"""Test that the committed notebook runs on a CPU and reproduces its stored outputs."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ import building  # noqa: E402
 
 
 def texts(cells):
-    """The text outputs of each code cell, by the name of the cell."""
+    """Return the text outputs of each code cell by cell name."""
     return {c["id"]: [building.output_text(o) for o in c["outputs"]] for c in cells if c["cell_type"] == "code"}
 
 
@@ -39,7 +39,7 @@ def test_the_page_shows_every_output():
 
 
 def test_a_run_gives_the_stored_outputs(monkeypatch, tmp_path):
-    """By `exec`, in one namespace: no kernel is needed."""
+    """Run the cells with `exec` in one namespace, which needs no Jupyter kernel."""
     pytest.importorskip("matplotlib", reason="the picture: pip install '.[docs]'")
     import run_notebook
 

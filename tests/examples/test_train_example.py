@@ -1,4 +1,4 @@
-"""The training example, on a made-up corpus and a tiny model: it learns, resumes to the bit, and says what it did."""
+"""Test the training example on a synthetic corpus and a tiny model: learning, bit-exact resumption, and reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = Settings(steps=6, batch_size=8, rows=512, dim=16, evaluate_every=2, warm
 
 
 def corpus(number: int) -> list[Docstring]:
-    """Summaries of words that occur in their body, among words that occur in all."""
+    """Return synthetic pairs. A summary has words of its body, and some words occur in every text."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=5)) for _ in range(300)]
     pairs = []
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_another_run_is_refused(task, tmp_path):
 
 
 def test_training_learns(task):
-    """Above all which words to weigh down, as the gradient of `q_weight` says."""
+    """The model learns which words to weigh down, as the gradient of `q_weight` indicates."""
     trainer = small_trainer(task, steps=40, learning_rate=1e-2, evaluate_every=40)
     before = trainer.model.importance.weight.clone()
     trainer.run()
@@ -139,7 +139,7 @@ def test_training_pairs_are_not_held_out(monkeypatch):
 
 
 def test_pairs_without_a_word_are_not_trained_on(monkeypatch):
-    """A document that keeps no token scores -inf, as it should: its loss would be infinite."""
+    """A document without kept tokens scores -inf by contract, so its loss would be infinite."""
     monkeypatch.setattr(train_colbert, "HELD_OUT", 5)
     monkeypatch.setattr(train_colbert, "LEAST_PAIRS", 1)
     wordless = [Docstring("wordless", "? ? ? ? ?", "words"), Docstring("wordless", "words", "! ! !")] * 10

@@ -1,4 +1,4 @@
-"""Exported programs, and packages that need no lik_ops."""
+"""Test exported programs, and packages that do not need lik_ops."""
 
 import io
 import itertools
@@ -26,7 +26,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Model(torch.nn.Module):
-    """Every argument of a public function; the flat layouts by their ranks."""
+    """Module that passes every argument of a public function. Ranks select the flat layouts."""
 
     def __init__(self, function=lik_ops.maxsim, **options):
         super().__init__()
@@ -73,7 +73,7 @@ def arguments(layout, sizes=(3, 5, 4, 6), d=8, dtype=torch.float32, device="cpu"
     Q, D = (torch.randn(s, generator=generator).to(dtype) for s in (q_shape, d_shape))
     masks = [torch.rand(t.shape[:-1], generator=generator) > 0.3 for t in (Q, D)]
     if masks[1].dim() > 1 and masks[1].numel():
-        masks[1][..., 0, :] = False  # a document that keeps no token
+        masks[1][..., 0, :] = False  # a document without kept tokens
     for t, mask in zip((Q, D), masks, strict=True):
         t[~mask] = float("nan")
     weight = torch.randn(q_shape[:-1], generator=generator).to(torch.promote_types(dtype, torch.float32))
@@ -81,7 +81,7 @@ def arguments(layout, sizes=(3, 5, 4, 6), d=8, dtype=torch.float32, device="cpu"
 
 
 def dynamic(layout):
-    """Every size that the layout has: Nq, K, Lq, Ld."""
+    """Return dynamic shapes for every size of the layout: Nq, K, Lq, Ld."""
     Nq, K, Lq, Ld = Dim("Nq"), Dim("K"), Dim("Lq"), Dim("Ld")
     query = {0: Lq} if layout in ("flat_q", "flat") else {0: Nq, 1: Lq}
     document = {0: K, 1: Ld}
@@ -130,7 +130,7 @@ def test_every_layout_exports_with_every_size_dynamic(layout, strict):
 
 
 def test_a_graph_pass_finds_and_replaces_the_operator():
-    """Symbolic tracing keeps the call; a pass can rewrite the exported node."""
+    """Symbolic tracing records the call, and a pass can rewrite the exported node."""
 
     class Scores(torch.nn.Module):
         def forward(self, Q, D):
@@ -153,7 +153,7 @@ def test_a_graph_pass_finds_and_replaces_the_operator():
 
 
 def test_a_program_saved_by_an_earlier_version_scores():
-    """Saved by 0.1.0 with torch 2.13: schemas and the meaning of scores may not change under it."""
+    """The program was saved by 0.1.0 with torch 2.13, so schemas and the meaning of scores must stay compatible."""
     if torch.__version__ < "2.13":
         pytest.skip("torch loads programs of its own version and earlier ones")
     program = torch.export.load(DATA / "scorer-0.1.0.pt2")
@@ -179,7 +179,7 @@ EDGES = (
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_blocks_compute_what_the_operator_does(layout, normalize, device, monkeypatch):
-    """Sizes around those of a block, on integers full of ties, with NaN behind the masks."""
+    """Test sizes around the block size, on integers with many ties and NaN behind the masks."""
     monkeypatch.setattr(blocked, "MAX_QUERY_TOKENS", 6)
     monkeypatch.setattr(blocked, "MAX_DOCUMENT_TOKENS", 10)
     for sizes in EDGES:
@@ -193,7 +193,7 @@ def test_blocks_compute_what_the_operator_does(layout, normalize, device, monkey
                 scores, argmax = blocked.forward_blocked(*args, torch.int32)
                 expected = torch.ops.lik.maxsim_fwd(*args, torch.int32, "auto")
                 torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-4)
-                if not normalize:  # no rounding: ties are ties
+                if not normalize:  # ties need exact values
                     assert torch.equal(argmax, expected[1]), (sizes, options)
                 assert_same(blocked.forward_blocked(*args, None)[0], scores)
 
@@ -221,7 +221,7 @@ def test_opened_programs_hold_no_operator_of_ours_and_stay_dynamic():
 
 @pytest.mark.parametrize("layout", ["search", "search one"])
 def test_opened_programs_find_what_retrieve_does(layout):
-    """In the same order, ties and NaN included; `top_k` and the number of documents on either side of each other."""
+    """The order is equal, including ties and NaN, for `top_k` below and above the number of documents."""
     search, example = FUNCTIONS[layout], arguments(layout)
     program = torch.export.export(Model(search), example, dynamic_shapes=dynamic(layout))
     assert "lik.maxsim_topk.default" in targets(program)
@@ -243,7 +243,7 @@ EMPTY = [tuple(0 if i in axes else n for i, n in enumerate((3, 5, 4, 6))) for ax
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("layout", ["cross", "candidates", "flat_d", "winners", "candidate winners"])
 def test_programs_take_empty_inputs(layout, dtype):
-    """Tracers take every size for 1 or more, and may read a size from a stride."""
+    """Tracers assume every size is at least 1, and may read a size from a stride."""
     model = Model(FUNCTIONS[layout], normalize=True)
 
     def integer_masks(sizes):
@@ -292,7 +292,7 @@ def test_programs_that_search_packed_documents_are_not_opened():
 
 
 def test_operators_in_the_branches_of_a_program_are_seen():
-    """Those that can be opened are, and what cannot is refused there too."""
+    """Operators in branches are opened if possible, and the others are refused there too."""
 
     class Branches(torch.nn.Module):
         def __init__(self, function):
@@ -316,7 +316,7 @@ def test_operators_in_the_branches_of_a_program_are_seen():
 
 
 def test_an_operator_that_nothing_replaces_is_refused_by_name():
-    """Whatever the library gains: here the one that only packages for a GPU hold."""
+    """The check also covers later additions to the library. Here it refuses the operator of GPU packages."""
     packaged = pytest.importorskip("lik_ops.ops.packaged", reason="it needs Triton")
 
     class Packaged(torch.nn.Module):
@@ -330,7 +330,7 @@ def test_an_operator_that_nothing_replaces_is_refused_by_name():
 
 @pytest.mark.slow
 def test_a_package_that_torch_makes_alone_needs_lik_ops(tmp_path):
-    """What docs/pytorch.md says of it: the error of a process without lik_ops, and that importing it is enough."""
+    """`docs/pytorch.md` describes the error of a process without lik_ops, and that importing lik_ops fixes it."""
     path, example = str(tmp_path / "plain.pt2"), tuple(t.nan_to_num() for t in arguments("cross")[:2])
     program = torch.export.export(lik_ops.MaxSimScorer(), example)
     torch._inductor.aoti_compile_and_package(program, package_path=path)
@@ -380,7 +380,7 @@ KERNEL = "maxsim_packaged"
 
 
 def check_contents(path, kernel):
-    """Generated code that calls neither Python nor our operators; with `kernel`, its launch and its machine code."""
+    """Check that generated code calls neither Python nor our operators. `kernel` requires a launch and machine code."""
     with zipfile.ZipFile(path) as archive:
         held = {name: archive.read(name) for name in archive.namelist()}
     sources = {name: content.decode() for name, content in held.items() if name.endswith(".cpp")}
@@ -394,7 +394,7 @@ def check_contents(path, kernel):
         return
     launches = [line.strip() for source in sources.values() for line in source.splitlines() if "launchKernel(" in line]
     assert any(KERNEL in line for line in launches), f"no launch of {KERNEL}, only of {launches}"
-    # The library's code names the kernel as well, so only files of machine code count.
+    # The library code also contains the kernel name, so only machine code files are checked.
     binaries = [name for name in held if name.endswith((".cubin", ".hsaco"))]
     assert any(KERNEL.encode() in held[name] for name in binaries), f"no binary of {KERNEL} among {sorted(held)}"
 
@@ -408,9 +408,9 @@ def load_elsewhere(tmp_path, path, examples):
 
 
 def torch_alone_fails(tmp_path, device):
-    """Whether a package without anything of ours does not load either.
+    """Return whether a package without our code also fails to load.
 
-    So it is where the compiler links packages with a C++ library of their own: two of them in one process crash.
+    Loading fails if the compiler links each package with its own C++ library. Two such packages in one process crash.
     """
 
     class Double(torch.nn.Module):
@@ -424,10 +424,10 @@ def torch_alone_fails(tmp_path, device):
 
 
 def check_package(tmp_path, layout, device, dtype=torch.float32, **options):
-    """Package, load where lik_ops cannot be imported, compare the scores and the memory of a large call."""
+    """Package the model, load it without lik_ops, and compare scores and the memory of a large call."""
     model, path = Model(FUNCTIONS[layout], **options), str(tmp_path / "scorer.pt2")
     example = arguments(layout, dtype=dtype, device=device)
-    # The code that calls the kernels, most of what is compiled, need not be fast.
+    # Most of the compiled code calls the kernels and need not be fast.
     configs = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     found = lik_ops.export.package(model, example, path, dynamic_shapes=dynamic(layout), inductor_configs=configs)
     assert found == path
@@ -450,7 +450,7 @@ def check_package(tmp_path, layout, device, dtype=torch.float32, **options):
         scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
         where = f"scores of Nq, K, Lq, Ld = {sizes}: "
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * scale, msg=lambda m, where=where: where + m)
-    if device == "cpu" and layout == "cross":  # the similarities would be 1.6 GB
+    if device == "cpu" and layout == "cross":  # the similarities would need 1.6 GB
         assert report["grown"] < 64 << 20
 
 
@@ -503,12 +503,12 @@ TOOLKIT = {
 
 
 def missing_of_toolkit(home):
-    """What CMake looks for in a CUDA toolkit and `home`, as of pip's packages, does not have."""
+    """Return the parts that CMake needs from a CUDA toolkit and that `home`, for example pip's packages, lacks."""
     return [name for name, places in TOOLKIT.items() if not any(any(home.glob(place)) for place in places)]
 
 
 def test_a_toolkit_without_its_runtime_is_none(tmp_path):
-    """pip's packages have libcudart.so.13 alone."""
+    """The packages of pip only have libcudart.so.13."""
     for name in ("bin/nvcc", "include/cuda_runtime.h", "lib/libcudart.so.13"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -518,7 +518,7 @@ def test_a_toolkit_without_its_runtime_is_none(tmp_path):
 
 
 def why_not_cpp():
-    """Why CMake cannot build a program against this torch, or an empty string."""
+    """Return why CMake cannot build a program against this torch, or an empty string."""
     if shutil.which("cmake") is None:
         return "no cmake"
     if not any(shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name):
@@ -533,7 +533,7 @@ def why_not_cpp():
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not_cpp()), reason=why_not_cpp() or "none")
 def test_the_example_scores_in_a_cpp_program():
-    """Built, run on three sets of sizes, and compared with the eager module."""
+    """Build the program, run it on three sets of sizes, and compare it with the eager module."""
     printed = run_example("--cpp").splitlines()
     assert [line for line in printed if line.startswith("scores [")] == [
         f"scores [{n}, 5] on cpu" for n in (3, 1, 7)

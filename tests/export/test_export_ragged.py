@@ -1,4 +1,4 @@
-"""Exported programs of packed tokens and pair lists, with none, one or a few of everything that is counted."""
+"""Test exported programs of packed tokens and pair lists, with zero, one, or a few elements along every axis."""
 
 import itertools
 
@@ -68,7 +68,7 @@ def packed(lengths):
 
 
 def arguments(function, queries, documents, chosen):
-    """Arguments by the names of the parameters, and which of their axes have a size of their own."""
+    """Return the arguments by parameter name, and the axes with a dynamic size."""
     torch.manual_seed(0)
     Q, cu_seqlens_q = packed([3, 1, 2, 4][:queries])
     D, cu_seqlens_d = packed([5, 2, 1, 3, 1][:documents])
@@ -97,14 +97,14 @@ def test_programs_take_any_counts_if_sizes_are_oblivious(function):
         program = exported(function)
     for queries, documents, chosen in itertools.product(COUNTS, COUNTS, (0, 1, 2)):
         if "pair" in function.__name__ and chosen and not (queries and documents):
-            continue  # no such pairs
+            continue  # no such pairs exist
         args, _ = arguments(function, queries, documents, chosen)
         torch.testing.assert_close(program(*args), function(*args), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("queries", "documents"), [(1, 3), (3, 1)])
 def test_by_default_torch_asks_for_two_of_each(queries, documents):
-    """Fails once torch accepts one: then `docs/pytorch.md` need not mention the setting."""
+    """This test fails once torch accepts one element. Then `docs/pytorch.md` need not mention the setting."""
     args, _ = arguments(varlen, queries, documents, 0)
     with pytest.raises((AssertionError, RuntimeError)):
         exported(varlen)(*args)

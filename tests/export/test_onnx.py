@@ -1,4 +1,4 @@
-"""MaxSim in standard ONNX, run by onnxruntime."""
+"""Test MaxSim in standard ONNX with onnxruntime."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_onnx_of_other_dtypes_and_integer_masks(dtype):
 
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_scores_nan_wherever_it_is():
-    """At each position of a document, and behind a mask, where it does not count."""
+    """The NaN is at each position of a document, and also behind a mask, where it must be ignored."""
     pytest.importorskip("onnxscript", reason='pip install ".[onnx]"')
     runtime = pytest.importorskip("onnxruntime", reason='pip install ".[onnx]"')
 

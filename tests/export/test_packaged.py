@@ -1,4 +1,4 @@
-"""The kernel that packages hold: what it computes, that it compiles, and how it gets into a graph."""
+"""Test the kernel in packages: its results, its compilation, and its insertion into a graph."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ from lik_ops.ops import packaged
 from lik_ops.csrc_triton.export.packaged import maxsim_packaged as kernel
 from tests.support.common import Problem, assert_scores, build, lifted
 
-packaged._precision = lambda dtype: "ieee"
+packaged._choose_precision = lambda dtype: "ieee"
 checked = 0
 for layout in ("cross", "candidates"):
     for sizes in ((3, 4, 5, 9), (1, 2, 70, 70), (2, 3, 1, 1), (2, 2, 3, 0)):
@@ -40,7 +40,7 @@ for layout in ("cross", "candidates"):
                 p = Problem(layout, *sizes, d, dtype, options, options, has, has, values, strides)
                 x = build(p, "cpu")
                 scores = torch.full((sizes[0], sizes[1]), float("nan"))
-                args, constants = packaged.arguments(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, has, scores)
+                args, constants = packaged.make_kernel_args(x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, has, scores)
                 kernel[(scores.numel(),)](*args, **constants)
                 assert_scores(p, x, scores)
                 checked += 1
@@ -50,7 +50,7 @@ print(checked)
 
 @pytest.mark.slow
 def test_the_kernel_scores_through_the_interpreter():
-    """Masks with poison behind them, documents and queries longer than a tile, none at all, any strides."""
+    """Test masks with poison behind them, documents and queries longer than a tile, empty inputs, and any strides."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", INTERPRETED]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -59,7 +59,7 @@ def test_the_kernel_scores_through_the_interpreter():
 
 
 def copied(kernel, directory):
-    """The kernel in a module of its own, as Inductor writes it into the code that it compiles."""
+    """Return the kernel in a separate module, as Inductor writes it into its compiled code."""
     from torch._inductor.codegen import wrapper
 
     write = getattr(wrapper, "user_defined_triton_kernel_transitive_closure_source_code", None)
@@ -84,7 +84,7 @@ def copied(kernel, directory):
     ],
 )
 def test_the_kernel_compiles(dtype, arch, copy, tmp_path):
-    """Also where nothing but its source and that of the functions it calls was copied."""
+    """The kernel also compiles if only its source and the source of its callees were copied."""
     import triton
 
     from lik_ops.csrc_triton.export.packaged import maxsim_packaged as kernel
@@ -108,7 +108,7 @@ def test_the_kernel_compiles(dtype, arch, copy, tmp_path):
 @pytest.mark.skipif(INTERPRETING, reason="compiles")
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_kernel_compiles_where_every_size_is_one(masked):
-    """Triton makes a constant of each argument that is 1, and constants have no methods."""
+    """Triton turns each argument equal to 1 into a constant, and constants have no methods."""
     import triton
 
     from lik_ops.csrc_triton.export.packaged import maxsim_packaged as kernel
@@ -132,7 +132,7 @@ class Scores(torch.nn.Module):
 
 
 def exported_for_cuda(dtype):
-    """Nothing is computed, so no GPU is needed."""
+    """Export the scorer on fake CUDA tensors, which needs no GPU because nothing is computed."""
     with FakeTensorMode(shape_env=ShapeEnv()):
         Q, D = (torch.empty(*s, 8, device="cuda", dtype=dtype) for s in ((3, 4), (5, 6)))
         d_mask = torch.empty(5, 6, device="cuda", dtype=torch.bool)
@@ -147,7 +147,7 @@ def targets(program):
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's kernels cannot be traced")
 def test_a_program_for_a_gpu_takes_the_kernel_in_with_every_size_dynamic():
-    opened = export._open_checked(exported_for_cuda(torch.float32), export._compute_packaged)
+    opened = export._replace_operators(exported_for_cuda(torch.float32), export._compute_packaged)
     assert "lik.maxsim_packaged.default" in targets(opened) and "while_loop" not in targets(opened)
     (node,) = opened.run_decompositions(decompose_custom_triton_ops=True).graph.find_nodes(
         op="call_function", target=torch.ops.higher_order.triton_kernel_wrapper_functional

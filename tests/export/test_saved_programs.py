@@ -1,4 +1,4 @@
-"""Programs and packages saved by other sources than these."""
+"""Test programs and packages that were saved by other versions of the source."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from .test_export import DATA, SIZES, arguments, assert_same, targets
 
 
 class Layouts(torch.nn.Module):
-    """What test_ragged_stack.py and test_retrieve.py export, all in one."""
+    """Module with all functions that `test_ragged_stack.py` and `test_retrieve.py` export."""
 
     def forward(self, Q, D, cu_q, cu_d, pairs):
         options = {"cu_seqlens_q": cu_q, "cu_seqlens_d": cu_d, "max_seqlen_q": 64}
@@ -41,15 +41,15 @@ def exported_layouts():
     shapes = dict(zip(("Q", "D", "cu_q", "cu_d", "pairs"), axes, strict=True))
     program = torch.export.export(Layouts(), packed(), dynamic_shapes=shapes)
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # paths of whoever exports
+        node.meta.pop("stack_trace", None)  # holds paths of the exporting machine
     return program
 
 
 def test_programs_of_other_layouts_are_saved_and_score():
-    """As exported now, and as saved with torch 2.13 while 0.1.0 was the last release.
+    """Test the program as exported now, and as saved with torch 2.13 while 0.1.0 was the latest release.
 
-    Made by ``python -c "from tests.export import test_saved_programs as t; t.torch.export.save(t.exported_layouts(),
-    FILE)"``.
+    The file was written by ``python -c "from tests.export import test_saved_programs as t;
+    t.torch.export.save(t.exported_layouts(), FILE)"``.
     """
     buffer = io.BytesIO()
     torch.export.save(exported_layouts(), buffer)
@@ -86,10 +86,10 @@ print(lik_ops.__version__, lik_ops.__file__)
 
 @pytest.mark.parametrize("kind", ["program", pytest.param("package", marks=pytest.mark.slow)])
 def test_what_other_sources_saved_scores(kind, tmp_path):
-    """Saved by a copy of lik_ops of another version whose operators have other bodies, but these schemas."""
+    """The program was saved by another version of lik_ops, with equal schemas but different operator bodies."""
     body = copied_package(tmp_path)
     source = body.read_text()
-    edited = source.replace("    check(op, Q, D,", "    Q = Q + 0\n    check(op, Q, D,")
+    edited = source.replace("    check_dense(op, Q, D,", "    Q = Q + 0\n    check_dense(op, Q, D,")
     assert edited != source
     body.write_text(edited)
     (tmp_path / "lik_ops" / "_version.py").write_text('__version__ = "0.0.9"\n')

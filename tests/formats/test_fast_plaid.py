@@ -1,6 +1,6 @@
-"""fast-plaid itself beside `lik_ops.write_index` and `lik_ops.read_index`: runs where fast-plaid is installed.
+"""Test fast-plaid against `lik_ops.write_index` and `lik_ops.read_index`, if fast-plaid is installed.
 
-It needs the torch that its wheel was built for: 1.7.0 has one for torch 2.11, Python 3.11.
+fast-plaid needs the torch that its wheel was built for. Version 1.7.0 has a wheel for torch 2.11 and Python 3.11.
 """
 
 import pytest
@@ -16,7 +16,7 @@ D, CENTROIDS = 128, 64
 
 
 def documents(count=200):
-    """Clustered tokens, packed, with their bounds; and queries."""
+    """Return packed clustered tokens with their offsets, and queries."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(5, 60, (count,), generator=generator)
     centers = normalize(torch.randn(CENTROIDS, D, generator=generator), dim=-1)
@@ -31,7 +31,7 @@ def opened(path):
 
 
 def check_same(found, Q, index):
-    """Every document was found, with its score; the order is theirs, but where scores nearly tie."""
+    """Check that each document was found with its score, in our order except for near ties."""
     scores = lik_ops.maxsim(Q, index)
     best, indices = lik_ops.retrieve(Q, index, len(index))
     for i, ranked in enumerate(found):

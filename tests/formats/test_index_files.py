@@ -1,4 +1,4 @@
-"""`read_index` and `write_index`: indexes as fast-plaid and ColBERT write them, ones of our own, and files that lie."""
+"""Test `read_index` and `write_index` on indexes of fast-plaid, ColBERT, and lik_ops, and on corrupt files."""
 
 import json
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ def tokens(*shape):
 
 
 def written(root, kind, codec, codes, residuals, chunks):
-    """The files of an index, as the libraries write them."""
+    """Write the files of an index in the layout of a library."""
     root.mkdir()
     total, ends = sum(map(sum, chunks)), np.cumsum([0, *map(sum, chunks)])
     about = {"num_chunks": len(chunks), "num_embeddings": total}
@@ -94,7 +94,7 @@ def test_every_kind_of_files(tmp_path, kind, nbits):
     assert torch.equal(lik_ops.maxsim(Q[0], index), packed[0])
     kept = [x[m] for x, m in zip(_apart(index), mask.split(index.cu_seqlens.diff().tolist()), strict=True)]
     torch.testing.assert_close(lik_ops.maxsim(Q, index, d_mask=mask), lik_ops.maxsim(Q, kept), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="cu_seqlens_d: expected None beside an Index"):
+    with pytest.raises(ValueError, match="cu_seqlens_d: expected None with an Index"):
         lik_ops.retrieve(Q, index, 2, cu_seqlens_d=index.cu_seqlens)
 
 
@@ -114,10 +114,10 @@ def test_what_is_written_is_read_again(tmp_path, order, nbits):
     again = lik_ops.read_index(tmp_path / "index")
     assert torch.equal(again.cu_seqlens, cu) and torch.equal(again.documents.codes, index.documents.codes)
     assert torch.equal(again.decode(torch.float32)[0], index.decode(torch.float32)[0])
-    # Bytes are those of fast-plaid, and padding as much as the longest document is longer than the last.
+    # The bytes equal fast-plaid's. The padding is the longest document length minus the last one.
     rows = np.load(tmp_path / "index/merged_residuals.npy")
     assert len(rows) == 14 + 7 and not rows[14:].any()
-    kept = index.documents.data.numpy()  # those of "little" as those of "plaid"
+    kept = index.documents.data.numpy()  # "little" is stored like "plaid"
     buckets = unpacked(kept, nbits, 16, "big" if order == "big" else "plaid")
     assert np.array_equal(unpacked(rows[:14], nbits, 16), buckets)
     ivf, lengths = (np.load(tmp_path / f"index/{name}.npy") for name in ("ivf", "ivf_lengths"))
@@ -159,7 +159,7 @@ def test_a_default_device_changes_nothing(tmp_path, order, how):
 
 
 def test_files_are_those_of_fast_plaid(tmp_path):
-    """Names, dtypes and headers as in the directory that `GOLDEN` is of."""
+    """Names, dtypes, and headers equal those in the directory that `GOLDEN` was read from."""
     found, codec = golden()
     D = Quantized.of_codes(found["codes"], found["residuals"], codec)
     lik_ops.write_index(tmp_path / "index", Index(D, torch.tensor([0, *found["doclens"]]).cumsum(0)))
@@ -237,7 +237,7 @@ def _at(root, name, text):
 
 
 def _header(text):
-    """A .npy file that has this in place of what says dtype and shape."""
+    """Return a .npy header with `text` in place of the dtype and shape."""
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 

@@ -1,4 +1,4 @@
-"""`lik_ops.quantize` and scores of what it returns: the formulas, all layouts, what is off by how much, bad input."""
+"""Test `lik_ops.quantize` and scores of its results: formulas, layouts, error bounds, and invalid input."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ def tokens(*shape, dtype=torch.float32):
 
 
 def by_hand(D, format, scale):
-    """Tokens as they count, as the formulas are written."""
+    """Return the dequantized tokens by the documented formulas."""
     axes = {"token": (-1,), "document": (-2, -1), "tensor": tuple(range(D.dim()))}[scale]
     x = D.double()
     if format == "binary":
@@ -53,7 +53,7 @@ def test_tokens_count_as_the_formulas_say(format, scale, dtype):
     D = tokens(7, 9, 20, dtype=dtype)
     found = quantize(D, format, scale)
     assert found.shape == D.shape and found.dtype == dtype and found.data.dtype == FORMATS[format].dtype
-    # Where a quotient lies at the edge of two numbers, fp32 may take the other: one step.
+    # A quotient near a rounding boundary may round differently in fp32, by one step.
     step = found.scale.double().unsqueeze(-1) * (32 if format.startswith("fp8") else 1.001)
     off = (found.dequantize(torch.float64) - by_hand(D, format, scale)).abs()
     assert (off <= step).all() and (off > 1e-6).float().mean() < 0.01
@@ -76,7 +76,7 @@ def test_tokens_that_are_unlike_others(format, scale):
     D = tokens(6, 3, 16)
     D[1] = 0
     D[2, 0] = 0.25
-    D[3] *= 1e-41  # no fp32 scale has an inverse for these
+    D[3] *= 1e-41  # these have no fp32 scale with an inverse
     D[4, 1, 2], D[5, 2, 7] = torch.nan, torch.inf
     found = quantize(D, format, scale)
     x = found.dequantize()
@@ -132,7 +132,7 @@ def test_packed_documents_have_the_scales_of_dense_ones(format):
 
 
 def _layouts(Q, D, format):
-    """Calls with quantised documents, and the same with the tokens as they count."""
+    """Return calls with quantized documents, and the same calls with dequantized tokens."""
     made = quantize(D, format)
     x, flat = made.dequantize(Q.dtype), quantize(D.flatten(0, 1), format)
     rows, cu = flat.dequantize(Q.dtype), torch.arange(0, D.shape[0] * D.shape[1] + 1, D.shape[1])
@@ -178,7 +178,7 @@ def test_scores_are_those_of_the_tokens_as_they_count(format, dtype):
         if not isinstance(found, tuple):
             found, expected = (found,), (expected,)
         assert found[0].dtype == wide, n
-        # A bf16 D is the tokens rounded; what they count as is not.
+        # A bf16 D rounds the tokens, and dequantized tokens are not rounded.
         tolerance = 1e-5 if dtype != torch.bfloat16 else 0.1
         torch.testing.assert_close(found[0], expected[0], rtol=0, atol=tolerance, msg=lambda m, n=n: f"{n}: {m}")
         if len(found) > 1 and dtype != torch.bfloat16:
@@ -209,7 +209,7 @@ def test_every_fp8_number_is_that_of_torch(format):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
 def test_small_calls_have_the_bits_of_large_ones(format, dtype, monkeypatch):
-    """They are decoded at once, where documents are of one length and fill their tensor; others are not."""
+    """Small calls are decoded at once if documents have one length and fill their tensor."""
     Q, D = tokens(3, 5, 40, dtype=dtype), tokens(6, 7, 40, dtype=dtype)
     q_mask, d_mask, weight = torch.rand(3, 5) > 0.3, torch.rand(6, 7) > 0.3, torch.rand(3, 5).to(score_dtype(dtype))
     d_mask[2] = False
@@ -251,7 +251,7 @@ def test_bits_hang_on_no_batch(format):
     offsets, lengths = listed * 7, torch.full_like(listed, 7)
     flat = quantize(D.flatten(0, 1), format)
     assert torch.equal(lik_ops.maxsim_candidates_varlen(Q, flat, offsets, lengths), whole[:, chosen])
-    # Of documents that follow one another a view is decoded, of others gathered rows.
+    # Consecutive documents are decoded from a view, and other documents from gathered rows.
     apart, bounds = torch.arange(60).flip(0), torch.arange(61) * 7
     found = lik_ops.maxsim_with_argmax(Q, made[apart])
     for a, b in zip(found, (whole[:, apart], winners[:, apart]), strict=True):
@@ -282,7 +282,7 @@ def test_a_gpu_has_the_scores_of_a_cpu(format):
     Q, D = tokens(3, 32, 128), tokens(40, 30, 128)
     made = quantize(D, format)
     there = quantize(D.cuda(), format)
-    assert there.data.cpu().view(torch.uint8).ne(made.data.view(torch.uint8)).sum() == 0  # a short failure
+    assert there.data.cpu().view(torch.uint8).ne(made.data.view(torch.uint8)).sum() == 0  # a short failure message
     found = lik_ops.maxsim(Q.cuda(), made.to("cuda"))
     torch.testing.assert_close(found.cpu(), lik_ops.maxsim(Q, made), rtol=0, atol=1e-4)
 
@@ -314,7 +314,7 @@ def test_how_queries_are_rounded_stays_with_the_documents(tmp_path):
         assert found.query == "int8" and found.stored().format == "int8_int8" and "query='int8'" in repr(found)
     assert plain.query == "half" and plain.stored().format == "int8" and "query" not in repr(plain)
     Q = tokens(2, 3, 20)
-    assert torch.equal(lik_ops.maxsim(Q, made), lik_ops.maxsim(Q, plain))  # a CPU rounds no queries
+    assert torch.equal(lik_ops.maxsim(Q, made), lik_ops.maxsim(Q, plain))  # a CPU does not round queries
     assert torch.equal(made.dequantize(), plain.dequantize())
 
 
@@ -408,7 +408,7 @@ def test_indexing_takes_documents(format, scale):
 @pytest.mark.parametrize("shape", [(5, 6, 20), (2, 3, 6, 20)])
 @pytest.mark.parametrize(("format", "scale"), [("int8", "token"), ("uint8", "document"), ("fp8_e4m3", "tensor")])
 def test_indexing_by_a_mask(format, scale, shape):
-    """Of tokens, which come packed, or of a query's candidates."""
+    """The mask selects tokens, which returns packed documents, or candidates of a query."""
     made = quantize(tokens(*shape), format, scale)
     for axes in range(2, len(shape)):
         keep = torch.rand(shape[:axes]) < 0.6
@@ -418,7 +418,7 @@ def test_indexing_by_a_mask(format, scale, shape):
 
 
 def test_what_another_library_quantised():
-    """Affine numbers with a scale and a minimum for each token."""
+    """The other library uses affine codes with a scale and a minimum for each token."""
     D = tokens(3, 4, 8)
     low, high = D.amin(-1), D.amax(-1)
     scale = (high - low) / 255
@@ -432,7 +432,7 @@ def test_what_another_library_quantised():
 @pytest.mark.parametrize("format", ["int8", "residual4"])
 def test_there_is_no_gradient_and_that_is_said(format):
     Q, made = tokens(2, 3, 8).requires_grad_(), quantize(tokens(4, 5, 8), format)
-    with pytest.raises(NotImplementedError, match=r"maxsim: scores of quantised documents have no gradient"):
+    with pytest.raises(NotImplementedError, match=r"maxsim: scores of quantized documents have no gradient"):
         lik_ops.maxsim(Q, made)
     with torch.no_grad():
         assert not lik_ops.maxsim(Q, made).requires_grad
@@ -477,7 +477,7 @@ class _Index(torch.nn.Module):
 
 @every_format_and_codes
 def test_exported(format, tmp_path):
-    """Documents that a module holds become constants of the graph, whatever kept them."""
+    """Documents stored in a module become constants of the graph, however they are stored."""
     index, Q = _Index(quantize(tokens(5, 9, 16), format)), tokens(2, 4, 16)
     batch = torch.export.Dim("batch", min=2)
     program = torch.export.export(index, (Q,), dynamic_shapes={"Q": {0: batch}})
@@ -545,7 +545,7 @@ def test_bad_input_names_the_argument(call, error, message):
 @pytest.mark.parametrize("wrong", [lambda t: t.tolist(), lambda t: t.float(), lambda t: t.to("meta"), lambda t: t[:1]])
 @pytest.mark.parametrize("name", ["doc_offsets", "doc_lengths"])
 def test_candidates_are_checked_before_the_short_way(name, wrong, monkeypatch):
-    """A GPU's takes them as they are: floats for integers, and pointers into the memory of a CPU."""
+    """The fast path of a GPU does not check: it would read floats as integers, and CPU pointers."""
 
     def launched(*args):
         raise AssertionError("launched")
@@ -573,7 +573,7 @@ def test_no_documents_and_no_tokens():
 
 
 def test_queries_as_sequences():
-    """Of any kind that is unpacked, none among them, beside documents and beside an index."""
+    """Test every kind of sequences that is unpacked, and an empty list, with documents and with an index."""
     queries, cu_seqlens = [tokens(3, 8), tokens(1, 8)], torch.tensor([0, 4, 6])
     packed = quantize(tokens(6, 8))
     nested = torch.nested.nested_tensor(queries)

@@ -1,4 +1,4 @@
-"""`lik_ops.ResidualCodec` and documents of residual codes: beside an encoder in numpy, and an index of fast-plaid."""
+"""Test `lik_ops.ResidualCodec` and residual codes against a numpy encoder and an index of fast-plaid."""
 
 import copy
 
@@ -32,7 +32,7 @@ def tokens(*shape, dtype=torch.float32):
     ],
 )
 def test_bytes_are_those_of_fast_plaid(nbits, buckets, byte):
-    """Read from its files: see `residual.GOLDEN` for whole ones."""
+    """The bytes were read from its files. For whole files see `residual.GOLDEN`."""
     d = len(buckets)
     weights = torch.arange(2.0**nbits)
     codec = ResidualCodec(torch.zeros(1, d), weights, weights[1:] - 0.5, normalize=False)
@@ -75,7 +75,7 @@ def test_codes_and_tokens_are_those_of_the_formulas(nbits, order, d):
     assert np.array_equal(codes.flatten().numpy(), expected)
     flat = residuals.flatten(0, 1).numpy()
     found = residual.unpacked(flat, nbits, d, order)
-    assert (np.abs(found - buckets) <= 1).all() and (found != buckets).mean() < 1e-2  # at the edge of two
+    assert (np.abs(found - buckets) <= 1).all() and (found != buckets).mean() < 1e-2  # at the edge of two buckets
     assert np.array_equal(residual.packed(found, nbits, order), flat)
     decoded = torch.from_numpy(residual.decoded(expected, found, codec)).view(3, 7, d)
     torch.testing.assert_close(codec.decode(codes, residuals).double(), decoded, rtol=0, atol=1e-6)
@@ -134,7 +134,7 @@ def test_codes_that_are_no_centroids_are_nan_for_their_document(nbits):
         assert scores[:, [1, 2, 4]].isnan().all() and torch.equal(scores[:, [0, 3, 5]], whole[:, [0, 3, 5]])
         assert torch.equal(found[:, [0, 3, 5]], winners[:, [0, 3, 5]])
         assert torch.equal(bad.dequantize().isnan().all(-1), (codes < 0) | (codes >= 7))
-        kept = (codes >= 0) & (codes < 7)  # masked, they never matter
+        kept = (codes >= 0) & (codes < 7)  # masked codes never matter
         torch.testing.assert_close(
             lik_ops.maxsim(Q, bad, d_mask=kept), reference.maxsim(Q, D.dequantize(), d_mask=kept), rtol=0, atol=1e-5
         )
@@ -251,8 +251,16 @@ def test_the_operator_names_what_is_wrong(other, error, message):
         (lambda c, D: ResidualCodec.train(D, seed="x"), TypeError, "seed: expected an int, got str"),
         (lambda c, D: ResidualCodec.train(D, seed=2**70), ValueError, "seed: expected at most"),
         (lambda c, D: ResidualCodec.train(D.int()), TypeError, "tokens: expected float16, .*, got torch.int32"),
-        (lambda c, D: ResidualCodec.train(D[:0]), ValueError, r"tokens: expected finite ones, got none of \[0, 5, 8\]"),
-        (lambda c, D: lik_ops.quantize(D[..., :7], c), ValueError, r"D: expected \[..., 8\] on cpu as the codec, got"),
+        (
+            lambda c, D: ResidualCodec.train(D[:0]),
+            ValueError,
+            r"tokens: expected at least one finite token, got none in \[0, 5, 8\]",
+        ),
+        (
+            lambda c, D: lik_ops.quantize(D[..., :7], c),
+            ValueError,
+            r"D: expected \[..., 8\] on cpu like the codec, got",
+        ),
         (lambda c, D: lik_ops.quantize(D, c, "document"), ValueError, "scale: expected one of token, got 'document'"),
         (
             lambda c, D: lik_ops.quantize(D, "residual2"),

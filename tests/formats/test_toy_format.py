@@ -1,4 +1,4 @@
-"""A format of documents that lik_ops has not, two features in a byte: all that CONTRIBUTING.md asks of a new one."""
+"""Test a format that lik_ops lacks, with two features in a byte, with the steps of CONTRIBUTING.md."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from lik_ops.csrc_triton.common.primitives import load_tokens  # noqa: E402
 
 @triton.jit
 def load_nibbles(ptr, t, c0, d, D, C: tl.constexpr):
-    """What a kernel reads: features from c0 on of tokens `t`, the first of a byte in its lower half."""
+    """Load features from c0 on of tokens `t`. The first feature of a byte is in the lower half."""
     x = load_tokens(ptr, t, t >= 0, c0 // 2 + tl.arange(0, C.BD // 2), tl.cdiv(d, 2), D, C.WIDE_OFFSETS)
     x = (x[:, :, None] >> (4 * tl.arange(0, 2)).to(tl.uint8)[None, None, :]) & 15
     return tl.reshape(x, (C.BN, C.BD)).to(tl.int8) - 8

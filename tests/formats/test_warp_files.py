@@ -1,6 +1,6 @@
-"""`lik_ops.read_index` of WARP's files, which an encoder in numpy writes as its converter does; and ones that lie.
+"""Test `lik_ops.read_index` of WARP files, valid ones from a numpy encoder and corrupt ones.
 
-The layout is that of ``warp/engine/utils/index_converter.py`` in github.com/jlscheerer/xtr-warp.
+The layout is defined by ``warp/engine/utils/index_converter.py`` in github.com/jlscheerer/xtr-warp.
 """
 
 import json
@@ -18,11 +18,10 @@ D, LENGTHS = 16, (3, 0, 5, 4, 2, 1)
 
 
 def written(root, nbits, lengths=LENGTHS, beside=None):
-    """An index of random tokens; `replace_documents`: with what is left of the one that was converted, documents in
-    two chunks.
+    """Write an index of random tokens. With `beside`, keep files of the converted index in two chunks.
 
     Returns:
-        The directory, tokens as they count, document by document and there by centroid, and their codes.
+        The directory, the dequantized tokens by document and then by centroid, and the codes.
     """
     root.mkdir()
     codec = random_codec(D, nbits, normalize=False)
@@ -76,7 +75,7 @@ def test_another_order_of_bits_is_seen(tmp_path):
 
 
 def test_documents_without_tokens(tmp_path):
-    """At the end they are known from the index that was converted alone."""
+    """Trailing documents without tokens are only known from the converted index."""
     lengths = (2, 0, 3, 0)
     alone = lik_ops.read_index(written(tmp_path / "a", 4, lengths)[0])
     beside = lik_ops.read_index(written(tmp_path / "b", 4, lengths, beside=1)[0])
@@ -89,7 +88,7 @@ def test_documents_without_tokens(tmp_path):
 
 def test_fast_plaid_would_normalise_it(tmp_path):
     index = lik_ops.read_index(written(tmp_path / "index", 4)[0])
-    with pytest.raises(ValueError, match="index: expected a codec with cutoffs that normalises"):
+    with pytest.raises(ValueError, match="index: expected a codec with cutoffs that normalizes"):
         lik_ops.write_index(tmp_path / "other", index)
 
 

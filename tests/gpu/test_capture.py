@@ -1,4 +1,4 @@
-"""Calls made again with the launches of an earlier one: what is launched, and that results are those of a full call."""
+"""Test capture and replay: which kernels are launched, and that results equal a full call."""
 
 import itertools
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ NEEDS = ([True, True, True], [True, False, False], [False, True, False], [True, 
 
 
 class Bound(launcher.CompiledKernel):
-    """Stands for a compiled kernel: keeps what it is launched with, and the tensors alive, so that pointers differ."""
+    """Stand-in for a compiled kernel. It logs launches and keeps their tensors alive so that pointers differ."""
 
     __slots__ = ("kernel", "log")
 
@@ -51,7 +51,7 @@ class Bound(launcher.CompiledKernel):
 
 @pytest.fixture
 def log(monkeypatch):
-    """Launches of the Triton backend on CPU tensors: name, grid, arguments; and of general ones the tensors."""
+    """Log launches of the Triton backend on CPU tensors: name, grid, arguments, and tensors of full launches."""
     found, alive = [], []
 
     def bind(kernel, args, options):
@@ -80,7 +80,7 @@ def flat(values):
 
 
 def comparable(launches, given):
-    """Launches with pointers into what was given as such, and others by the order in which they occur."""
+    """Return launches with pointers named by the given tensor, or numbered by first occurrence."""
     spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in given if t is not None]
     names = {}
 
@@ -155,7 +155,7 @@ def test_a_replay_launches_what_a_full_backward_does(name, shape, candidates, pl
 @pytest.mark.parametrize("name", ["lowmem", "unified"])
 @pytest.mark.parametrize("candidates", [False, True])
 def test_of_documents_as_int8_too(name, candidates, log):
-    """Their scale is told apart like the rest, and calls of documents as they are keep launches of their own."""
+    """The scale of int8 documents has a slot like other tensors. Calls without int8 have separate captures."""
     x = drawn(SHAPES[1], candidates, False, torch.bfloat16)
     winners, found, kept, run = winners_of(x), [], [], getattr(cuda, f"backward_{name}")
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_of_documents_as_int8_too(name, candidates, log):
 
 
 def packed(layout, device, dtype, seed=0):
-    """Arguments of a packed call of 5 queries and 7 documents; values are those of `seed`, sizes are not."""
+    """Return arguments of a packed call of 5 queries and 7 documents. `seed` changes values but not sizes."""
     g = torch.Generator().manual_seed(seed)
     cu_q, cu_d = (torch.tensor([0, *n]).cumsum(0).to(device) for n in ([3, 0, 9, 4, 1], [30, 2, 0, 7, 70, 1, 5]))
     Q, D = (torch.randn(n, 24, generator=g).to(device, dtype) for n in (17, 115))
@@ -212,7 +212,7 @@ def test_packed_backwards_too(layout, unified, log):
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("format", ["int8", "uint8", "binary", "residual"])
 def test_quantised_forwards_too(format, normalize, argmax_dtype, log, monkeypatch):
-    """Of as many documents; candidates, which seldom are, have launches of their own."""
+    """The number of documents is equal. Candidates, whose sizes seldom repeat, have separate launches."""
     monkeypatch.setattr(packed_forward, "current_device", lambda: None)
     monkeypatch.setattr(packed_forward, "raw_stream", lambda index: 0)
     r = packed("cross", "cpu", torch.bfloat16)
@@ -237,7 +237,7 @@ def test_quantised_forwards_too(format, normalize, argmax_dtype, log, monkeypatc
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_soft_forwards_too(temperature, keep, log):
-    """A temperature that is a tensor is read anew, another number is another call."""
+    """A tensor temperature is read at each replay, and another number has another dispatch key."""
     x = drawn((*SHAPES[1][:4], 20), False, True, torch.bfloat16)  # no descriptor reads rows of 40 bytes
     found, alive = [], []
     for _ in range(3):
@@ -271,7 +271,7 @@ def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
     with capture.RecordingMode(()):
         gradients(x, "lowmem", winners, False, NEEDS[3])
     assert log and all(len(launch) == 4 for launch in log)
-    cuda.forget()  # and where such a call comes when others are recorded, the next one is
+    cuda.forget()  # if other calls with this key are captured first, the next such call replays
     for given in (x, odd, x):
         gradients(given, "lowmem", winners, False, NEEDS[3])
     log.clear()
@@ -281,7 +281,7 @@ def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
 
 @without_kernels
 def test_tensors_that_share_memory_are_not_told_apart(log):
-    """A self-similarity is not recorded: a later call of the same metadata has two tensors. That one is."""
+    """A self-similarity is not captured, because a later call with this key may have two tensors and is captured."""
     x = drawn((8, 8, 32, 32, 64), False, False, torch.bfloat16)
     for same, launched in ((True, 4), (True, 4), (True, 4), (False, 4), (False, 3), (True, 3)):
         given = x[0], x[0] if same else x[1], *x[2:]
@@ -321,14 +321,14 @@ def test_operations_that_are_no_allocations_are_not_replayed(log):
     recorder, found = record((Q,), lambda: [launch(Q[1:], torch.empty(3))][:0])
     assert found is not None
     recorder, found = record((Q,), lambda: [launch(Q), Q][1:])
-    assert found is None and "no memory of its own" in recorder.obstacle
+    assert found is None and "has no memory of its own" in recorder.obstacle
 
 
 def kernel_of(parameters):
-    """Stands for a kernel of so many tensors and integers."""
+    """Stand-in for a kernel with this many tensor and integer parameters."""
     from lik_ops.csrc_triton.search.topk import maxsim_best
 
-    class Kernel(type(maxsim_best)):  # what `launcher.launch` binds
+    class Kernel(type(maxsim_best)):  # a type that `launcher.launch` binds
         def __init__(self):
             self.__name__ = "any"
             self.params = [SimpleNamespace(is_constexpr=False, do_not_specialize=False)] * parameters
@@ -352,7 +352,7 @@ def test_memory_is_filled_again(log):
 
 @without_kernels
 def test_calls_that_differ_in_sizes_share_code(log):
-    """What is written for a recorded call is compiled once for all of its kind: sizes are no part of it."""
+    """The generated replay code is compiled once for all calls of a kind, because sizes are not part of it."""
     found = []
     for shape in ((8, 8, 32, 64, 64), (8, 9, 32, 72, 32)):
         x = drawn(shape, False, False, torch.bfloat16)
@@ -368,7 +368,7 @@ def test_calls_that_differ_in_sizes_share_code(log):
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_replays_compute_what_full_calls_do(layout, normalize, monkeypatch):
-    """Pointers end where tensors were: of other values, in other memory."""
+    """Pointers end where the tensors were, and the replay has other values in other memory."""
     for module, name in ((launcher, "launch"), (capture, "current_device"), (capture, "raw_stream")):
         monkeypatch.setattr(module, name, getattr(replaying, name))
     before = replaying.replayed.count
@@ -382,7 +382,7 @@ def test_replays_compute_what_full_calls_do(layout, normalize, monkeypatch):
         upstream = torch.randn(r.scores_shape(), generator=torch.Generator().manual_seed(seed))
         return *found[0], *found[1], *cuda.backward_ragged(upstream, r, argmax, normalize, [True] * 3, False)
 
-    torch.use_deterministic_algorithms(False)  # atomic adds come in one order here
+    torch.use_deterministic_algorithms(False)  # atomic adds have one order here
     expected = []
     for seed in range(2):
         cuda.forget()
@@ -401,7 +401,7 @@ def test_replays_compute_what_full_calls_do(layout, normalize, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 200, 32, 300, 128), (32, 9, 100, 150, 320)])
 def test_replays_have_the_bits_of_full_calls(shape, dtype, candidates, masks, normalize):
-    """Forward with and without winners, and both gradients, of other values than were recorded."""
+    """Test the forward with and without argmax, and both gradients, on other values than were captured."""
 
     def everything(seed):
         x = drawn(shape, candidates, masks, dtype, "cuda", seed)
@@ -449,7 +449,7 @@ def test_packed_replays_have_the_bits_of_full_calls(layout, dtype, normalize):
 
 @pytest.mark.gpu
 def test_a_step_holds_no_more_memory_than_in_full():
-    """Workspace is given back when its last launch is made, before memory for other gradients is taken."""
+    """Workspace is freed after its last launch, before memory for other gradients is allocated."""
     x = drawn((64, 512, 32, 180, 128), False, False, torch.bfloat16, "cuda")
     argmax = cuda.forward(*x, False, torch.int16)[1]
     peaks = []
@@ -482,7 +482,7 @@ def test_memory_of_a_plan_has_the_strides_that_torch_gives(Nq, K, Lq, candidates
 
 @without_kernels
 def test_saved_tensors_of_other_strides_are_no_call_that_was_recorded(log, monkeypatch):
-    """A hook may hand a backward copies of what was saved, as `save_on_cpu` does: contiguous ones."""
+    """A hook may pass contiguous copies of saved tensors to a backward, as `save_on_cpu` does."""
     monkeypatch.setattr(backends, "select_backend", lambda device, dtype: cuda)
     Q = torch.randn(32, 8, 64).half().transpose(0, 1).requires_grad_()
     D = torch.randn(8, 64, 64).half().requires_grad_()

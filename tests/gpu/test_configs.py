@@ -1,4 +1,4 @@
-"""The table of tiles: it covers every call, and what decides the bits of a score does not depend on the batch."""
+"""Test that the tile table covers every call, and that the bits of a score do not depend on the batch."""
 
 import itertools
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
 
 
 def _lying(D, how):
-    """The same documents elsewhere: as a descriptor reads them, or one of the ways in which none does."""
+    """Return the documents in another memory layout: one a descriptor can read, or one it cannot."""
     if how == "transposed":
         return D.mT.contiguous().mT
     if how == "apart":
@@ -104,7 +104,7 @@ def test_normalised_bits_hang_on_no_batch_nor_on_how_tokens_lie(how, d, dtype):
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("Lq", [1, 20, 32, 64, 128, 300])
 def test_every_tile_gives_the_same_bits(dtype, normalize, Lq):
-    """Few query rows take other tiles than many, and few documents others than many."""
+    """Few query rows and few documents use other tiles than many."""
     for Ld, d, masked in ((1, 128, False), (63, 128, True), (64, 40, False), (300, 128, True)):
         mask = "holes" if masked else "none"
         p = Problem(Nq=20, Nd=400, Lq=Lq, Ld=Ld, d=d, dtype=dtype, q_mask=mask, d_mask=mask, weight=masked)

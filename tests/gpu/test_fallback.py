@@ -1,4 +1,4 @@
-"""Where a fast kernel does not compile, or Triton is newer than was tested, plain kernels compute, and it is said."""
+"""Test that generic kernels run with a warning if a fast kernel does not compile or Triton is too new."""
 
 import warnings
 from dataclasses import replace

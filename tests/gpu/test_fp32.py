@@ -1,4 +1,4 @@
-"""fp32 inputs are multiplied as fp32: the error of a similarity is bounded by its own terms, whatever their range."""
+"""Test that fp32 inputs are multiplied as fp32: the terms of a similarity bound its error, for any range."""
 
 import contextlib
 import math
@@ -46,7 +46,7 @@ PAIRS = [(q, x) for q in VALUES for x in VALUES if not INTERPRETING or q == x or
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize(("queries", "documents"), PAIRS)
 def test_error_is_bounded_by_the_terms_of_a_similarity(place, queries, documents):
-    """``|error| <= 2 d epsilon sum_k |q_k x_k|``, twice the bound of any fp32 sum; measured far below it on average."""
+    """``|error| <= 2 d epsilon sum_k |q_k x_k|``, twice the bound of any fp32 sum. The mean error is far smaller."""
     Q, D = VALUES[queries](N).to(place.device)[:, None], VALUES[documents](LONG).to(place.device)
     expected = Q[:, 0].double() @ D.double().T
     size = Q[:, 0].double().abs() @ D.double().abs().T
@@ -66,7 +66,7 @@ def test_error_is_bounded_by_the_terms_of_a_similarity(place, queries, documents
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 2.0**60])
 def test_cancellation(place, scale):
-    """Terms that cancel leave what an exact sum of the same fp32 numbers leaves, to the rounding of the terms."""
+    """Terms that cancel leave the exact sum of the fp32 numbers, up to the rounding of the terms."""
     half = torch.randn(N, d // 2) * scale
     Q = torch.cat([half, half], 1).to(place.device)[:, None]
     x = torch.randn(LONG, d // 2)
@@ -99,7 +99,7 @@ def test_infinities_and_nan_are_those_of_an_fp32_product(place, with_argmax):
 
 
 def _odd(token: Tensor) -> Tensor:
-    """The token with a feature too small beside the others to share their scale, where the queries have zeros."""
+    """Return the token with a feature too small to share the scale of the others. The queries are zero there."""
     token = token.clone()
     token[..., -1] = 1e-30
     return token
@@ -123,7 +123,7 @@ def test_ties_between_tokens_that_are_multiplied_differently(place, odd):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_odd_rows_beside_others(place, normalize):
-    """Bits of a score do not depend on odd tokens in masked places, in other documents or in other queries."""
+    """Odd tokens in masked positions, other documents, or other queries do not change the bits of a score."""
     Q, D = torch.randn(4, 5, 24), torch.randn(3, LONG, 24)
     d_mask = torch.rand(3, LONG) > 0.3
     d_mask[:, 7] = True
@@ -155,7 +155,7 @@ def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.skipif(not INTERPRETING, reason="what the kernels do")
 @pytest.mark.parametrize("room", [None, 96])
 def test_tokens_split_first_or_by_each_program(monkeypatch, room):
-    """Equal bits, also where the documents are split in several parts, and where some rows are odd."""
+    """Bits are equal even if the documents are split in several parts and some rows are odd."""
     from lik_ops.gpu import choose
     from lik_ops.gpu.forward.dense import make_plan
     from lik_ops.gpu.forward.fp32_split import Fp32SplitPlan
@@ -184,7 +184,7 @@ def test_tokens_split_first_or_by_each_program(monkeypatch, room):
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_argmax", [False, True])
 def test_one_query_or_many_give_equal_bits(with_argmax):
-    """One query splits tokens in its programs, 64 queries split them first, more documents than fit in parts."""
+    """One query splits tokens in its programs. 64 queries split them first, in parts for this many documents."""
     Q, D = torch.randn(64, 32, 128, device="cuda"), torch.randn(150, 300, 128, device="cuda")
     D[100, 299], D[3, 7] = _odd(D[100, 299]), math.inf
     d_mask = torch.rand(150, 300, device="cuda") > 0.3
@@ -208,11 +208,11 @@ def _set(setting, name: str, value):
 SETTINGS = """
 import lik_ops, torch
 from torch.backends.cuda import matmul
-from lik_ops.gpu.runtime.arguments import allow_tf32
+from lik_ops.gpu.runtime.arguments import is_tf32_allowed
 Q = torch.ones(2, 3, 4)
 
 def check(expected):
-    assert allow_tf32(torch.float32) is expected and not allow_tf32(torch.float16)
+    assert is_tf32_allowed(torch.float32) is expected and not is_tf32_allowed(torch.float16)
     lik_ops.maxsim(Q, Q)
 
 check(False)
@@ -235,11 +235,11 @@ check(True)
 
 @pytest.mark.skipif(INTERPRETING, reason="the same settings")
 def test_torch_settings_that_allow_tf32():
-    """In a process of its own: torch refuses its older settings once a newer one was used."""
+    """Run in a separate process, because torch refuses its older settings after a newer one was used."""
     subprocess.run([sys.executable, "-c", SETTINGS], check=True)
 
 
-TF32_PLACES = PLACES if INTERPRETING else PLACES[1:]  # the portable backend multiplies by torch, on a CPU in fp32
+TF32_PLACES = PLACES if INTERPRETING else PLACES[1:]  # the portable backend multiplies with torch, on a CPU in fp32
 
 
 @pytest.mark.parametrize("place", TF32_PLACES, ids=str)
@@ -262,7 +262,7 @@ def test_tf32_where_torch_allows_it(place):
 @pytest.mark.parametrize("features", [64, 300])
 @pytest.mark.parametrize("layout", ["cross", "candidates", "normalize", "winners", "varlen"])
 def test_tf32_rounds_to_nearest(place, features, layout):
-    """Features of one sign: what is cut off, not rounded, makes every similarity too small, by 2^-11 on average."""
+    """All features have one sign, so truncation would reduce every similarity, by 2^-11 on average."""
     Q, D = (torch.rand(n, L, features, device=place.device) + 1 for n, L in ((3, 8), (5, 40)))
     bounds = torch.arange(6, device=place.device) * 40
     calls = {
@@ -282,7 +282,7 @@ def test_tf32_rounds_to_nearest(place, features, layout):
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128, 320])
 def test_tf32_is_as_far_off_as_torch_is(d):
-    """Unit-length tokens, where an einsum under the same setting errs too."""
+    """Tokens have unit length, and an einsum with the same setting has a similar error."""
     tokens = (torch.randn(*n, d, device="cuda") for n in ((16, 32), (200, 300)))
     Q, D = (torch.nn.functional.normalize(x, dim=-1) for x in tokens)
 

@@ -1,4 +1,4 @@
-"""The behaviour tests again, on the Triton kernels, through Triton's interpreter on the CPU."""
+"""Run the behavior tests again with Triton's interpreter on the CPU."""
 
 import os
 import subprocess
@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-# From the slowest to the fastest. A process imports torch and collects tests for ten seconds: few take many modules.
+# From slowest to fastest. A process needs ten seconds to import torch and collect tests, so few processes run many
+# modules.
 MODULES = [
     "gpu/forward/test_quantized_kernels",
     "gpu/forward/test_packed_kernels",

@@ -1,4 +1,4 @@
-"""What a compiled kernel knows of its arguments, that this holds for every call it serves, and how it is launched."""
+"""Test what a compiled kernel assumes of its arguments, that this holds for every call, and how it is launched."""
 
 import logging
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ CONFIG = KernelConfig(64, 64, 128, 32, 4, False, True, False, 0, "tf32x3")
 
 
 def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfloat16, candidates=False, offset=0):
-    """What the backend passes to `kernel` for contiguous tensors, which start `offset` elements into their memory."""
+    """Return the backend's arguments for `kernel` with contiguous tensors at element `offset` of their memory."""
 
     def tensor(*shape, dtype=dtype):
         n = offset + torch.Size(shape).numel()
@@ -119,14 +119,14 @@ def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
 
 
 def test_lists_know_of_rows_only_whether_16_divides_them():
-    """Winners are then loaded as vectors: the one size that two kernels are compiled for."""
+    """If 16 divides the rows, argmax loads use vectors. No other size compiles a second kernel."""
     kernel = buckets.maxsim_count_argmax
     known = {Nq: description(kernel, arguments(kernel, Nq=Nq, Lq=5)) for Nq in (16, 32, 7, 9)}
     assert known[16] == known[32] != known[7] == known[9]
 
 
 def triton_specialises(kernel, args):
-    """Triton's own description of arguments: (type, hint) of each leaf. No hint is None, a constant "constexpr"."""
+    """Return Triton's own (type, hint) of each leaf. No hint is None, and a constant is "constexpr"."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
     binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
     _, specialization, _ = binder(*args)
@@ -165,7 +165,7 @@ def test_sizes_compile_nothing_anew(kernel, d, a, b, candidates):
     offset=st.sampled_from((0, 1, 8)),
 )
 def test_what_is_compiled_holds_for_every_call_it_serves(kernel, n, d, masks, candidates, offset):
-    """A hint or constant in the compiled kernel is one that Triton finds in the arguments themselves."""
+    """Each hint or constant in the compiled kernel is also one that Triton finds in the arguments."""
     args = arguments(kernel, *n, d, masks=masks, candidates=candidates, offset=offset)
     found = triton_specialises(kernel, args)
     for (kind, hint), (true_kind, true_hint) in zip(
@@ -200,7 +200,7 @@ def test_what_decides_the_code_is_told_apart(kernel):
 
 
 def test_descriptions_tell_apart_what_is_equal_or_lines_up():
-    """Compiled kernels are looked up by descriptions: what is compiled otherwise may not share one."""
+    """Compiled kernels are looked up by descriptions, so arguments that compile differently may not share one."""
     x, short = torch.empty(2, 16), torch.empty(16)
     tiles = TensorDescriptor(x, [2, 16], [16, 1], [1, 16])
     groups = cuda_arguments.make_query_args(x[None], None, None), cuda_arguments.make_document_args(x[None], None)
@@ -213,7 +213,7 @@ def test_descriptions_tell_apart_what_is_equal_or_lines_up():
 
 
 class Kernel:
-    """Has parameters that are no constants."""
+    """Stand-in for a kernel without constexpr parameters."""
 
     def __init__(self, parameters):
         self.params = [SimpleNamespace(is_constexpr=False, do_not_specialize=False)] * parameters
@@ -240,7 +240,7 @@ def test_strides_that_are_vectorised_count_all_or_none():
 
 
 class Compiled:
-    """Stands for Triton's compiled kernel where there is no GPU."""
+    """Stand-in for Triton's compiled kernel without a GPU."""
 
     def __init__(self):
         self.launched = []

@@ -1,4 +1,4 @@
-"""Launches on a GPU: what compiles anew, hooks, CUDA graphs, streams, threads, and descriptors."""
+"""Test launches on a GPU: compilations, hooks, CUDA graphs, streams, threads, and descriptors."""
 
 import logging
 import threading
@@ -29,7 +29,7 @@ def tensors(Nq=8, Nd=8, Lq=32, Ld=64, d=64, **options):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The kernels that Triton compiles, by name."""
+    """Return a list of the kernels that Triton compiles, by name."""
     found = []
 
     def hook(*args, fn, **more):
@@ -61,8 +61,8 @@ def test_no_size_compiles_anything_anew(compilations, d):
         with torch.no_grad():
             lik_ops.maxsim(Q, D)
 
-    # One of each: lists of winners are made in blocks of a power of two, vectors of 16 rows or single ones, a document
-    # that meets few rows takes no lists, many rows and documents the specialised forward.
+    # Trigger each kernel once. Argmax lists use blocks of a power of two, with vectors of 16 rows or single rows.
+    # Documents with few query rows use no lists. Many rows and documents use the specialized forward.
     for sizes in ((8, 8, 32, 64), (7, 9, 31, 70), (16, 33, 29, 96), (5, 7, 17, 128), (40, 48, 32, 200)):
         call(*sizes)
     compilations.clear()
@@ -76,7 +76,7 @@ def test_warmup_leaves_nothing_to_compile(compilations):
     options = {"q_mask": True, "d_mask": True, "normalize": True, "argmax": True, "training": True}
     lik_ops.warmup("cuda", torch.bfloat16, 40, 24, Nq=(1, 16), Ld=(20, 200), **options)
     compilations.clear()
-    for Nq, Ld in ((1, 33), (16, 150), (14, 3)):  # as many rows as 16 divides: winners are read in vectors
+    for Nq, Ld in ((1, 33), (16, 150), (14, 3)):  # 16 divides the rows: argmax values are read as vectors
         Q, D = tensors(Nq, 11, 24, Ld, 40, requires_grad=True)
         masks = [torch.ones(t.shape[:2], dtype=torch.bool, device="cuda") for t in (Q, D)]
         scores = lik_ops.maxsim(Q, D, *masks, normalize=True)
@@ -110,7 +110,7 @@ def test_tensors_that_begin_anywhere_and_descriptors_used_again():
             memory = torch.empty(D.numel() + offset, dtype=D.dtype, device="cuda")
             moved = memory[offset:].view(D.shape).copy_(D)
             assert torch.equal(lik_ops.maxsim(Q, moved), expected)
-    # Another tensor where one has been, of another shape: the descriptor has to be another.
+    # A tensor of another shape at a reused address needs another descriptor.
     memory = torch.randn(8 * 200 * 64, dtype=D.dtype, device="cuda")
     for Nd, Ld in ((8, 200), (8, 100), (4, 200), (16, 100), (8, 200)):
         there = memory[: Nd * Ld * 64].view(Nd, Ld, 64)
@@ -157,7 +157,7 @@ def test_capture_and_replay_in_a_cuda_graph(backward):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    # What torch would poison is memory that a graph writes: left alone here.
+    # torch would poison memory that a graph writes, so this mode is off.
     torch.use_deterministic_algorithms(False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -197,7 +197,7 @@ def test_the_log_says_how_kernels_are_launched(caplog):
 
 
 def test_descriptors_are_encoded_where_a_thread_has_a_context(monkeypatch):
-    """Triton does that by the driver, which knows no context of a thread that nothing was launched on."""
+    """Triton encodes descriptors by the driver, which has no context on a thread without launches."""
     log = []
     event = SimpleNamespace(record=lambda: log.append("context"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

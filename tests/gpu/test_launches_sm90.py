@@ -1,6 +1,6 @@
-"""Host code of sm_90 on a CPU: which kernels a call launches, and that later calls of its kind launch the same.
+"""Test host code of sm_90 on a CPU: which kernels a call launches, and that later similar calls launch the same.
 
-Launches do nothing. What a call is told by an earlier one, plans and recordings, must not show in what is launched.
+Launches do nothing. Plans and captures of earlier calls must not change the launches.
 """
 
 import random
@@ -39,7 +39,7 @@ GRADIENTS = "maxsim_grad_documents", "maxsim_grad_queries"
 
 
 class Described(Bound):
-    """A compiled kernel that says what it was compiled for."""
+    """Compiled kernel that logs its description."""
 
     __slots__ = ("description",)
 
@@ -70,7 +70,7 @@ def log(launches, monkeypatch):  # noqa: F811
 
 
 def described(value):
-    """A descriptor as a direct launch has it."""
+    """Return a descriptor in the form of a direct launch."""
     if not launcher.is_descriptor(value):
         return value
     shape = tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
@@ -78,13 +78,15 @@ def described(value):
 
 
 def launched(log, given):
-    """Kernels, grids, arguments and what was compiled: pointers by the tensor that they point into, "memory" for what
-    the call made."""
+    """Return kernels, grids, arguments, and descriptions of the logged launches.
+
+    Pointers are named by their tensor, or "memory" for tensors that the call allocated.
+    """
     spans = [(x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in given]
 
     def named(value):
         if value is None or not isinstance(value, int) or value < 2**32:
-            return value or 0  # nothing is passed as either
+            return value or 0  # either is passed as nothing
         found = [(n, value - begin) for n, (begin, end) in enumerate(spans) if begin <= value < end]
         return found[0] if found else "memory"
 
@@ -206,7 +208,7 @@ def test_later_calls_launch_what_the_first_did(name, log):
 
 
 def test_calls_of_other_tensors_launch_theirs(log):
-    """Of one description, with masks, strides, weights and documents elsewhere; then of other descriptions."""
+    """The calls have one key, with other masks, strides, weights, and documents. Later calls have other keys."""
     made = [masked(False) for _ in range(4)]
     given = [x for _, tensors in made for x in tensors]
     for n, (call, tensors) in enumerate(made):
@@ -217,7 +219,7 @@ def test_calls_of_other_tensors_launch_theirs(log):
 
 
 def elsewhere(x, how):
-    """`x` with other strides, or beginning elsewhere."""
+    """Return `x` with other strides, or at another address."""
     if how == "odd":
         return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
     if how == "wide":
@@ -230,8 +232,10 @@ def elsewhere(x, how):
 
 
 def varied(r, kind, places):
-    """A call of few sizes whose tensors lie anywhere: the call, and its tensors. Where they only begin elsewhere, all
-    are of one kind."""
+    """Return a call of few sizes and its tensors, which have any layout.
+
+    If `places` is ["odd"], only addresses differ, and all calls are of one kind.
+    """
     alike = places == ["odd"]
 
     def drawn(*shape, dtype=torch.float32):
@@ -275,7 +279,7 @@ PLACES = ["odd", "wide", "steps", "columns", "shared"]
 @pytest.mark.parametrize("places", [PLACES, ["odd"]], ids=["anywhere", "begin elsewhere"])
 @pytest.mark.parametrize("kind", range(7))
 def test_calls_whose_tensors_lie_elsewhere_are_calls_of_another_kind(kind, places, log):
-    """Whatever was kept of others, they launch what they would as the first of all."""
+    """The calls launch what they would launch first, whatever was cached for other calls."""
     r = random.Random(kind)
     made = [varied(r, kind, places) for _ in range(120)]
 

@@ -1,4 +1,4 @@
-"""Tables of tiles: what a file may say, what it changes, and how `lik_ops.tune` chooses what goes into one."""
+"""Test tile tables: their file format, their effect, and how `lik_ops.tune` selects entries."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ TABLE = measured_tables.TileTable("NVIDIA H200", "sm_90", {"torch": "2.11.0"}, (
 
 @pytest.fixture
 def use_table(monkeypatch, tmp_path):
-    """Have `LIK_OPS_TABLE` name a file of the given text, as in a process that starts."""
+    """Return a function that points `LIK_OPS_TABLE` to a file with the given text and clears all caches."""
 
     def forget():
         for cached in (measured_tables.load_table, measured_tables._warn_mismatch, cuda_arguments.architecture):
@@ -109,13 +109,13 @@ def test_a_table_changes_the_tile_of_what_it_covers(use_table, caplog):
     with caplog.at_level(logging.DEBUG, logger="lik_ops"):
         arch = measured_tables.add_measured_rules(SM_90)
     assert "1 rules for sm_90 measured on NVIDIA H200 (torch 2.11.0)" in caplog.text
-    assert arch == SM_90  # what else depends on the architecture stays
+    assert arch == SM_90  # other properties of the architecture are unchanged
     few, many, packed = _chosen(arch, documents=100), _chosen(arch, documents=101), _chosen(arch, Nq=100)
     assert (few.config.BM, few.config.BN, few.num_warps) == (32, 128, 8)
     assert many == packed and (many.config.BM, many.options(arch)["maxnreg"]) == (64, 128)
     for others in ({"Lq": 16}, {"Lq": 33}, {"d": 64}, {"dtype": torch.float16}, {"normalize": True}, {"wide": 1}):
         assert _chosen(arch, **others) == _chosen(SM_90, **others), others
-    assert _chosen(arch, d=120) == _chosen(SM_90, d=120)  # features one by one take the tiles of wide offsets
+    assert _chosen(arch, d=120) == _chosen(SM_90, d=120)  # features loaded one by one use the tiles of wide offsets
 
 
 def test_it_is_read_once(use_table):
@@ -162,7 +162,7 @@ def test_info_asks_for_sizes(wrong, capsys):
 
 
 class Device:
-    """Stands for a GPU: times by tile, tiles that fail, and tiles that give other bits."""
+    """Stand-in for a GPU: times by tile, tiles that fail, and tiles that give other bits."""
 
     def __init__(self, times, fails=(), other_bits=(), fails_masked=()):
         self.ms, self.fails, self.other_bits, self.fails_masked = times, fails, other_bits, fails_masked
@@ -230,7 +230,7 @@ def test_no_rule_where_nothing_is_right(monkeypatch):
 @pytest.mark.parametrize("Lq", [1, 20, 32, 128, 256, 300, 1024])
 @pytest.mark.parametrize("d", [16, 64, 128, 768])
 def test_rules_of_candidates_are_tables(Lq, d):
-    """Whatever wins, the file that says so can be read."""
+    """A file with any winner is readable."""
     for arch in (SM_90, SM_80, ARCHITECTURES["gfx942"]):
         regime = tuning.TuningRegime(HALF, d, Lq, 300, 100, 1000, 1024)
         most = tuning.find_built_in_tiles(arch, regime)[-1].rows
@@ -287,7 +287,7 @@ def test_tiles_that_the_tool_takes_give_the_same_bits(Lq):
         assert tuner.problem(regime, tile, x) is None, tile
     if Lq <= 16:
         assert tuner.accepts(regime, tiles[1])
-    if Lq > most:  # a smaller tile cuts the sum over query tokens elsewhere: no table may say that
+    if Lq > most:  # a smaller tile cuts the sum over query tokens differently, so no table may have it
         cut = tuning.make_rule(regime, INTERPRETER, [TileConfig(16, 16, 32, 4, 1)])
         with pytest.raises(ValueError, match="rows of the last tile"):
             measured_tables.parse_table(

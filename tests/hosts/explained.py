@@ -1,4 +1,4 @@
-"""What fails in the hosts' suites, and why: (adapter, how it is routed or "any", end of the test's name) -> reason."""
+"""Expected failures in the hosts' suites: (adapter, routing or "any", end of the test name) -> reason."""
 
 _CPU = "asserts that a backend refuses the CPU; lik_ops scores there"
 _SHAPE = "asserts that features no multiple of 8 are refused; lik_ops scores them"

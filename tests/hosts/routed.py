@@ -1,7 +1,7 @@
-"""A pytest plugin: a host's own suite with lik_ops in it, and how many of its calls lik_ops scored.
+"""Pytest plugin that runs a host's own suite with lik_ops and counts the calls that lik_ops scored.
 
-``LIK_OPS_HOST`` names the adapter, ``LIK_OPS_ROUTED`` says how: ``no`` for the suite as it is, ``enabled``, or
-``callables``, which puts the adapter's public callables in the places of the host's.
+``LIK_OPS_HOST`` names the adapter. ``LIK_OPS_ROUTED`` selects the routing: ``no`` for the unchanged suite, ``enabled``,
+or ``callables``. The last one replaces the host's callables by the public callables of the adapter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from explained import EXPLAINED
 
 HOST, ROUTED = os.environ["LIK_OPS_HOST"], os.environ["LIK_OPS_ROUTED"]
-# The modules that define what the adapters' callables stand in for.
+# Modules that define the host functions replaced by the adapters' callables.
 PUBLIC = {
     "sentence_transformers": [
         "util.similarity",
@@ -36,7 +36,7 @@ calls: Counter[str] = Counter()
 
 
 def _colpali_without_models() -> None:
-    """colpali-engine's top level imports every model, and these torchvision: a package that imports nothing."""
+    """Replace the top level of colpali-engine, which imports every model and torchvision, by an empty package."""
     found = importlib.util.find_spec("colpali_engine")
     module = types.ModuleType("colpali_engine")
     module.__path__ = list(found.submodule_search_locations)
@@ -45,7 +45,7 @@ def _colpali_without_models() -> None:
 
 
 def _counted(name: str, function):
-    if inspect.isclass(function):  # counted where it calls
+    if inspect.isclass(function):  # counted in its call
         return type(name, (function,), {"__call__": _counted(name, function.__call__)})
 
     @functools.wraps(function)
@@ -58,7 +58,7 @@ def _counted(name: str, function):
 
 
 def _hand_out(adapter) -> None:
-    """The adapter's callables wherever the host has its own of the name."""
+    """Replace the host's callables by the adapter's callables of the same name."""
     theirs = {}
     for module in PUBLIC[HOST]:
         names = vars(importlib.import_module(f"{PACKAGE}.{module}"))

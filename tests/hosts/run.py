@@ -1,8 +1,8 @@
-"""The hosts' own suites with lik_ops in them: ``make test-hosts``.
+"""Run the hosts' own suites with lik_ops: ``make test-hosts``.
 
-Each host has an environment and a folder with the tests of its sdist below ``--directory``; they are made once.
-sentence-transformers' sdist has no tests of scoring: ``--sentence-transformers-tests`` is a checkout of its repository,
-without which only the other hosts' suites run.
+Each host has an environment and a folder with the tests of its sdist below ``--directory``. Both are created once. The
+sdist of sentence-transformers has no tests of scoring. ``--sentence-transformers-tests`` names a checkout of its
+repository. Without this option only the suites of the other hosts run.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ PYTEST = [
 
 
 class Host(NamedTuple):
+    """A host, its environment, and its tests."""
+
     environment: str
     distribution: str
     version: str
-    requirements: list[str]  # of the suite, besides torch
+    requirements: list[str]  # of the suite, in addition to torch
     tests: list[str]
-    callables: list[str]  # tests of what the adapter's callables stand in for
-    modules: tuple[str, ...] = ()  # installed without what they require
+    callables: list[str]  # tests of the functions that the adapter's callables replace
+    modules: tuple[str, ...] = ()  # installed without their dependencies
     standins: bool = False
 
 
@@ -80,11 +82,12 @@ HOSTS = {
 
 
 def run(*command: object, **options) -> None:
+    """Run a command and raise if it fails."""
     subprocess.run([str(part) for part in command], check=True, **options)
 
 
 def environment(host: Host, root: Path, torch: str) -> Path:
-    """The interpreter of an environment that has the host."""
+    """Return the interpreter of an environment with the host, and create the environment if needed."""
     directory = root / f"venv-{host.environment}"
     stamp, python = directory / f".{host.distribution}-{host.version}", directory / "bin" / "python"
     if not stamp.exists():
@@ -100,7 +103,7 @@ def environment(host: Host, root: Path, torch: str) -> Path:
 
 
 def folder(name: str, host: Host, root: Path, python: Path, checkout: Path | None) -> Path:
-    """A folder with the host's tests, and without the host, so that what is installed is tested."""
+    """Return a folder with the host's tests but without the host, so that the installed package is tested."""
     directory = root / name
     if (directory / ".ready").exists():
         return directory

@@ -1,4 +1,4 @@
-"""Stand-ins for what the hosts' suites fetch: a tiny BERT with random weights, and a few sentences.
+"""Stand-ins for downloads of the hosts' suites: a tiny BERT with random weights, and a few sentences.
 
 ``from_pretrained("org/name")`` and ``load_dataset("org/name")`` prefer a folder of that name in the working directory.
 Run in the host's environment: ``python standins.py pylate|sentence_transformers DIRECTORY``.
@@ -26,7 +26,7 @@ VERBS = ["are kept", "were drawn", "are repaired", "fail", "are measured", "grow
 
 
 def tokenizer():
-    """A lower-cased WordPiece of 8,000 pieces, from the sources of the standard library."""
+    """Train a lower-case WordPiece tokenizer of 8,000 pieces on the source of the standard library."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertTokenizerFast
 
@@ -38,6 +38,7 @@ def tokenizer():
 
 
 def model(directory: Path) -> None:
+    """Save a tiny BERT with random weights to `directory`."""
     import torch
     from sentence_transformers import SentenceTransformer, models
     from transformers import BertConfig, BertModel
@@ -57,6 +58,7 @@ def model(directory: Path) -> None:
 
 
 def sentences(directory: Path) -> None:
+    """Save a few synthetic queries, documents, and training rows to `directory`."""
     documents = [f"{s.capitalize()} {v} in the {i}th district." for i, s in enumerate(SUBJECTS) for v in VERBS]
     queries = [f"what of the {s}" for s in SUBJECTS]
     ids = [[f"d{8 * i + k}" for k in range(8)] for i in range(8)]

@@ -1,4 +1,4 @@
-"""The adapters inside their hosts, of those that are installed: signatures, losses, models. See also tests/hosts."""
+"""Test the adapters inside the installed hosts: signatures, losses, and models. See also tests/hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAPTERS = {"sentence_transformers": st, "pylate": pylate, "colpali_engine": col
 
 
 def host(name: str):
-    """A module of a host that is installed in a version with the functions that the adapter knows."""
+    """Return a module of an installed host, and skip if the host is older than the adapter requires."""
     known = ADAPTERS[name.partition(".")[0]]._HOST
     try:
         version = importlib.metadata.version(known.distribution)
@@ -70,7 +70,7 @@ def test_colpali_processor_signature():
 
 
 class Encoder(torch.nn.Module):
-    """What a multi-vector model of sentence-transformers does in a loss: tokens to embeddings and a scoring mask."""
+    """Stand-in for a multi-vector model of sentence-transformers in a loss: embeddings and a scoring mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +140,10 @@ EXAMPLES = {
 @pytest.mark.parametrize("options", [[], ["--cached"]], ids=["plain", "cached"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_training_in_the_host(name, options, monkeypatch, capsys):
-    """The example says by its exit whether the losses of every step are equal: to those of the host's torch code, also
-    where the host is told to take its kernels."""
+    """The exit status says whether the losses of every step equal the host's torch code.
+
+    The host is also told to use its own kernels.
+    """
     module, *size = EXAMPLES[name]
     if name == "colpali" and options:
         pytest.skip("colpali-engine has no loss that caches gradients")
@@ -201,7 +203,7 @@ def test_xtr_scores_are_those_of_the_host(adapter, name, masks):
 
 
 def test_xtr_loss_of_sentence_transformers():
-    """With every token retrieved: this model repeats tokens, and the host retrieves one of several equal ones."""
+    """Every token is retrieved: this model repeats tokens, and the host retrieves one of several equal tokens."""
     losses = host("sentence_transformers.multi_vector_encoder.losses")
     scoring = host("sentence_transformers.multi_vector_encoder.scoring")
     model, columns = Encoder(), features(3, 6, 9)
@@ -220,7 +222,7 @@ def test_xtr_loss_of_sentence_transformers():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_dtypes_of_sentence_transformers(dtype):
-    """The host's own scores are fp64 too, unless a mask of another type makes them fp32."""
+    """The host's own scores are fp64 too, unless a mask of another dtype turns them into fp32."""
     util = host("sentence_transformers.util.similarity")
     Q, D = (x.detach() for x in tokens((3, 4, 16), (5, 7, 16), dtype=dtype))
     for x, y in ((Q, D), (list(Q), list(D))):
@@ -270,7 +272,7 @@ HOST_SCORES = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", HOST_SCORES)
 def test_half_precision_gradients_are_nearer_than_the_hosts(name, dtype, monkeypatch):
-    """The pages of the hosts say by how much: the hosts round similarities before the maximum."""
+    """The pages of the hosts give the figures. The hosts round similarities before the maximum."""
     module, function, ours = HOST_SCORES[name]
     theirs = getattr(host(module), function)
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
@@ -286,7 +288,7 @@ def test_half_precision_gradients_are_nearer_than_the_hosts(name, dtype, monkeyp
     assert off_ours < (3e-4 if dtype == torch.float16 else 2.5e-3) and off > 30 * off_ours
 
 
-COLPALI_LOSSES = {  # whether the loss takes negatives, and how many of its score matrices lik_ops makes
+COLPALI_LOSSES = {  # whether the loss accepts negatives, and the number of score matrices of lik_ops
     "ColbertLoss": (False, 1),
     "ColbertPairwiseCELoss": (False, 1),
     "ColbertSigmoidLoss": (False, 1),
@@ -330,7 +332,7 @@ def test_losses_of_colpali_with_documents_of_other_ranks():
 
 
 def test_compiled_losses_of_colpali():
-    """Routed code compiles without a break where the host's does: without the check of normalized scores."""
+    """Routed code compiles without a graph break if the host's does, without the check of normalized scores."""
     losses = host("colpali_engine.loss.late_interaction_losses")
     x = tokens((4, 5, 16), (4, 9, 16), (4, 2, 7, 16))
     for smooth in (False, True):

@@ -1,4 +1,4 @@
-"""Reranking of hits and of a server's pairs, and the components that do it."""
+"""Test reranking of hits and of a server's pairs, and the components for both."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_autocast_scores_pairs_of_several_dtypes():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pairs_of_a_server(device):
-    """Queries of a cache that repeat, documents that are slices of a batch or their own tensors, some of them empty."""
+    """Cached queries repeat. Documents are slices of a batch or separate tensors, and some are empty."""
     batch = torch.randn(40, 8, device=device)
     slices = [*batch.split([5, 0, 7, 20, 8])]
     a, b = torch.randn(3, 8, device=device), torch.randn(6, 8, device=device)
@@ -145,7 +145,7 @@ def test_a_slice_that_torch_negates_when_it_reads_is_not_read_where_it_lies():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_pairs_of_vllms_own_runner(device, dtype, monkeypatch):
-    """Two steps of its worker: queries are cached, then documents of both come as views of one buffer of tokens."""
+    """Run two steps of the worker: it caches queries, then documents of both arrive as views of one token buffer."""
     late = pytest.importorskip("vllm.v1.pool.late_interaction", reason="vLLM is not installed")
     of_runner = pytest.importorskip("vllm.v1.pool.late_interaction_runner", reason="vLLM is not installed")
     queries, documents = (torch.randn(n, 16, device=device).to(dtype) for n in (9, 40))
@@ -156,7 +156,7 @@ def test_pairs_of_vllms_own_runner(device, dtype, monkeypatch):
         return reranking.compute_maxsim_score_batched(q_embs, d_embs)
 
     def answers():
-        runner = of_runner.LateInteractionRunner(enable_flash=False)  # its kernel takes one query alone
+        runner = of_runner.LateInteractionRunner(enable_flash=False)  # its kernel supports single queries only
 
         def step(outputs, asked, finished):
             params = [SimpleNamespace(late_interaction_params=of_request) for of_request in asked]

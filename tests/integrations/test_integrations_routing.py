@@ -1,4 +1,4 @@
-"""`enable` and `disable`: what they replace, give back, count and warn of, on hosts made for the test."""
+"""Test `enable` and `disable` on synthetic hosts: what they replace, restore, count, and warn about."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _stack(x):
 
 
 class _Scorer:
-    """A host's XTR scorer, as far as routing sees it."""
+    """Stand-in for a host's XTR scorer."""
 
     def __init__(self, k=256):
         self.k = k
@@ -94,14 +94,14 @@ def test_functions_are_replaced_and_given_back(pylate_host):
     pylate.disable()
     assert vars(pylate_host) == before
     with pytest.raises(LIKUnsupported):
-        kept(Q, D)  # who had taken ours gets the host's again
+        kept(Q, D)  # a stored reference to our function calls the host's again
 
 
 def test_calls_that_lik_ops_refuses_are_not_counted(pylate_host):
-    """PyLate catches the first error and answers the call itself."""
+    """PyLate catches the first error and computes the scores itself."""
     routing = pylate.enable()
     Q, D = torch.ones(1, 2, 8, dtype=torch.int32), torch.ones(1, 3, 8, dtype=torch.int32)
-    with pytest.raises(LIKUnsupported, match="floats of one dtype"):
+    with pytest.raises(LIKUnsupported, match="tensors of one dtype"):
         pylate_host.colbert_scores_lik(Q, D)
     with pytest.raises(ValueError, match="d = 8"):
         pylate_host.colbert_scores_lik(Q.float(), D.float()[..., :4])
@@ -125,7 +125,7 @@ def test_pylate_lists_of_several_lengths(pylate_host):
     arrays = names.convert_to_tensor([t.numpy() for t in ragged])
     close(pylate_host.colbert_scores_lik(D, arrays), pylate.colbert_scores(D, ragged))
     assert routing.calls == {"colbert_scores_lik": 2}
-    assert names.convert_to_tensor(list(D)).shape == (3, 4, 8)  # of one length they are the host's
+    assert names.convert_to_tensor(list(D)).shape == (3, 4, 8)  # equal lengths go to the host
     refused = [
         lambda: names._try_lik("torch", found, D),
         lambda: found.shape,
@@ -197,7 +197,7 @@ def test_the_environment_is_read_at_every_call(pylate_host, monkeypatch):
 
 
 def test_compiled_code_keeps_what_it_was_traced_with(pylate_host, monkeypatch):
-    pylate_host.colbert_scores_lik = lambda Q, D: Q.new_full((1, 1), -7.0)  # the host's own
+    pylate_host.colbert_scores_lik = lambda Q, D: Q.new_full((1, 1), -7.0)  # the host's own function
     routing = pylate.enable()
     Q, D = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
     ours, held = lik_ops.maxsim(Q, D), pylate_host.colbert_scores_lik
@@ -251,7 +251,7 @@ def test_versions_without_the_functions(pylate_host, monkeypatch):
 def test_functions_that_others_replaced_since(pylate_host):
     pylate.enable()
     pylate_host.colbert_scores_lik = mine = lambda *_: None
-    with pytest.warns(UserWarning, match="others replaced"):
+    with pytest.warns(UserWarning, match="other code has replaced"):
         pylate.disable()
     assert pylate_host.colbert_scores_lik is mine and pylate_host.colbert_kd_scores_lik is _refuse
 
@@ -274,7 +274,7 @@ def test_hosts_that_are_not_installed(adapter, monkeypatch):
 
 
 class _Loss:
-    """A loss of colpali-engine, as far as routing sees it: similarities, then their maximum and sum."""
+    """Stand-in for a loss of colpali-engine: similarities, then their maximum and sum."""
 
     tau = 0.1
 
@@ -421,7 +421,7 @@ def test_sentence_transformers_scoring(monkeypatch):
             score = sys.modules[module].xtr_scores
             close(score(Q, groups, top_k=5), st.xtr_scores(Q, groups, top_k=5))
             for top_k in (0, True, 2.0):
-                with pytest.raises(LIKUnsupported):  # the host says what is wrong
+                with pytest.raises(LIKUnsupported):  # the host reports the error
                     score(Q, groups, top_k=top_k)
         assert routing.calls["xtr_scores"] == 2
     assert routing.calls["similarity"] == 2 and routing.not_reached == ()

@@ -1,4 +1,4 @@
-"""What the adapters score: masks, documents without tokens, dtypes and shapes as of their hosts, without one."""
+"""Test the scores of the adapters without their hosts: masks, empty documents, dtypes, and shapes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_by_one(Q: list[Tensor], D: list[Tensor]) -> Tensor:
     return torch.stack([torch.stack([(q @ d.T).amax(-1).sum() for d in D]) for q in Q])
 
 
-# Cross products, of each adapter: (function, what an empty document scores).
+# Cross products of each adapter: (function, score of an empty document).
 CROSS = {
     "sentence_transformers": (st.maxsim, -1e9),
     "pylate": (pylate.colbert_scores, 0.0),
@@ -55,9 +55,9 @@ EVERY = pytest.mark.parametrize("host", CROSS)
 
 @EVERY
 def test_padding_never_counts(host, device):
-    """Lists, and tensors padded on either side beside masks, score what each pair scores by itself."""
+    """Lists, and tensors padded on either side with masks, score like each pair alone."""
     score, _ = CROSS[host]
-    Q, D = ragged(device, (4, 2, 3)), [-t.abs() for t in ragged(device)]  # negative maxima: padding would win
+    Q, D = ragged(device, (4, 2, 3)), [-t.abs() for t in ragged(device)]  # padding would win against negative maxima
     Q = [t.abs() for t in Q]
     expected = one_by_one(Q, D)
     (q, q_mask), (d, d_mask) = padded(Q), padded(D)
@@ -90,7 +90,7 @@ def test_masked_tokens_may_hold_anything(host, device):
 
 @EVERY
 def test_documents_without_tokens(host, device):
-    """Masked whole, of a list, or without width: what the host gives them, finite through losses, without gradients."""
+    """Empty documents are masked, in a list, or of width 0. Scores equal the host's, and losses are finite."""
     score, empty = CROSS[host]
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(3, 4, 8, device=device, requires_grad=True)
     d_mask = torch.tensor([True, False, True], device=device).unsqueeze(1).expand(3, 4)
@@ -122,7 +122,7 @@ def test_a_query_mask_of_numbers_weighs_tokens(host, device):
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_scores_are_fp32(host, device, dtype):
-    """Sums of half maxima stay apart."""
+    """Sums of half-precision maxima remain distinct."""
     score, _ = CROSS[host]
     Q, D = torch.rand(1, 32, 16, device=device).to(dtype), torch.rand(500, 8, 16, device=device).to(dtype)
     scores = score(Q, D)
@@ -180,7 +180,7 @@ def test_gradients_are_those_of_the_formula(host, device):
     close(*grads)
 
 
-XTR = {  # scorers of the batch, of each query's own, what they count, and the score of a document without tokens
+XTR = {  # scorers for the batch and for each query, what they count, and the score of an empty document
     "sentence_transformers": (st.XTRScores, st.XTRKDScores, "retrieved", -1e9),
     "pylate": (pylate.XTRScores, pylate.XTRKDScores, "positive", 0.0),
 }
@@ -245,7 +245,7 @@ LOSS_SCORES = {"sentence_transformers": st.colbert_scores, "pylate": pylate.ColB
 
 @pytest.mark.parametrize("host", LOSS_SCORES)
 def test_groups_of_documents_are_query_major(host, device):
-    """Column ``g * N + n`` is document n of group g; groups of other ranks make more groups than queries."""
+    """Column ``g * N + n`` is document n of group g. Groups of other ranks may outnumber the queries."""
     score = LOSS_SCORES[host]
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(6, 2, 5, 8, device=device)
     d_mask = torch.rand(6, 2, 5, device=device) > 0.3
@@ -259,7 +259,7 @@ def test_groups_of_documents_are_query_major(host, device):
 
 @pytest.mark.parametrize("host", LOSS_SCORES)
 def test_cached_gradients_are_the_whole_ones(host, device):
-    """GradCache: scores and backward a chunk of queries at a time, gradients of the documents add up."""
+    """GradCache computes scores and gradients for some queries at a time, and gradients of documents add up."""
     score = LOSS_SCORES[host]
     Q = torch.randn(6, 3, 8, device=device, requires_grad=True)
     D = torch.randn(6, 2, 5, 8, device=device, requires_grad=True)
@@ -303,7 +303,7 @@ def test_pairs_are_the_diagonal(score, device):
             score(Q[:3], D)
 
 
-WRONG_EMBEDDINGS = {  # an item of a list, and what errors say of it
+WRONG_EMBEDDINGS = {  # an item of a list, and the expected error
     "none": (None, TypeError, "expected [L, d] numbers, got NoneType"),
     "words": ("ab", TypeError, "expected [L, d] numbers, got str"),
     "rows of several lengths": ([[1.0, 2.0], [1.0]], ValueError, "expected [L, d], got rows of 1 to 2 numbers"),
@@ -315,7 +315,7 @@ WRONG_EMBEDDINGS = {  # an item of a list, and what errors say of it
     "another d": (torch.ones(4, 4), ValueError, "got [4, 4]"),
     "another rank": (torch.ones(1, 4, 8), ValueError, "got [1, 4, 8]"),
 }
-TAKE_LISTS = {  # functions of queries and documents, and their names of these
+TAKE_LISTS = {  # functions of queries and documents, and their argument names
     "st.maxsim": (st.maxsim, "a", "b"),
     "st.maxsim_pairwise": (st.maxsim_pairwise, "a", "b"),
     "st.colbert_scores": (st.colbert_scores, "queries", "documents"),
@@ -359,7 +359,7 @@ def test_errors_name_embeddings_that_are_none(name):
             score(*given)
 
 
-# sentence-transformers alone.
+# sentence-transformers only.
 
 
 def test_st_rows_of_zeros_are_padding(device):
@@ -431,13 +431,13 @@ def test_st_scores_come_home():
 
 
 def test_st_names_are_those_of_the_host():
-    """It writes them into model cards."""
+    """The host writes the names into model cards."""
     for name in st.__all__:
         if name != "Routing":
             assert getattr(st, name).__name__ == name
 
 
-# colpali-engine alone.
+# colpali-engine only.
 
 
 def test_colpali_zero_rows_compete(device):
@@ -473,7 +473,7 @@ def test_colpali_pages(batch_size, device):
             colpali.score_multi_vector(*((Q, []) if name == "ps" else ([], D)))
 
 
-# All of them.
+# All adapters.
 
 
 def test_pylate_backends_by_name():
@@ -502,7 +502,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_read(name):
-    """Tensors without values go through; where one were read, these raise."""
+    """Tensors without values pass through. Reading a value would raise an error."""
     Q, D, mask = (
         torch.randn(4, 3, 8, requires_grad=True),
         torch.randn(4, 5, 8, requires_grad=True),

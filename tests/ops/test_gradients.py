@@ -1,4 +1,4 @@
-"""Gradients: against fp64 formulas at the operator's own winners, and gradcheck where it computes in fp64."""
+"""Test gradients against fp64 formulas at the operator's own argmax, and with gradcheck in fp64."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def test_gradients_match_the_formulas_at_the_winners(place, problem, data):
     with place.use():
         scores, argmax = run(p, x)
         upstream = torch.randn_like(scores)
-        upstream = torch.where(scores == -math.inf, math.nan, upstream)  # nothing flows from an empty document
+        upstream = torch.where(scores == -math.inf, math.nan, upstream)  # no gradient flows from an empty document
         _, actual = _gradients(p, x, upstream, backward=backward, recompute=recompute)
     expected = expected_gradients(p, x, argmax, torch.where(upstream.isnan(), 0, upstream))
     assert_gradients(p, x, list(actual), expected)
@@ -80,13 +80,13 @@ OPTIONS = {
 @pytest.mark.parametrize("layout", LAYOUTS if not INTERPRETING else ("cross", "candidates"))
 @pytest.mark.parametrize("options", OPTIONS if not INTERPRETING else ("everything",))
 def test_gradients_are_exact_at_every_scale(place, backward, layout, options):
-    """Beside fp64 formulas at the winners that were found, which are winners but for rounding."""
+    """Compare with fp64 formulas at the operator's argmax, which is correct up to rounding."""
     for dtype in place.dtypes:
         sizes = (4, 3, 17, LONG, 32) if not INTERPRETING else (2, 2, 5, 18, 16)
         p = Problem(layout, *sizes, dtype, values="normal", **OPTIONS[options])
         x = build(p, place.device)
         if x.d_mask is not None:
-            x.d_mask[..., 0] = True  # nothing flows from an empty document
+            x.d_mask[..., 0] = True  # no gradient flows from an empty document
             x.D = torch.where((x.d_mask != 0)[..., None] & ~torch.isfinite(x.D), 1, x.D)
         with place.use():
             scores, argmax = run(p, x)
@@ -94,13 +94,13 @@ def test_gradients_are_exact_at_every_scale(place, backward, layout, options):
         direction = torch.randn_like(scores)
         for scale, recompute in [(scale, False) for scale in SCALES] + [(1.0, True)]:
             if dtype == torch.float16 and scale != 1.0:
-                continue  # its gradients have no room for them
+                continue  # the range of its gradients is too small
             upstream = direction * scale
             with place.use():
                 _, actual = _gradients(p, x, upstream, backward=backward, recompute=recompute)
             for leaf, a, e in zip(x.leaves(), actual, expected_gradients(p, x, argmax, upstream), strict=True):
                 error, rounded = (float((g.double() - e.value).norm() / e.value.norm()) for g in (a, e.value.to(a)))
-                # One rounding to the dtype, 1.7e-3 for bf16, is all that half precision adds to fp32 sums.
+                # Compared with fp32 sums, half precision only adds one rounding to the dtype, 1.7e-3 for bf16.
                 bound = (
                     1e-14 if leaf.dtype == torch.float64 else 1e-6 if leaf.dtype == torch.float32 else rounded + 1e-5
                 )
@@ -111,7 +111,7 @@ def test_gradients_are_exact_at_every_scale(place, backward, layout, options):
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
-    """A NaN or inf in a kept query token reaches the gradient of the tokens that it won, and no other."""
+    """A NaN or inf in a kept query token reaches only the gradients of its argmax tokens."""
     Q, D = torch.randn(2, 3, 8, device=place.device), torch.randn(2, 6, 8, device=place.device)
     Q[1, 2, 4] = value
     D.requires_grad_()
@@ -125,7 +125,7 @@ def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
 
 
 def _cut_small(monkeypatch, **constants):
-    """Let small problems take the ways of large ones."""
+    """Set module constants so that small problems use the code paths of large ones."""
     modules = [
         pytest.importorskip(f"lik_ops.gpu.{name}") for name in ("backward", "backward_configs", "backward_documents")
     ]
@@ -134,8 +134,8 @@ def _cut_small(monkeypatch, **constants):
         monkeypatch.setattr(module, name, value)
 
 
-# How the winners of a document reach its gradient: held by one program, looked through, listed, listed in parts and
-# summed in pieces, listed by larger tiles, listed by a sort.
+# How argmax values reach the document gradient: kept by one program, read by tiles, listed, listed in parts and summed
+# in pieces, listed by larger tiles, or listed by a sort.
 WAYS = {
     "few": {},
     "unlisted": {"SPARSE_ROWS": 0},
@@ -151,7 +151,7 @@ WAYS = {
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("skew", ["ties", "one"])
 def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkeypatch):
-    """Winners that concentrate on few tokens, and one token that wins everything; masks, weights and norms."""
+    """Few tokens, or a single token, are the argmax of all rows, with masks, weights, and norms."""
     _cut_small(monkeypatch, **WAYS[way])
     for dtype in place.some_dtypes((skew == "one") ^ (layout == "cross")):
         for normalize in (False, True) if not INTERPRETING else (dtype == torch.float16,):
@@ -172,7 +172,7 @@ def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkey
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
-    """Tokens that win nothing or everything, rows that no token won, several tiles and blocks of rows."""
+    """Some tokens are the argmax of no row or of all rows, some rows have none, and tiles and blocks are several."""
     _cut_small(monkeypatch, SPARSE_ROWS=0, LEAST_LISTED=0, _SORT_BYTES=0, _LIST_BYTES=200)
     p = Problem(layout, 3, 2, 70, 150, 17, torch.float32, "holes", "holes", True, False)
     x = build(p, place.device)
@@ -218,7 +218,7 @@ def test_non_finite_rows_on_every_way(place, way, value, monkeypatch):
     [*itertools.product(WAYS, (1e-6, 65536.0))] if not INTERPRETING else [("few", 65536.0), ("lists", 1e-6)],
 )
 def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkeypatch):
-    """Upstream gradients as small as a mean over a large batch makes them, and as large as GradScaler does."""
+    """Upstream gradients are as small as in a mean over a large batch, and as large as with GradScaler."""
     _cut_small(monkeypatch, **WAYS[way])
     for dtype in set(place.dtypes) & {torch.float16, torch.bfloat16}:
         p = Problem(Nq=4, Nd=3, Lq=17, Ld=LONG, d=32, dtype=dtype, values="normal")
@@ -270,7 +270,7 @@ def test_lowmem_is_bitwise_reproducible(place, layout):
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("sizes", [(7, 5, 20, LONG), (70, 40, 64, 9), (5, 40, 900, 7)], ids=str)
 def test_chunks_of_queries_give_the_bits_of_the_whole(place, layout, sizes):
-    """What queries receive, and what their own candidates do, is the same however a caller cuts the queries."""
+    """Gradients of queries and of their own candidates are equal for any chunks of queries."""
     for dtype, options in itertools.product(place.dtypes, ("plain", "everything")):
         p = Problem(layout, *sizes, 64, dtype, values="normal", **OPTIONS[options])
         x = build(p, place.device)
@@ -354,7 +354,7 @@ def test_gradcheck(layout, normalize, backward):
     p = Problem(layout, 3, 4, 5, 7, 6, torch.float64, "holes", "holes", True, normalize, "normal", poison=False)
     x = build(p, "cpu")
     if p.layout != "cross":
-        x.d_mask = None  # a document may keep nothing: -inf has no finite difference
+        x.d_mask = None  # a document may keep no token, and -inf has no finite difference
     else:
         x.d_mask[:, 0] = True
     leaves = [t.requires_grad_() for t in x.leaves()]

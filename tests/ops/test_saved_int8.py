@@ -1,4 +1,4 @@
-"""Training with `save="int8"`: exact scores, gradients close to those of documents kept as they are, fewer bytes."""
+"""Test training with `save="int8"`: exact scores, gradients close to the unquantized ones, and fewer bytes."""
 
 import itertools
 import weakref
@@ -21,7 +21,7 @@ SIZES = (3, 5, 6, 19) if INTERPRETING else (6, 9, 7, 40)
 
 
 def inputs(place, candidates, dtype=torch.float32, d=96, options=False, sizes=SIZES):
-    """Q, D, q_mask, d_mask, q_weight of unit tokens; masked ones hold NaN."""
+    """Return Q, D, q_mask, d_mask, q_weight of unit tokens. Masked tokens hold NaN."""
     Nq, Nd, Lq, Ld = sizes
     Q = normalize(torch.randn(Nq, Lq, d), dim=-1)
     D = normalize(torch.randn(*((Nq, Nd) if candidates else (Nd,)), Ld, d), dim=-1)
@@ -38,7 +38,7 @@ def inputs(place, candidates, dtype=torch.float32, d=96, options=False, sizes=SI
 
 
 def step(Q, D, q_mask, d_mask, weight, upstream, **options):
-    """Scores and the gradients of Q, D and the weights."""
+    """Return the scores, and the gradients of Q, D, and the weights."""
     leaves = [t.detach().requires_grad_() for t in (Q, D, weight) if t is not None]
     scores = lik_ops.maxsim(*leaves[:2], q_mask, d_mask, q_weight=None if weight is None else leaves[2], **options)
     return scores.detach(), torch.autograd.grad(torch.where(scores.isfinite(), scores, 0), leaves, upstream)
@@ -66,7 +66,7 @@ def test_scores_are_equal_and_gradients_close(place, candidates, backward, optio
             assert a.dtype == t.dtype and a.shape == t.shape
             assert cosine(a, e) >= 0.9999, (which, dtype)
         if not normalized and backward == "lowmem":
-            assert torch.equal(found[1], expected[1])  # made of Q and the winners alone
+            assert torch.equal(found[1], expected[1])  # computed from Q and the argmax alone
 
 
 @at_places
@@ -134,7 +134,7 @@ def test_a_gradient_does_not_depend_on_other_queries(place):
 
 
 def kept_bytes(call):
-    """Of what autograd keeps of a call, each memory once."""
+    """Return the bytes that autograd keeps for a call, each storage once, and the result."""
     result, kept = kept_for_backward(call)
     found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     return sum(found.values()), result
@@ -144,7 +144,7 @@ def kept_bytes(call):
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_documents_are_freed(dtype, normalized, compiled):
-    """Autograd keeps a byte a feature and a scale a token, and lets go of documents that nobody else holds."""
+    """Autograd keeps one byte per feature and one scale per token, and releases otherwise unreferenced documents."""
     Nd, Ld, d = 16, 100, 128
     Q, weights = torch.randn(2, 8, d, dtype=dtype), torch.randn(Nd, Ld, d, dtype=dtype, requires_grad=True)
 
@@ -176,7 +176,7 @@ def test_documents_are_freed(dtype, normalized, compiled):
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("backward", ["lowmem"])
 def test_a_step_takes_less_memory(normalized, backward):
-    """Where documents are in between, as those of an encoder: the peak of several calls before one backward."""
+    """Documents are intermediate results, as in an encoder. Measure the peak of several calls before one backward."""
     Q = torch.randn(32, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     hidden = torch.randn(4, 256, 300, 128, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -275,7 +275,7 @@ def test_vmap_and_what_has_no_derivative():
             ValueError,
             "maxsim: recompute: expected False",
         ),
-        (lambda Q, D: lik_ops.maxsim(Q, list(D), save="int8"), TypeError, "maxsim: D: expected a dense Tensor beside"),
+        (lambda Q, D: lik_ops.maxsim(Q, list(D), save="int8"), TypeError, "maxsim: D: expected a dense Tensor with"),
         (lambda Q, D: lik_ops.maxsim(Q, quantize(D), save="int8"), TypeError, "D: expected a dense Tensor .*Quantized"),
         (lambda Q, D: lik_ops.maxsim_pairs(list(Q), D, save="int8"), TypeError, "maxsim_pairs: Q: expected a dense"),
         (lambda Q, D: lik_ops.maxsim(Q, D[..., :7], save="int8"), ValueError, "maxsim: D: expected d = 96 as in Q"),
@@ -317,7 +317,7 @@ def test_the_raw_backward_checks_what_it_is_given(changed, error, message):
 
 @pytest.mark.gpu
 def test_documents_beyond_int32():
-    """More than 2^31 elements: the last document's numbers and gradient are right."""
+    """With more than 2^31 elements, the codes and the gradient of the last document are correct."""
     Nd, Ld, d = 4_200_000, 4, 128
     D = torch.zeros(Nd, Ld, d, dtype=torch.float16, device="cuda")
     D[-3:] = torch.randn(3, Ld, d, device="cuda")

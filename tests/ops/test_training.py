@@ -1,4 +1,4 @@
-"""What people put around the operators when they train: scaling, accumulation, checkpoints, compilers."""
+"""Test the usual training code around the operators: scaling, accumulation, checkpoints, and compilers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _gradients(loss: torch.Tensor, encoder: torch.nn.Module) -> list[torch.Tenso
 
 
 def _distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Norm-wise, of all gradients together."""
+    """Return the relative norm of the difference, over all gradients together."""
     a, e = (torch.cat([g.flatten().double() for g in grads]) for grads in (actual, expected))
     return float((a - e).norm() / e.norm())
 
@@ -39,7 +39,7 @@ def _distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 def test_gradients_of_a_scaled_fp16_loss_do_not_vanish(place, backward):
-    """A loss so small that its gradients leave fp16's range but for GradScaler, whose scale reaches the operator."""
+    """Without GradScaler, gradients of this small loss would underflow in fp16. The scale reaches the operator."""
     encoder, x = Encoder().to(place.device), batch(5, 7, 6, 20, place.device)
     shrink = 1e-7
 
@@ -64,7 +64,7 @@ def test_gradients_of_a_scaled_fp16_loss_do_not_vanish(place, backward):
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_accumulated_gradients_are_those_of_the_whole_batch(place, backward, layout):
-    """Sums over queries, in parts: against all documents (as GradCache does), or with their own candidates."""
+    """Sums over queries in parts, against all documents (as in GradCache) or with their own candidates."""
     encoder = Encoder().to(place.device)
     queries, documents, d_mask = batch(6, 6, 5, 20, place.device)
     if layout == "candidates":
@@ -155,7 +155,7 @@ def test_distillation_has_the_gradients_of_the_formula(place, loss):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("loss", [_kl, _margin_mse])
 def test_distillation_keeps_scores_and_winners_alone(loss, recompute):
-    """What docs/training.md says of this shape: nothing of the size of the similarities, 11.3 MiB."""
+    """docs/training.md gives 11.3 MiB for this shape, and nothing of the size of the similarities."""
     Q, D = (torch.randn(*shape, 128, requires_grad=True) for shape in ((32, 32), (32, 16, 180)))
     _, kept = kept_for_backward(lambda: loss(lik_ops.maxsim(Q, D, recompute=recompute), torch.randn(32, 16)))
     memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
@@ -163,7 +163,7 @@ def test_distillation_keeps_scores_and_winners_alone(loss, recompute):
     assert others <= (4 if recompute else 36) * 1024, others
 
 
-# Batch sizes and lengths that differ from each other in the second, so that each has a symbol of its own.
+# Batch sizes and lengths that all differ in the second entry, so that each gets its own symbol.
 SHAPES = [(4, 9, 5, 17), (6, 11, 7, 23), *[(2 + i % 5, 9 + 3 * i, 2 + 7 * i % 11, 5 + 11 * i % 37) for i in range(10)]]
 
 
@@ -195,7 +195,7 @@ def test_compiled_steps_have_no_break_and_compile_once_for_all_sizes(place, comp
 
 
 def test_two_processes_have_the_gradients_of_one():
-    """DDP and FSDP2 around the encoder, the documents gathered from both processes: `tests/workers/distributed.py`."""
+    """Test DDP and FSDP2 around the encoder, with documents gathered from both: `tests/workers/distributed.py`."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.workers.distributed", "ddp", "fsdp2"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What a training step costs a GPU beyond what it must: kernels by their names, and bytes."""
+"""Test that a training step costs a GPU no kernels and bytes beyond the necessary ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import lik_ops
 pytestmark = pytest.mark.gpu
 
 MiB = 2**20
-CONSTANT = 32 * MiB  # workspace that a step may take beyond what it returns and keeps
+CONSTANT = 32 * MiB  # workspace limit of a step, beyond its results and saved tensors
 OF_QUERIES = {"maxsim_grad_queries"}
 OF_DOCUMENTS = {
     "maxsim_grad_documents",
@@ -33,13 +33,13 @@ OF_UNIFIED = {"maxsim_scatter", "maxsim_finish"}
 
 @pytest.fixture(autouse=True)
 def _as_users_run(_seed_and_poison):
-    """Nothing is filled with NaN, which takes a kernel, and atomic adds are allowed."""
+    """Turn off the NaN fill, which costs a kernel, and allow atomic adds."""
     torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A forward and backward in bf16 with d = 128."""
+    """Forward and backward in bf16 with d = 128."""
 
     name: str
     Nq: int
@@ -52,7 +52,7 @@ class Step:
         return self.name
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, D and the gradient of the scores."""
+        """Return Q, D, and the gradient of the scores."""
         documents = (self.Nq, self.Nd) if self.candidates else (self.Nd,)
         Q, D = (
             torch.randn(*shape, 128, device="cuda", dtype=torch.bfloat16)
@@ -62,7 +62,7 @@ class Step:
 
     @property
     def kept_bytes(self) -> int:
-        """Scores in fp32 and winners in two bytes."""
+        """Return the bytes of fp32 scores and int16 argmax values."""
         return self.Nq * self.Nd * (4 + 2 * self.Lq)
 
 
@@ -76,14 +76,14 @@ SMALL = [Step("in-batch", 64, 64, 32, 300), Step("candidates", 64, 4, 32, 300, c
 
 
 def step_of(Q: Tensor, D: Tensor, upstream: Tensor, needs: str = "QD", **options) -> Callable[[], tuple[Tensor, ...]]:
-    """The gradients of the inputs that `needs` names; the others are frozen."""
+    """Return a function that computes the gradients of the inputs in `needs`. Other inputs are frozen."""
     Q, D = Q.detach().requires_grad_("Q" in needs), D.detach().requires_grad_("D" in needs)
     wanted = [t for t in (Q, D, options.get("q_weight")) if t is not None and t.requires_grad]
     return lambda: torch.autograd.grad(lik_ops.maxsim(Q, D, **options), wanted, upstream)
 
 
 def kernels(function: Callable[[], object]) -> list[str]:
-    """Names of what ran on the GPU, kernels, copies and fills, in order."""
+    """Return the names of kernels, copies, and fills on the GPU, in order."""
     function()  # compiles
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
@@ -95,14 +95,14 @@ def kernels(function: Callable[[], object]) -> list[str]:
 
 
 def _settle() -> None:
-    """Until what calls before have kept is gone: threads of autograd let go of it after the call has returned."""
+    """Wait until autograd threads have released the memory of previous calls, which happens after a call returns."""
     torch.cuda.synchronize()
     gc.collect()
     time.sleep(0.05)
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The most that a call takes beyond what is there, its results included."""
+    """Return the peak memory of a call beyond the current memory, including its results."""
     function()
     _settle()
     before = torch.cuda.memory_allocated()
@@ -114,7 +114,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def allocated_bytes(function: Callable[[], object]) -> int:
-    """All that a call allocates, whether it is there at the same time or not."""
+    """Return the total bytes that a call allocates, simultaneous or not."""
     function()
     _settle()
     before = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
@@ -142,7 +142,7 @@ def test_lowmem_and_unified_run_kernels_of_their_own(step, normalize):
 @pytest.mark.parametrize("step", SMALL, ids=str)
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 def test_normalize_copies_nothing(step, backward):
-    """No kernel but ours (and the zeros that `unified` adds to), and no memory of the size of an input."""
+    """Only our kernels run (and the zeros that `unified` adds to), and no memory has the size of an input."""
     x = step.inputs()
     plain, normalized = (step_of(*x, normalize=normalize, backward=backward) for normalize in (False, True))
     others = [name for name in kernels(normalized) if not name.startswith("maxsim_")]
@@ -171,7 +171,7 @@ def test_a_frozen_side_costs_no_kernel(step, normalize):
 def test_a_frozen_side_costs_no_buffer(step, backward):
     x = step.inputs()
     both, of_Q, of_D = (allocated_bytes(step_of(*x, needs, backward=backward)) for needs in ("QD", "Q", "D"))
-    # `unified` has fp32 sums besides a gradient.
+    # `unified` needs fp32 sums in addition to a gradient.
     least = 1 if backward == "lowmem" else 3
     assert both - of_Q >= 0.95 * least * x[1].nbytes
     assert both - of_D >= 0.95 * least * x[0].nbytes

@@ -1,4 +1,4 @@
-"""Documents that the portable backend reads where they lie: the bits of copied ones, without the memory."""
+"""Test that the portable backend reads documents in place, with the bits of a copy and without its memory."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from .test_portable import MiB, Problem, peak_bytes
 
 pytestmark = pytest.mark.skipif(not supports_in_place_reads(), reason="documents are copied on this machine")
 
-# Several blocks of documents, the last of few; several tiles, panels and queries; short documents; candidates.
+# Several blocks of documents with a small last block; several tiles, panels, and queries; short documents; candidates.
 SHAPES = (
     ("cross", (1, 75, 32, 300, 128)),
     ("cross", (3, 24, 130, 1100, 8)),

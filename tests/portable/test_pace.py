@@ -1,4 +1,4 @@
-"""One thread in place of several while other processes need the processors."""
+"""Test the switch to one thread while other processes need the processors."""
 
 import itertools
 import sys
@@ -15,12 +15,12 @@ SEVERAL = 2
 
 
 class Machine:
-    """A clock and the counters of a thread, which pass between two looks."""
+    """Simulated clock and thread counters that advance between two samples."""
 
     def __init__(self):
         self.now, self.seconds, self.switches = 1000.0, 0.0, 0
-        self.each = 0.051, 0.05, 0  # what passes: wall time, processor time and switches
-        self.threads = []  # at each look
+        self.each = 0.051, 0.05, 0  # increments of wall time, processor time, and context switches
+        self.threads = []  # at each sample
 
     def is_busy(self, busy):
         self.each = (0.051, 0.025, 8) if busy else (0.051, 0.05, 0)
@@ -96,7 +96,7 @@ def test_a_calm_machine_keeps_all_threads(machine):
 
 
 def test_calls_that_wait_long_for_a_processor_are_judged_too(machine):
-    machine.each = 0.3, 0.03, 9  # a look each .3 s of wall time, .03 s of which the process ran
+    machine.each = 0.3, 0.03, 9  # one sample for each .3 s of wall time, in which the process ran .03 s
     work(3)
     assert machine.threads[-1] == 1
 
@@ -134,7 +134,7 @@ def test_an_error_within_a_call_leaves_all_threads(machine):
 
 
 def test_other_threads_keep_theirs(machine):
-    """Those that there are, and those that start while a call uses one."""
+    """Test threads that already exist, and threads that start while a call uses one thread."""
     seen, go, done = [], threading.Event(), threading.Event()
 
     def count():
@@ -178,7 +178,7 @@ def test_bits_do_not_change_with_the_number_of_threads(dtype, machine):
         machine.threads.clear()
         expected = call()
         assert set(machine.threads) == {SEVERAL}, name
-        machine.each = 0.2, 0.1, 30  # busy, and judged at the second look
+        machine.each = 0.2, 0.1, 30  # busy, and judged at the second sample
         found = call()
         assert torch.equal(found, expected), name
         assert 1 in machine.threads, name

@@ -1,6 +1,6 @@
-"""The portable backend by itself: what the CPU implementation promises beyond the contract that every backend shares.
+"""Test guarantees of the portable backend beyond the contract of all backends.
 
-Scores, winners and gradients against the fp64 reference; bits that do not depend on the batch; memory.
+The tests cover scores, argmax, and gradients against the fp64 reference, batch invariance of bits, and memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKSPACE = 32 * MiB
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 BACKWARDS = (portable.backward_lowmem, portable.backward_unified)
-# Nq, Nd (or K), Lq, Ld, d: lengths around the limits of slices, odd ones, several panels, several tiles.
+# Nq, Nd (or K), Lq, Ld, d: lengths around the slice limits, odd lengths, several panels, several tiles.
 SHORT = ((1, 1, 1, 1, 1), (3, 5, 7, 10, 16), (5, 9, 1, 1, 8), (2, 3, 32, MIN_ROWS - 1, 33), (2, 3, 33, MIN_ROWS, 128))
 LONG = ((7, 2, 64, 65, 96), (2, 2, 129, 300, 7), (1, 3, 300, MAX_ROWS + 1, 12), (4, 2, 5, 2 * MAX_ROWS + 77, 3))
 SHAPES = (*SHORT, (1, 7, 31, SHARED_ROWS, 48), *LONG)
@@ -35,7 +35,7 @@ def computing(dtype: torch.dtype) -> torch.dtype:
 
 
 def integers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Small integers: every similarity is exact in every dtype, and ties are many."""
+    """Return small integers, whose similarities are exact in every dtype and often equal."""
     return torch.randint(-2, 3, shape).to(dtype)
 
 
@@ -82,7 +82,7 @@ class Problem:
         )
 
     def oracle_gradients(self, grad_scores: Tensor, argmax: Tensor):
-        """fp64 gradients at the winners given."""
+        """Return fp64 gradients for the given argmax."""
         Q, D = self.Q.double().requires_grad_(), self.D.double().requires_grad_()
         weight = torch.ones(self.Q.shape[:2]).double() if self.q_weight is None else self.q_weight.double()
         weight.requires_grad_()
@@ -178,7 +178,7 @@ def test_nan_and_infinite_similarities(Ld, dtype):
     p.d_mask[:, : Ld // 4] = False
     scores, argmax = p.forward()
     close(scores, p.oracle()[0], 1e-4)
-    assert argmax[1, 2].eq(Ld // 4).all()  # all -inf: the first kept
+    assert argmax[1, 2].eq(Ld // 4).all()  # all -inf: the first kept token
 
 
 def test_winners_are_the_first_maxima():
@@ -194,7 +194,7 @@ def test_winners_are_the_first_maxima():
             same_bits(index, groups.max(2).indices)
 
 
-# Bits that do not depend on the batch.
+# Batch invariance of bits.
 
 SHARED = ((7, 1, 16), (1, 10, 128), (32, 23, 48), (3, 5, 1))
 INVARIANCE = (*SHARED, (32, 300, 128), (33, 24, 100), (40, 77, 768), (130, 1100, 8), (64, 25, 7))
@@ -204,7 +204,7 @@ INVARIANCE = (*SHARED, (32, 300, 128), (33, 24, 100), (40, 77, 768), (130, 1100,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("Lq, Ld, d", INVARIANCE)
 def test_bits_do_not_depend_on_the_batch(Lq, Ld, d, dtype, single):
-    """Also not those of one token's maximum, where a sum may round a difference away."""
+    """A single token maximum is also batch invariant. A sum could round a difference away."""
     Nq, Nd = 7, 23
     p = Problem((Nq, Nd, Lq, Ld, d), dtype=dtype)
     if single:
@@ -227,7 +227,7 @@ def test_bits_do_not_depend_on_the_batch(Lq, Ld, d, dtype, single):
         same_bits(score(p.D[first:last], slice(3, 4))[0], scores[3:4, first:last])
         same_bits(score(p.D[first:last], slice(6, None))[1], argmax[first:last, 6:])
     same_bits(score(p.D.expand(2, -1, -1, -1).flatten(0, 1))[0], scores.repeat(1, 2))
-    # The same pairs as candidates, few and many of each query.
+    # The same pairs as candidates, few and many for each query.
     for K in (1, 2, 5, Nd):
         candidates = torch.stack([torch.randperm(Nd)[:K] for _ in range(Nq)])
         got, got_argmax = score(p.D[candidates])
@@ -272,13 +272,13 @@ def test_equal_tokens_tie(Ld, dtype):
     assert argmax.lt(Ld - half).all()
 
 
-# Devices whose values nobody may look at: a look would wait for them.
+# Devices other than the CPU. Reading a value would wait for the device.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_no_value_decides_what_is_launched_elsewhere(layout, dtype):
-    """Meta tensors have no values, so whoever asks for one raises."""
+    """Meta tensors have no values, so reading one raises an error."""
     for masks, normalize in itertools.product((False, True), (False, True)):
         p = Problem((5, 7, 20, 40, 16), layout, dtype, masks=masks, weight=masks, normalize=normalize)
         for name, value in vars(p).items():
@@ -322,7 +322,7 @@ def test_gradients_match_autograd_of_the_reference(dtype, layout, function):
         scores, argmax = p.forward()
         g = torch.randn_like(scores)
         expected = p.oracle_gradients(g, argmax)
-        # Where a pair has no winner, nothing flows whatever the gradient.
+        # A pair without an argmax has no gradient, for any upstream value.
         g = torch.where(p.query_major(argmax).ge(0).any(-1), g, NAN)
         actual = p.backward(function, g, argmax)
         assert [x.dtype for x in actual] == [dtype, dtype, computing(dtype)]
@@ -343,7 +343,7 @@ def test_half_gradients_are_the_fp32_gradients_rounded_once(dtype, function):
             wide = Problem.__new__(Problem)
             wide.__dict__.update(p.__dict__, Q=p.Q.float(), D=p.D.float())
             for x, y in zip(half[:2], wide.backward(function, g, argmax)[:2], strict=True):
-                # fp32 sums may be taken in another order, so one unit in the last place may differ, rarely.
+                # fp32 sums may use another order, so results may rarely differ by one unit in the last place.
                 same = x == y.to(dtype)
                 assert same.float().mean() > 0.99
                 torch.testing.assert_close(x, y.to(dtype), atol=0, rtol=torch.finfo(dtype).eps)
@@ -359,7 +359,7 @@ def test_lowmem_gradients_are_reproducible_and_do_not_touch_what_has_no_winner()
             assert torch.equal(x.view(torch.int32), y.view(torch.int32))
     grad_D = first[1]
     won = torch.zeros(40, 71, dtype=torch.bool)
-    won.scatter_(1, argmax.flatten(1).long() % 71, True)  # -1 lands in the extra column
+    won.scatter_(1, argmax.flatten(1).long() % 71, True)  # -1 is written to the extra column
     assert grad_D[~won[:, :70]].eq(0).all() and grad_D[won[:, :70]].ne(0).any(-1).all()
     assert first[0][~p.q_mask].eq(0).all() and first[2][~p.q_mask].eq(0).all()
 
@@ -390,7 +390,7 @@ def test_upstream_gradients_may_be_expanded_and_extreme():
 
 
 def peak_bytes(function) -> int:
-    """The most that is allocated at once while `function` runs, outputs included."""
+    """Return the peak allocation while `function` runs, outputs included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = function()
     changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]

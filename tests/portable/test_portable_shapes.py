@@ -1,4 +1,4 @@
-"""The portable forward of extreme shapes: few document tokens, wide tokens. Bits of all others, no more work."""
+"""Test the portable forward on extreme shapes. Bits match other shapes, and the work does not increase."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FEW_DOCUMENTS = (
 )
 
 
-# The same for few query tokens: short and long documents, of which several, one and a piece are read at a time.
+# Similar shapes for few query tokens. Short and long documents are read several, one, or a piece at a time.
 FEW_QUERIES = (
     (1, 1, 1, 16, 1),
     (1, 3, 1, 300, 16),
@@ -55,7 +55,7 @@ FEW_QUERIES = (
 
 
 class Work(TorchDispatchMode):
-    """Counts operations on tensors, multiplications in products, and bytes that are copied."""
+    """Mode that counts tensor operations, multiplications in products, and copied bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Work(TorchDispatchMode):
 
 
 def work_of(Q: Tensor, D: Tensor) -> Work:
-    portable.forward(Q, D, None, None, None, False, None)  # what is kept of a shape
+    portable.forward(Q, D, None, None, None, False, None)  # fills the caches of this shape
     with Work() as work:
         portable.forward(Q, D, None, None, None, False, None)
     return work
@@ -86,7 +86,7 @@ def test_long_queries_against_their_own_token():
 
 @pytest.mark.parametrize("d", [16, 128])
 def test_many_queries_against_one_token_are_few_products(d):
-    """Each query alone would be 64 x 64 and 10000 calls."""
+    """Separate products for each query would be 64 x 64 with 10000 calls."""
     Q, D = torch.randn(10000, 33, d), torch.randn(1, 1, d)
     work = work_of(Q, D)
     assert work.multiplications <= 1.02 * 24 * Q.numel()
@@ -96,7 +96,7 @@ def test_many_queries_against_one_token_are_few_products(d):
 
 @pytest.mark.parametrize("d", [16, 128])
 def test_pairs_of_one_token_share_products(d):
-    """Each pair alone would be 64 x 32."""
+    """Separate products for each pair would be 64 x 32."""
     Q, D = torch.randn(20000, 1, d), torch.randn(20000, 1, 1, d)
     work = work_of(Q, D)
     assert work.multiplications <= 1.02 * 32 * Q.numel()
@@ -150,15 +150,14 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
             results.append((scores, argmax))
         for actual, expected in zip(*results, strict=True):
             same_bits(actual, expected)
-    # How many rows are enough to be `FewQueriesForward` is up to the machine, and candidates of many tokens are not
-    # few.
+    # The machine decides how many rows are enough for `FewQueriesForward`. Candidates of many tokens do not qualify.
     assert taken == 8 or candidates or kind is FewQueriesForward
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 16, 33, 96, 128, 768, pytest.param(4000, marks=pytest.mark.slow)])
 def test_small_products_have_the_bits_of_slices(d, dtype):
-    """One product decided that they may be used; others have to agree, of each number and each scale."""
+    """One product decided that small products may be used. Products of other counts and scales must agree."""
     small = {
         (choose_rows(t, c, d, dtype), c)
         for t in (1, 2, 5, 9, 16, 23)

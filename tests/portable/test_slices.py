@@ -1,6 +1,6 @@
-"""What the portable backend takes for granted of the machine's matrix products, and the order of its sums.
+"""Test what the portable backend assumes about matrix products of this machine, and the order of its sums.
 
-A failure here means that scores of this machine depend on the batch or on padding: see `portable.blocks`.
+If a test fails, scores on this machine depend on the batch or on padding: see `portable.blocks`.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from ..support.ragged import NAN, same_bits
 @pytest.mark.parametrize("d", [1, 8, 48, 96, 128, 768])
 @pytest.mark.parametrize("Lq", [1, 7, 17, 32, 33, 100, 1024])
 def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
-    """What sharing slices rests on: a row or column gives the same bits wherever it lies; and so ties are ties."""
+    """Shared slices rely on this: a row or column has the same bits at every position, so ties remain ties."""
     for Ld in (1, 9, 23, 33, 64, 300):
         shape, count = choose_slice_shape(Lq, Ld, d, dtype), 5
         documents, others = (allocate_slices(torch.empty(0), count, shape.rows, d, dtype) for _ in range(2))
@@ -42,7 +42,7 @@ def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("d", [1, 2, 8, 17, 96, 128, 768, 5000, 12000, 20000, 50000])
 def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
-    """What padded, packed and masked tokens rest on: a similarity does not know how long queries and documents are."""
+    """Padded, packed, and masked tokens rely on this: a similarity does not depend on query and document lengths."""
     documents = torch.randn(MAX_ROWS if d < 5000 else 64, d, dtype=dtype)
     queries = torch.randn(128, d, dtype=dtype)
     lengths = itertools.product(
@@ -64,7 +64,7 @@ def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
 @pytest.mark.skipif(not supports_in_place_reads(), reason="documents are copied on this machine")
 @pytest.mark.parametrize("d", [1, 7, 16, 24, 64, 100, 127, 128, 384, 768, 1000, 5000])
 def test_documents_have_the_bits_of_slices_where_they_lie(d):
-    """Many documents token by token or whole ones, from any address and with columns contiguous or not."""
+    """Many documents are multiplied token by token or whole, at any address, with contiguous columns or not."""
     for Ld, n, start in itertools.product((1, 2, 9, 33, 100), (MIN_ROWS, 31, 40, 63), (0, 1, 4)):
         if n * Ld * d > 1 << 20:
             continue
@@ -72,7 +72,7 @@ def test_documents_have_the_bits_of_slices_where_they_lie(d):
         for Lq in (1, 33, 128):
             shape = choose_slice_shape(Lq, Ld, d, torch.float32)
             panel = torch.randn(shape.columns, d)
-            # What a slice of all tokens gives: of any rows, says the test before.
+            # A slice of all tokens gives these bits. By the previous test, its number of rows does not matter.
             copied = allocate_slices(documents, 2, max(n * Ld, MIN_ROWS), d, torch.float32)
             copied[:, : n * Ld] = documents.flatten(0, 1)
             expected = torch.bmm(copied, panel.mT.expand(2, -1, -1))[0, : n * Ld].view(n, Ld, -1)
@@ -90,7 +90,7 @@ def test_documents_are_copied_where_mkl_is_told_which_kernels_to_use(name, monke
 
 
 class Products(TorchDispatchMode):
-    """Records the dtypes that are multiplied."""
+    """Mode that records the dtypes of products."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ def test_slices_are_not_measured_in_the_dtype_of_a_region_of_autocast():
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 32, 100])
 def test_sums_over_query_tokens_have_one_order(length):
-    """That of a binary tree with powers of two below it, which zeros at the end do not change."""
+    """The order is a binary tree over a power of two, which zeros at the end do not change."""
     x = torch.randn(5, 40, 3, length)
     expected = torch.nn.functional.pad(x, (0, (1 << (length - 1).bit_length()) - length))
     while expected.shape[-1] > 1:

@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the ways that calls take."""
+"""Test that docs/architecture.md shows the actual function calls."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ from .. import paths
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not name the class of a function that runs")
 def test_the_page_shows_what_calls_run():
-    """After a change that is meant: ``python -m tests.paths``."""
+    """After an intended change, run ``python -m tests.paths``."""
     assert paths.page() == paths.PAGE.read_text()
 
 
@@ -34,7 +34,7 @@ def test_functions_are_short(path):
 
 
 def test_folders_are_small():
-    """A folder that has more files than a reader can survey is divided. `__init__.py` does not count."""
+    """A folder with more files than a reader can survey is divided. `__init__.py` does not count."""
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     paths = [Path(line) for line in tracked.stdout.splitlines()]
     files = Counter(path.parent.as_posix() for path in paths if path.name != "__init__.py")

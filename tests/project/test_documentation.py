@@ -1,10 +1,13 @@
-"""What the documentation names exists, and what it shows runs as it is written.
+"""Test that names in the documentation exist, and that its code runs as written.
 
-Python blocks of a page run in order, in one namespace that begins empty. A comment above a block says where it does not
-run with the others: ``<!-- test: slow -->`` in a slow test (shell blocks too), ``<!-- test: torchrun -->`` in the
-script that the first such block of the page names, ``<!-- test: sentence_transformers -->``, or another host of
-`lik_ops.integrations`, in a slow test where that is installed, with the blocks of no mark. Examples of docstrings have
-the names `torch` and `lik_ops`.
+Python blocks of a page run in order, in one initially empty namespace. A comment above a block selects another run:
+
+- ``<!-- test: slow -->`` runs the block in a slow test (shell blocks too).
+- ``<!-- test: torchrun -->`` runs the block in the script that the first such block of the page names.
+- ``<!-- test: sentence_transformers -->``, or another host of `lik_ops.integrations`, runs the block and the unmarked
+  blocks in a slow test if the host is installed.
+
+Docstring examples have the names `torch` and `lik_ops`.
 """
 
 import ast
@@ -37,12 +40,12 @@ CHECKED = re.compile(r"check `(\w+)`")
 
 
 def functions(path):
-    """The functions of a file, those of its classes too."""
+    """Return the names of the functions and methods of a file."""
     return {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)}
 
 
 def rows(page, heading):
-    """The cells of the table below a heading, without its head."""
+    """Return the cells of the table below a heading, without its header."""
     section = (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line.strip("| ") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.split(" | ")] for line in lines[2:]]
@@ -57,7 +60,7 @@ def test_files_and_tests_that_are_named_exist(page):
 
 @pytest.mark.parametrize("heading", ["Supported features", "Unsupported calls"])
 def test_every_row_names_what_shows_it(heading):
-    """A test by its name, or a check of `lik_ops.opcheck`."""
+    """Each row names a test, or a check of `lik_ops.opcheck`."""
     found = rows("docs/pytorch.md", heading)
     assert len(found) > 10
     for cells in found:
@@ -87,7 +90,7 @@ def pages(mark):
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """Where blocks and examples may write; on one thread, so that they take no longer where others run beside them."""
+    """Yield the working directory of blocks and examples. One thread avoids slow runs next to other processes."""
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -97,7 +100,7 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def newcomer(monkeypatch):
-    """What a user sees who pastes code into a new process: tokens that look unnormalized would cause a warning."""
+    """Reset warnings to a new process, in which unnormalized tokens would cause a warning."""
     monkeypatch.delenv("LIK_OPS_NORM_WARNING", raising=False)
     monkeypatch.setattr(hints, "_issued_warnings", set())
     monkeypatch.setattr(hints, "_inspected_calls", {})
@@ -125,7 +128,7 @@ def test_every_block_says_what_it_is(page):
 
 
 def extras_of(text):
-    """The packages of the extras that a page says to install."""
+    """Return the packages of the extras that a page says to install."""
     table = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n\n")[0]
     packages = {
         name: re.findall(r'"([\w-]+)', x) for name, x in re.findall(r"^([\w-]+) = \[(.*?)\]", table, re.M | re.S)
@@ -149,7 +152,7 @@ def test_every_page_says_what_to_install(page):
 @pytest.mark.parametrize("page", pages(""))
 @pytest.mark.usefixtures("directory", "newcomer")
 def test_python_blocks_run_as_they_are_written(page, monkeypatch):
-    """Without the optional packages that the page does not name."""
+    """Optional packages that the page does not name are hidden."""
     for package in {"numpy", "onnxscript", "safetensors", "tqdm"} - extras_of((ROOT / page).read_text()):
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, f"{package}.torch", raising=False)
@@ -164,7 +167,7 @@ def test_python_blocks_run_as_they_are_written(page, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages("slow"))
 def test_slow_blocks_run_as_they_are_written(page, directory):
-    """Beside `examples`, with the Python of this process first in the path."""
+    """Blocks run next to `examples`, with the Python of this process first in the path."""
     Path("examples").symlink_to(ROOT / "examples")
     names, skipped = {}, ""
     for block in blocks(page):
@@ -180,13 +183,13 @@ def test_slow_blocks_run_as_they_are_written(page, directory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "page"), [(name, page) for name in ADAPTERS for page in pages(name)])
 def test_blocks_for_a_host_run_where_it_is(name, page, directory, monkeypatch):
-    """A model that a block names is a tiny one of random weights, in a folder of its name."""
+    """A model named in a block is a tiny model with random weights, in a folder of that name."""
     host(f"{name}.loss" if name == "colpali_engine" else name)
     found = [b for b in blocks(page) if b.language == "python" and b.mark in ("", name)]
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for model in re.findall(r'= (?:models\.)?\w+\("(\w+/[\w-]+)"\)', "".join(b.source for b in found)):
-        importlib.import_module("small_bert").base_model([b.source for b in found], directory / model)
+        importlib.import_module("train_common").base_model([b.source for b in found], directory / model)
     names = {}
     for block in found:
         run_python(page, block, names)
@@ -205,7 +208,7 @@ def test_torchrun_blocks_run_as_they_are_written(page, tmp_path):
 
 
 def docstrings():
-    """The examples of every docstring of the library, by the name of what they belong to."""
+    """Return the docstring examples of the library by the name of their object."""
     found = {}
     for path in sorted((ROOT / "lik_ops").rglob("*.py")):
         if "    >>> " in path.read_text():
@@ -276,7 +279,7 @@ def test_every_public_function_has_an_example():
 
 
 def test_commands_name_what_there_is():
-    """Targets of make, modules and scripts with their options, extras of pip."""
+    """Check make targets, modules and scripts with their options, and extras of pip."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     optional = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n\n")[0]
     extras = set(re.findall(r"^([\w-]+) = \[", optional, re.M))
@@ -292,7 +295,7 @@ def test_commands_name_what_there_is():
             known = path.read_text()
             assert all(option in known for option in re.findall(r"--[\w-]+", options)), f"{page}: {path} {options}"
     texts |= {str(path.relative_to(ROOT)): path.read_text() for path in sources}
-    # No index is known to have the package: hints name others, or an extra of the checkout.
+    # No package index is known to have the package. Hints name other packages, or an extra of the checkout.
     assert not [path for path, text in texts.items() if re.search(r"pip install ['\"]?lik-ops", text)]
     for path, text in texts.items():
         for named in re.findall(r"pip install ['\"]\.\[([\w,-]+)\]", text):

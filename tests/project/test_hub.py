@@ -1,4 +1,4 @@
-"""The folder for the Hugging Face kernels hub (hub/layout.py): it loads by path, beside the package."""
+"""Test that the folder for the Hugging Face kernels hub (hub/layout.py) loads by path next to the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DEFINES = {"custom_op", "triton_op"}
-# What the kernel may import: torch, what comes with it, and on request of a caller what storage and ONNX need.
+# Allowed imports of the kernel: torch, its dependencies, and packages that storage and ONNX need on request.
 LIBRARIES = {"torch", "triton", "numpy", "onnxscript", "safetensors", "tqdm"}
 
 LOADED = """
@@ -117,13 +117,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modules(built: Path) -> dict[str, ast.Module]:
-    """What the builder reads, by its path."""
+    """Return the modules that the builder reads, by path."""
     package = built / "first" / "torch-ext" / "lik_ops"
     return {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in package.rglob("*.py")}
 
 
 def strings(module: ast.Module) -> Iterator[str]:
-    """All but docstrings."""
+    """Yield all strings except docstrings."""
     told = [node.value for node in ast.walk(module) if isinstance(node, ast.Expr)]
     for node in ast.walk(module):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
@@ -131,7 +131,7 @@ def strings(module: ast.Module) -> Iterator[str]:
 
 
 def test_one_module_spells_the_namespace(modules):
-    """The builder's own check asks the same of decorators."""
+    """The builder has the same check for decorators."""
     assert "ops/maxsim.py" in modules and "csrc_triton/forward/generic/dense.py" in modules and "_ops.py" not in modules
     for name, module in modules.items():
         assert not [text for text in strings(module) if "lik::" in text or "ops.lik" in text or "lik." in text], name
@@ -175,5 +175,5 @@ def test_other_folders_are_left_alone(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs kernels: make hub installs it")
 def test_the_kernels_package_takes_it(built):
-    """It parses build.toml and metadata, compares the digests, picks a variant and imports it."""
+    """The package parses build.toml and the metadata, compares the digests, selects a variant, and imports it."""
     assert run(sys.executable, "-c", KERNELS, str(built / "first")) == "as lik_ops\n"

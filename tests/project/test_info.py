@@ -1,4 +1,4 @@
-"""What `lik_ops.info` says a call would run is what the call launches."""
+"""Test that a call launches the kernel that `lik_ops.info` reports."""
 
 import re
 from dataclasses import replace
@@ -53,7 +53,7 @@ SIZES = [  # Nq, Nd, Lq, Ld
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The Triton backend on CPU tensors, as if on a GPU whose architecture is set; and its forward launches."""
+    """Run the Triton backend on CPU tensors with a given architecture, and record its forward launches."""
     found = []
     arch = [None]
     monkeypatch.setattr(backends, "select_backend", lambda device, dtype: cuda)
@@ -71,7 +71,7 @@ def launched(monkeypatch):
         arch[0] = arch_of_call
         eager.clear_call_caches()
         scores = lik_ops.maxsim(Q, D)
-        assert not scores._is_view()  # which autograd would keep callers from writing to
+        assert not scores._is_view()  # autograd would prevent callers from writing to a view
         return found
 
     yield call
@@ -79,18 +79,18 @@ def launched(monkeypatch):
 
 
 def said(text):
-    """The kernel and the numbers that info names."""
+    """Return the kernel and the numbers in the output of info."""
     numbers = {what: int(n) for n, what in re.findall(r"(\d+) (rows|tokens|features|warps|stages|programs)", text)}
     return text.split()[0], numbers, "split" in text
 
 
 def ran(name, grid, args, options):
-    """The same of a launch."""
+    """Return the kernel and the numbers of a launch."""
     config = args[-1]
     if isinstance(config, KernelConfig):
         numbers = {"rows": config.BM, "tokens": config.BN, "features": config.BD}
         numbers |= {"warps": options["num_warps"], "stages": options["num_stages"]}
-        return name, numbers, any(type(x).__name__ == "Terms" for x in args)
+        return name, numbers, any(type(x).__name__ == "TermArgs" for x in args)
     rows = sm90_configs.LARGE_D_TILE_ROWS
     if isinstance(config, Sm90Config):
         rows = config.MMA_ROWS if config.SMALL_M else 4 * config.MMA_ROWS

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel holds the package and nothing else, and works away from the checkout."""
+"""Test that the wheel contains the package and nothing else, and works outside the checkout."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def copy_checkout(destination: Path, *, link: bool) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, destination / name)
     if not link:
-        # git writes the target's name into a plain file where the system has no symbolic links.
+        # On systems without symbolic links, git writes the target name into a plain file.
         for name in ("csrc_triton", "opcheck"):
             (destination / "lik_ops" / name).unlink(missing_ok=True)
             (destination / "lik_ops" / name).write_text(f"../{name}")
 
 
 def build(directory: Path, kind: str) -> Path:
-    """A wheel built from a copy of the checkout: setuptools leaves build/ and *.egg-info where it works."""
+    """Return a wheel built from a copy of the checkout, because setuptools leaves build/ and *.egg-info behind."""
     copy_checkout(directory / "tree", link=kind != "checkout without links")
     kinds = [] if kind == "sdist" else ["--wheel"]
     outdir = directory / "dist"
@@ -94,7 +94,7 @@ def build(directory: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built through an sdist."""
+    """Return a wheel built through an sdist."""
     return build(tmp_path_factory.mktemp("build"), "sdist")
 
 
@@ -110,7 +110,7 @@ def target(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheels_hold_the_files_of_the_package_and_nothing_else(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """So what is installed of one of them below holds for the others."""
+    """Equal contents mean that the installation tests of one wheel below apply to all."""
     expected = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "lik_ops").rglob("*.py")}
     expected = {
         n: path for n, path in expected.items() if not n.startswith(("lik_ops/csrc_triton/", "lik_ops/opcheck/"))
@@ -151,7 +151,7 @@ def test_installed_wheel_is_complete(target: Path, tmp_path: Path) -> None:
 
 
 def test_installed_wheel_checks_its_operators(target: Path, tmp_path: Path) -> None:
-    """As ``python -m lik_ops.opcheck``, of one operator, without what the extra ``test`` has."""
+    """Run ``python -m lik_ops.opcheck`` for one operator, without the packages of the extra ``test``."""
     command = [sys.executable, "-c", CHECKS, "--op", "maxsim_fwd", "--every", "40"]
     assert "all passed" in run(*command, cwd=tmp_path, PYTHONPATH=python_path(target))
 
@@ -178,7 +178,7 @@ def test_every_requirement_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [Requirement(text) for text in project["dependencies"]]
     for extra, group in project["optional-dependencies"].items():
-        # The torch of these hosts is older, and they are installed without constraints.txt.
+        # These hosts need an older torch and are installed without constraints.txt.
         host = extra in ("pylate", "colpali")
         wanted += [x for x in map(Requirement, group) if not (host and x.name == "torch")]
     lines = (ROOT / "constraints.txt").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""`pytest --part`: every test is in one part."""
+"""Test that `pytest --part` puts every test in one part."""
 
 import pytest
 

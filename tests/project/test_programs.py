@@ -1,4 +1,4 @@
-"""The programs, ``python -m lik_ops.*``: their help, and what they say without a GPU or Triton."""
+"""Test the programs ``python -m lik_ops.*``: their help, and their output without a GPU or Triton."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module", params=([], ["triton"]), ids=("", "without Triton"))
 def said(request):
-    """The exit code, output and errors of each case, on a machine without a GPU."""
+    """Return the exit code, output, and errors of each case on a machine without a GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     for variable in ("LIK_OPS_BACKEND", "TRITON_INTERPRET"):
         environment.pop(variable, None)
@@ -96,7 +96,7 @@ def test_every_option_has_help(program, monkeypatch):
     parsers = []
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda self, args: parsers.append(self) or sys.exit())
     name = f"lik_ops.{program}"
-    if program == "warmup":  # the import gives the function
+    if program == "warmup":  # the import returns the function
         source = (ROOT / "lik_ops" / "warmup.py").read_text().split("\nelse:")[0]
         scope = {"__name__": "program", "__package__": "lik_ops", "__doc__": ""}
         exec(compile(source.replace('__name__ == "__main__"', "False"), "warmup.py", "exec"), scope)

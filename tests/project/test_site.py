@@ -1,4 +1,4 @@
-"""The site has every page and every public name. `make docs` builds it, and fails where a link leads nowhere."""
+"""Test that the site has every page and every public name. `make docs` builds it and fails for broken links."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_every_page_is_in_the_navigation_once():
 
 
 def test_every_public_name_is_on_a_page():
-    apart = ("lik_ops.ops.", "lik_ops.families.", "lik_ops.integrations.")  # some import what is not installed
+    apart = ("lik_ops.ops.", "lik_ops.families.", "lik_ops.integrations.")  # some import missing packages
     found = [resolve_name(name) for name in DOCUMENTED if not name.startswith(apart)]
     public = [name for name in lik_ops.__all__ if name != "__version__"]
     assert not [name for name in public if not any(getattr(lik_ops, name) is x for x in found)]

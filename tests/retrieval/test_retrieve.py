@@ -1,4 +1,4 @@
-"""`lik_ops.retrieve` and `lik::maxsim_topk`: exact, in one order, the same bits whatever the chunks."""
+"""Test that `lik_ops.retrieve` and `lik::maxsim_topk` are exact, with a fixed order and equal bits for any chunks."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def ranked(scores, k):
-    """The documented order, one query and one comparison at a time."""
+    """Return scores and indices in the documented order, one query and one comparison at a time."""
 
     def key(column, score):
         value = score.item()
@@ -43,7 +43,7 @@ def bits(x):
 
 
 def assert_same(found, expected):
-    """The same indices and the same bits: the sign of a zero and what a NaN holds included."""
+    """Assert equal indices and equal bits, including the sign of zeros and the payload of NaN."""
     assert torch.equal(found[1], expected[1])
     assert found[0].dtype == expected[0].dtype and torch.equal(bits(found[0]), bits(expected[0]))
 
@@ -151,7 +151,7 @@ def test_looking_at_blocks_finds_what_ordering_everything_does(device, dtype, n,
 @pytest.mark.parametrize("top_k", [1, 10, 200])
 @pytest.mark.parametrize("Nq", [1, 100])
 def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dtype):
-    """What a chunk takes is measured; of a few more documents it would be more than there is, by the same count."""
+    """The memory of a chunk is measured. A few more documents would exceed the workspace by the same formula."""
     monkeypatch.setattr(topk, "WORKSPACE_BYTES", 1 << 24)
     Q = torch.empty(Nq, 1, 1, dtype=dtype)
     chunk = topk.count_fitting_documents(Q, top_k, 1 << 40)
@@ -164,7 +164,7 @@ def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dty
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_documents_that_several_programs_read_come_in_parts_that_stay_in_the_cache(monkeypatch, packed):
-    """More query rows than one program takes: 300 documents in three parts, and the scores of all at once."""
+    """There are more query rows than one program handles, so 300 documents are scored in three parts."""
     D = torch.randn(300, 4, 8)
     documents, cu_seqlens_d = (D.flatten(0, 1), torch.arange(301) * 4) if packed else (D, None)
     counts = []
@@ -218,7 +218,7 @@ def test_a_two_dimensional_query_drops_its_axis(device):
 
 def test_offsets_that_are_wrong_make_nan_and_read_nothing():
     Q, D = torch.ones(1, 2, 4), torch.ones(5, 4)
-    cu_seqlens = torch.tensor([0, 2, -1, 3, 9, 4, 5])  # documents 1 to 4 are wrong: down, from -1, beyond, down
+    cu_seqlens = torch.tensor([0, 2, -1, 3, 9, 4, 5])  # documents 1 to 4: descending, from -1, out of range, descending
     scores, indices = lik_ops.retrieve(Q, D, 6, cu_seqlens_d=cu_seqlens)
     assert (
         indices.tolist() == [[1, 2, 3, 4, 0, 5]] and scores.isnan().sum() == 4 and scores[0, 4:].tolist() == [8.0, 8.0]
@@ -236,7 +236,7 @@ def test_nothing_is_differentiable():
 
 
 def test_the_scores_of_all_documents_are_never_in_memory(monkeypatch):
-    """With little room, chunks are small; the peak is that of a chunk, not ``[Nq, Nd]``."""
+    """With a small workspace chunks are small, and the peak is one chunk instead of ``[Nq, Nd]``."""
     sizes = []
     inner = portable.best
     monkeypatch.setattr(
@@ -271,7 +271,7 @@ BAD = {
     "chunk type": (dict(chunk=True), TypeError, "chunk: expected an int, got bool"),
     "q_mask": (dict(q_mask=torch.ones(2, 4, dtype=torch.bool)), ValueError, "q_mask: expected shape"),
     "d_mask": (dict(d_mask=torch.ones(9, 5, dtype=torch.bool)), ValueError, "d_mask: expected shape"),
-    "cu rank": (dict(cu_seqlens_d=torch.tensor([0, 1])), ValueError, r"D: expected \[Td, d\] beside cu_seqlens_d"),
+    "cu rank": (dict(cu_seqlens_d=torch.tensor([0, 1])), ValueError, r"D: expected \[Td, d\] with cu_seqlens_d"),
     "cu dtype": (dict(D=torch.zeros(5, 8), cu_seqlens_d=torch.zeros(2)), TypeError, "cu_seqlens_d: expected int32"),
     "cu shape": (
         dict(D=torch.zeros(5, 8), cu_seqlens_d=torch.zeros(0, dtype=torch.int32)),
@@ -282,7 +282,7 @@ BAD = {
     "packed mask": (
         dict(D=torch.zeros(5, 8), cu_seqlens_d=torch.tensor([0, 5]), d_mask=torch.ones(5, dtype=torch.bool)),
         ValueError,
-        "d_mask: expected None beside cu_seqlens_d",
+        "d_mask: expected None next to cu_seqlens_d",
     ),
     "streamed offsets": (
         dict(D=torch.zeros(5, 8), cu_seqlens_d=torch.tensor([0, 6]), progress=True),

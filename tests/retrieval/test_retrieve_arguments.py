@@ -1,4 +1,4 @@
-"""What `lik_ops.retrieve` and `Corpus` are called with: lists of documents, and whatever is wrong, by its name."""
+"""Test arguments of `lik_ops.retrieve` and `Corpus`: lists of documents, and invalid values with their names."""
 
 import re
 
@@ -16,7 +16,7 @@ LENGTHS = [i % 7 for i in range(20)]
 
 
 def ragged(device="cpu", dtype=torch.float32):
-    """Queries, documents of many lengths, and the best of them."""
+    """Return queries, documents of many lengths, and the best of them."""
     Q, D = draw(3, 20, 4, 6, 8, dtype, device)
     documents = [x[:n] for x, n in zip(D, LENGTHS, strict=True)]
     kept = (torch.arange(6) < torch.tensor(LENGTHS)[:, None]).to(device)
@@ -38,7 +38,7 @@ def layouts(documents):
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_lists_and_nested_tensors(device, elsewhere, chunk, monkeypatch):
-    """On the device of Q, or (`progress` on a CPU) read part by part, without padding."""
+    """Documents are on the device of Q, or are read part by part without padding (`progress` on a CPU)."""
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 500)
     Q, documents, expected = ragged(device)
     where = [x.cpu() for x in documents] if elsewhere else documents
@@ -64,7 +64,7 @@ def test_lists_in_compiled_code_and_programs(strict):
 
 
 def test_a_shard_of_a_group_may_be_a_list():
-    """What `lik_ops.distributed.retrieve` searches of it."""
+    """Test the target that `lik_ops.distributed.retrieve` searches."""
     Q, documents, expected = ragged()
     shard = shards.make_target("retrieve", documents, None, None, dict.fromkeys(("chunk", "n_probe", "n_candidates")))
     assert shard.size == 20 and [i for a, b in shard.split(3) for i in range(a, b)] == list(range(20))
@@ -80,8 +80,8 @@ BAD_LISTS = {
     "d": (dict(D=[torch.zeros(3, 8), torch.zeros(3, 7)]), ValueError, r"D\[1\]: expected \[L, 8\], got \[3, 7\]"),
     "other d": (dict(D=[torch.zeros(3, 7)]), ValueError, r"D\[0\]: expected d = 8 as in Q, got \[3, 7\]"),
     "dtypes": (dict(D=[torch.zeros(3, 8), torch.zeros(3, 8).half()]), TypeError, r"D\[1\]: expected the dtype"),
-    "mask": (dict(d_mask=torch.ones(20, 6)), ValueError, "d_mask: expected None beside a list or nested tensor D"),
-    "offsets": (dict(cu_seqlens_d=torch.ones(3)), ValueError, "cu_seqlens_d: expected None beside a list or nested"),
+    "mask": (dict(d_mask=torch.ones(20, 6)), ValueError, "d_mask: expected None with a list or nested tensor D"),
+    "offsets": (dict(cu_seqlens_d=torch.ones(3)), ValueError, "cu_seqlens_d: expected None with a list or nested"),
 }
 
 
@@ -123,11 +123,11 @@ def test_queries_of_another_dtype_are_told_how_to_convert():
     assert lik_ops.retrieve(Q.to(torch.float16), D.half().numpy(), 3)[0].shape == (2, 3)
 
 
-# whatever is wrong
+# invalid values
 
 
 class Anything:
-    """Nothing that an argument may be."""
+    """Object that no argument accepts, and that must not be printed."""
 
     def __repr__(self):
         raise AssertionError("printed")
@@ -168,7 +168,7 @@ ARGUMENTS = ("Q", "D", "top_k", "chunk", "q_mask", "d_mask", "cu_seqlens_d", "q_
 
 
 def assert_named(op, name, things, call):
-    """Each of `things` is a TypeError or ValueError that says which argument of what is wrong, shortly."""
+    """Assert that each of `things` raises a short TypeError or ValueError that names the argument."""
     assert things
     for kind in things:
         with pytest.raises((TypeError, ValueError), match=rf"^{op}: .*\b{name}\b") as raised:
@@ -186,7 +186,7 @@ def corpus(tmp_path_factory):
 
 
 RIGHT = {
-    "Q": {"meta"},  # shapes of what would be found
+    "Q": {"meta"},  # returns shapes
     "top_k": {"large int"},  # all documents
     "chunk": {"large int"},
     "normalize": {"bool"},

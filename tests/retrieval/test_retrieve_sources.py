@@ -1,4 +1,4 @@
-"""Documents that are not on the device: read part by part, copied while others are scored."""
+"""Test documents outside the device, which are read part by part and copied while others are scored."""
 
 import itertools
 import sys
@@ -88,7 +88,7 @@ def test_what_is_resident_is_split_by_tokens_where_the_host_knows_them(offsets, 
 
 
 class Recording(copying.CopyLanes):
-    """A device without streams that writes down what is asked of it, and copies late: when it is waited for."""
+    """Stand-in for copy streams that logs requests and copies as late as possible, at the wait."""
 
     def __init__(self):
         self.log, self.pending = [], {}
@@ -147,14 +147,14 @@ def test_a_broken_part_closes_the_lanes():
 
 
 def test_the_double_buffer_gives_what_is_there(monkeypatch):
-    """The whole way of another device, with a CPU in its place."""
+    """Run the whole path of another device, simulated by a CPU."""
     lanes = []
 
     def on_device(parts, device, nbytes):
         lanes.append(Recording())
         return copying.DoubleBuffer(device, nbytes, lanes[-1]).copied(parts)
 
-    monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
+    monkeypatch.setattr("lik_ops.retrieval._streamed.iterate_on_device", on_device)
     Q, D = draw(3, 50, 4, 6, 8)
     d_mask = torch.rand(50, 6) > 0.3
     expected = ranked(lik_ops.maxsim(Q, D, None, d_mask), 11)
@@ -185,7 +185,7 @@ def test_progress_is_shown_where_it_was_asked_for(capsys, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_corpus_larger_than_its_slots_is_scored_right():
-    """Copies and scoring overlap over many parts; whatever a slot held before must not be seen."""
+    """Copies and scoring overlap over many parts. Previous contents of a slot must not be visible."""
     generator = torch.Generator().manual_seed(1)
     D = torch.randn(20_000, 60, 128, generator=generator).half()
     Q = torch.randn(8, 32, 128, generator=generator).half().cuda()

@@ -1,4 +1,4 @@
-"""`lik_ops.retrieve` among residual codes by stages: beside its formula, exhaustive search, and what is wrong."""
+"""Test staged `lik_ops.retrieve` on residual codes against its formula, exhaustive search, and invalid input."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ LENGTHS = (5, 0, 1, 40, 17, 2, 33, 8)
 
 
 def clustered(count, d=64, clusters=300, length=24):
-    """Documents of few topics each, as tokens of trained encoders lie; queries that are parts of some."""
+    """Return documents of few topics each, like tokens of trained encoders, and queries that are parts of some."""
     generator = torch.Generator().manual_seed(0)
     centers = normalize(torch.randn(clusters, d, generator=generator), dim=-1)
     topics = torch.randint(clusters, (count, 6), generator=generator)
@@ -35,7 +35,7 @@ def clustered(count, d=64, clusters=300, length=24):
 @pytest.mark.parametrize("n_probe", [None, 1, 3])
 @every_device
 def test_scores_by_centroids_are_those_of_the_formula(device, n_probe):
-    """Where all candidates are kept, what is found are all documents with a code that is probed, exactly scored."""
+    """If all candidates are kept, the result is every document with a probed code, with exact scores."""
     codec = random_codec(20, 2, n_centroids=9)
     D = normalize(torch.randn(sum(LENGTHS), 20), dim=-1)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -159,7 +159,7 @@ def test_sizes_of_zero():
         ({"n_probe": 0}, ValueError, "n_probe: expected 1 or more, got 0"),
         ({"n_probe": "4"}, TypeError, "n_probe: expected an int, got str"),
         ({"n_candidates": -1}, ValueError, "n_candidates: expected 1 or more, got -1"),
-        ({"n_candidates": 5, "chunk": 2}, ValueError, "chunk: expected None beside n_probe and n_candidates, got 2"),
+        ({"n_candidates": 5, "chunk": 2}, ValueError, "chunk: expected None with n_probe and n_candidates, got 2"),
     ],
 )
 def test_what_is_wrong_with_stages_is_named(options, error, message):
@@ -170,10 +170,10 @@ def test_what_is_wrong_with_stages_is_named(options, error, message):
 
 def test_stages_need_codes():
     Q, D = clustered(20, 16, 10, 5)
-    with pytest.raises(ValueError, match="D: expected residual codes beside n_probe and n_candidates, got int8"):
+    with pytest.raises(ValueError, match="D: expected residual codes with n_probe and n_candidates, got int8"):
         lik_ops.retrieve(Q, quantize(D), 3, n_probe=2)
     for name in ("n_probe", "n_candidates"):
         with pytest.raises(ValueError, match=f"{name}: expected None unless coarse is given or D is res.*, got 4"):
             lik_ops.retrieve(Q, D, 3, **{name: 4})
-    with pytest.raises(ValueError, match="n_probe: expected None beside coarse, got 4"):
+    with pytest.raises(ValueError, match="n_probe: expected None with coarse, got 4"):
         lik_ops.retrieve(Q, D, 3, coarse=quantize(D), n_probe=4)

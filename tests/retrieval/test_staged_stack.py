@@ -1,4 +1,4 @@
-"""A search by stages below torch's compilers and transforms, and ``lik::maxsim_topk_codes`` by itself."""
+"""Test staged search under torch's compilers and transforms, and ``lik::maxsim_topk_codes`` alone."""
 
 import io
 
@@ -23,7 +23,7 @@ topk_of_codes = torch.ops.lik.maxsim_topk_codes
 
 
 class Search(torch.nn.Module):
-    """Five documents of each query: what people export."""
+    """Module that retrieves five documents for each query, like exported modules of users."""
 
     def __init__(self, packed, stages, device="cpu"):
         super().__init__()
@@ -57,7 +57,7 @@ def check_same(found, expected):
 @of_stages
 @both_layouts
 def test_an_exported_search(packed, stages, device):
-    """Two operators, of any queries; saved and loaded. Strict and not, each with both layouts and all stages."""
+    """Two operators serve any queries, also after save and load. Strict mode varies over layouts and stages."""
     module, strict = Search(packed, stages, device), packed == (stages == STAGES[0])
     dynamic = {"Q": {0: Dim("Nq"), 1: Dim("Lq")}}
     program = torch.export.export(module, (queries(3, 4, device=device),), dynamic_shapes=dynamic, strict=strict)
@@ -78,7 +78,7 @@ def test_an_exported_search(packed, stages, device):
 def test_a_compiled_search(packed, stages, device):
     torch.compiler.reset()
     module = Search(packed, stages, device)
-    # One of these takes inductor's whole way: a dozen seconds on a CPU.
+    # One of these runs all of Inductor, which costs a dozen seconds on a CPU.
     whole = device == "cuda" or (packed and stages == STAGES[0])
     compiled = torch.compile(module, backend="inductor" if whole else "aot_eager", fullgraph=True, dynamic=True)
     for sizes in ((3, 4), (7, 9), (2, 40)):
@@ -89,7 +89,7 @@ def test_a_compiled_search(packed, stages, device):
 
 @both_layouts
 def test_fake_tensors_of_a_gpu_launch_nothing(packed):
-    """What non-strict export makes of a module on a GPU: shapes, and no kernel is asked for."""
+    """Non-strict export does this to a module on a GPU: shapes are computed, and no kernel is requested."""
     module = Search(packed, STAGES[1])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         documents = module.documents.documents if packed else module.documents
@@ -106,7 +106,7 @@ def test_fake_tensors_of_a_gpu_launch_nothing(packed):
 
 
 def arguments(packed, queries=7, documents=23):
-    """All tensors of the operator, with a code of no centroid, and documents without tokens."""
+    """Return all tensors of the operator, with an invalid code and documents without tokens."""
     Q, centroids = torch.randn(queries, 5, 16), torch.randn(9, 16)
     q_mask, q_weight = torch.rand(queries, 5) > 0.3, torch.randn(queries, 5)
     if not packed:
@@ -138,7 +138,7 @@ def test_parts_change_nothing(monkeypatch, packed, n_probe):
 @pytest.mark.parametrize(("tokens", "n_centroids", "d"), [(1, 64, 64), (2, 5, 8), (4, 300, 128), (32, 4096, 100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_query_has_the_bits_that_it_has_alone(device, normalize_queries, tokens, n_centroids, d, dtype):
-    """Scores do not depend on the queries next to it: BLAS chooses a kernel by the number of rows."""
+    """Scores do not depend on neighboring queries, although BLAS selects a kernel by the number of rows."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(n_centroids, (50, 6), generator=generator).to(device)
     Q, centroids = (torch.randn(n, d, generator=generator).to(device, dtype) for n in (20 * tokens, n_centroids))
@@ -170,7 +170,7 @@ def test_the_operator_gives_the_same_in_a_region_of_autocast(packed):
 @both_layouts
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_a_search_in_a_region_of_autocast(packed, weights):
-    """With all documents as candidates it has their scores, those of queries in the dtype of the region."""
+    """With all documents as candidates, scores equal the scores of queries in the autocast dtype."""
     documents, Q, q_weight = Search(packed, {}).documents, queries(3, 4), torch.rand(3, 4).to(weights)
     scores = lik_ops.maxsim(Q.bfloat16(), documents, q_weight=q_weight.float())
     expected = scores.sort(dim=1, descending=True, stable=True)
@@ -183,7 +183,7 @@ def test_a_search_in_a_region_of_autocast(packed, weights):
 
 @every_device
 def test_a_query_with_nan_is_seen(device):
-    """Other queries find what they find without it; masked tokens may hold anything."""
+    """The NaN does not change the results of other queries, and masked tokens may hold any value."""
     module = Search(False, {"n_probe": 1, "n_candidates": 8}, device)
     Q = queries(3, 4, device=device)
     expected = module(Q)
@@ -201,7 +201,7 @@ def test_a_query_with_nan_is_seen(device):
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
 def test_what_is_infinite_is_seen_too(value):
-    """All documents are looked at, as without stages."""
+    """All documents are scored, as without stages."""
     module, Q = Search(False, {}), queries(3, 4)
     Q[1, 2, 3:5] = value
     expected = module(Q)
@@ -227,7 +227,7 @@ def test_bad_input_names_the_argument():
         ({"q_mask": dense["q_mask"].int()}, TypeError, "q_mask: expected bool"),
         ({"d_mask": dense["d_mask"][1:]}, ValueError, "d_mask: expected shape"),
         ({"cu_seqlens_d": packed["cu_seqlens_d"]}, ValueError, r"codes: expected .* or \[Td\] with cu_seqlens_d"),
-        ({**packed, "d_mask": packed["codes"] > 0}, ValueError, "d_mask: expected None beside cu_seqlens_d"),
+        ({**packed, "d_mask": packed["codes"] > 0}, ValueError, "d_mask: expected None next to cu_seqlens_d"),
         ({"q_weight": dense["q_weight"][1:]}, ValueError, "q_weight: expected shape"),
         ({"n_probe": 0}, ValueError, "n_probe: expected 1 or more, got 0"),
         ({"top_k": -1}, ValueError, "top_k: expected 0 or more, got -1"),

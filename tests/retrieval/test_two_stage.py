@@ -1,4 +1,4 @@
-"""`retrieve` with ``coarse=``: what the full search finds, to the last bit, whatever the documents and the format."""
+"""Test that `retrieve` with ``coarse=`` returns the bits of the full search for all documents and formats."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ def same(found, expected):
 
 
 def draw(trial, device="cpu"):
-    """Documents, queries and options; every few of them hard: near ties, NaN, empty documents, large numbers."""
+    """Return documents, queries, and options. Some trials have near ties, NaN, empty documents, or large numbers."""
     torch.manual_seed(trial)
     Nd, Ld, Nq, Lq, d = (int(torch.randint(1, n, ())) for n in (120, 9, 4, 6, 24))
     D, Q = tokens(Nd, Ld, d), torch.randn(Nq, Lq, d)
@@ -79,7 +79,7 @@ def test_full_scores_lie_in_their_intervals(region):
 @pytest.mark.parametrize("dtype", [torch.float32, *REGIONS])
 @pytest.mark.parametrize("region", REGIONS)
 def test_draws_in_a_region_of_autocast(region, dtype, device):
-    """Which rounds documents, or makes them infinite; what was quantised are the documents as they were."""
+    """Autocast rounds documents or overflows them to infinity, and the quantized copy has the original documents."""
     rescored = documents = 0
     for trial in range(100):
         Q, D, k, options = draw(trial, device)
@@ -98,7 +98,7 @@ def test_draws_in_a_region_of_autocast(region, dtype, device):
 
 @pytest.mark.parametrize("region", REGIONS)
 def test_what_a_region_rounds_alike_or_apart(region):
-    """Documents that int8 holds, in an order that the region's dtype does not keep."""
+    """int8 represents the documents exactly, and their order changes in the autocast dtype."""
     numbers = torch.randint(-127, 128, (1, 1, 4)).index_fill(2, torch.tensor(0), 127)
     D, Q = (1 + torch.finfo(region).eps * torch.rand(300, 1, 1)) * numbers, torch.randn(20, 1, 4)
     coarse = quantize(D)
@@ -110,7 +110,7 @@ def test_what_a_region_rounds_alike_or_apart(region):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_numbers_and_minima_apart_widen_the_intervals(scale):
-    """Of "uint8", whose products with either are larger than those with tokens."""
+    """With "uint8", products with codes and with minima are each larger than products with tokens."""
     D, cu_seqlens = tokens(24, 12), torch.tensor([0, 6, 6, 24])
     packed, dense = quantize(D, "uint8", scale, cu_seqlens_d=cu_seqlens), quantize(D.view(4, 6, 12), "uint8", scale)
     s = SearchArgs(tokens(1, 2, 12), D, None, None, None, None, False, 1, None)
@@ -127,7 +127,7 @@ def test_numbers_and_minima_apart_widen_the_intervals(scale):
 
 @pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
 def test_coarser_products_widen_the_intervals(backend):
-    """Also where torch's setting for all backends cannot be asked any more."""
+    """The setting of torch for all backends may no longer be readable."""
     Q, D, _, _ = draw(1)
     s, coarse = SearchArgs(Q, D, None, None, None, None, False, 1, None), quantize(D)
     scores = two_stage._score_coarse(Q, coarse, 0, len(D), s)
@@ -143,7 +143,7 @@ def test_coarser_products_widen_the_intervals(backend):
 
 
 def test_a_bound_that_is_too_small_is_found():
-    """The draws can tell: with a hundredth of the error some of them would be wrong."""
+    """The draws are sensitive: with a hundredth of the error bound, some results would be wrong."""
     wrong = 0
     for trial in range(100):
         Q, D, k, options = draw(trial)
@@ -190,7 +190,7 @@ def test_packed_documents_and_a_corpus(tmp_path):
 
 @pytest.mark.parametrize("scale", ["token", "document"])
 def test_offsets_that_are_wrong_leave_other_documents_right(scale):
-    """Those of wrong bounds are NaN, and come first; a large token is of two documents that share it."""
+    """Documents with wrong bounds are NaN and come first. Two documents share a large token."""
     packed, Q = tokens(16, 8), torch.randn(3, 5, 8)
     packed[4] *= 100
     right = torch.tensor([0, 3, 3, 10, 12, 16])
@@ -233,7 +233,7 @@ def test_a_fixed_number_of_candidates():
 
 
 def test_what_is_not_known_of_others_proves_nothing():
-    """Scores of documents 1 and 3 are NaN, of which one is scored in full: the other could come first."""
+    """Documents 1 and 3 score NaN. Only one of them is scored in full, so the other might come first."""
     Q, D = torch.randn(1, 3, 8), tokens(5, 4, 8)
     D[[1, 3], 0, 0] = torch.nan
     found = lik_ops.retrieve(Q, D, 1, coarse=quantize(D), n_candidates=1)
@@ -244,7 +244,7 @@ def test_what_is_not_known_of_others_proves_nothing():
 @pytest.mark.parametrize("n_candidates", [1, 2, 3, 4])
 @pytest.mark.parametrize("infinite", [0, 1, 2, 3])
 def test_documents_that_score_minus_infinity_are_proven_in_the_order_of_their_indices(infinite, n_candidates):
-    """Document `infinite` scores -inf for its features, the others because they keep no token."""
+    """Document `infinite` scores -inf because of its features, and the others because they keep no token."""
     Q, D = torch.ones(1, 2, 16), torch.ones(4, 3, 16)
     D[infinite, :, 0] = -torch.inf
     d_mask = torch.zeros(4, 3, dtype=torch.bool)
@@ -308,8 +308,8 @@ def _bad(**options):
             "retrieve: n_candidates: expected None unless coarse is given or D is residual codes, got 3",
         ),
         (lambda: _bad(n_candidates=0), ValueError, "retrieve: n_candidates: expected 1 or more, got 0"),
-        (lambda: _bad(normalize=True), ValueError, "retrieve: normalize: expected False beside coarse"),
-        (lambda: _bad(largest=False), ValueError, "retrieve: largest: expected True with quantised documents"),
+        (lambda: _bad(normalize=True), ValueError, "retrieve: normalize: expected False with coarse"),
+        (lambda: _bad(largest=False), ValueError, "retrieve: largest: expected True with quantized documents"),
         (lambda: _bad(coarse=quantize(tokens(3, 5, 8))), ValueError, "coarse: expected 4 documents of d = 8 as in D"),
         (lambda: _bad(coarse=quantize(tokens(4, 5, 9))), ValueError, "coarse: expected 4 documents of d = 8 as in D"),
         (
@@ -320,7 +320,7 @@ def _bad(**options):
         (
             lambda: lik_ops.retrieve(torch.randn(3, 8), [tokens(5, 8)], 1, coarse=quantize(tokens(1, 5, 8))),
             TypeError,
-            "retrieve: D: expected a Tensor or a Corpus beside coarse, got list",
+            "retrieve: D: expected a Tensor or a Corpus with coarse, got list",
         ),
     ],
 )

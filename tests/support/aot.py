@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time for GPUs that are not here, and read the compiler's resource report."""
+"""Compile kernels ahead of time without the target GPU, and read the compiler's resource report."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from lik_ops.gpu.tuning.architectures import Architecture, KernelKey, LaunchConf
 from .machine_code import compile_as_launched, cuda_resources, target
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-# Of quantised documents: `Config.STORED`.
+# `Config.STORED` by the pointer type of quantized documents.
 _STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "fp8", "*fp8e5": "fp8"}
 _WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
 _READ = _WORDS | {INT8_QUERIES: "*i8"}
@@ -72,7 +72,7 @@ _READ = _WORDS | {INT8_QUERIES: "*i8"}
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel with the arguments that decide how it compiles."""
+    """One kernel with the arguments that determine how it compiles."""
 
     kernel: str
     dtype: torch.dtype = torch.bfloat16
@@ -87,19 +87,19 @@ class Case:
     documents: int = 10**6
     lists: bool = True
     pieces: bool = False
-    split: bool = False  # forward: rows that are split already
+    split: bool = False  # forward: rows that are already split
     tf32: bool = False  # allowed by the user
     ragged: bool = False  # the kernel of ragged layouts, or the backward for one
-    pairs: bool = False  # of which a list of pairs
-    bounds: bool = False  # documents between bounds, in place of offsets and lengths
-    padded: bool = False  # queries and documents that lie evenly, with lengths
-    short: bool = False  # forward: documents of fewer tokens than a tile
+    pairs: bool = False  # ragged layout with a list of pairs
+    bounds: bool = False  # document bounds in place of offsets and lengths
+    padded: bool = False  # evenly spaced queries and documents, with lengths
+    short: bool = False  # forward: documents shorter than a tile
     long: bool = False  # backward: documents of many tokens
-    chunks: bool = False  # of lists of winners
-    sections: bool = False  # forward of few long documents, dense ones or with bounds
-    int32: bool = False  # backward: winners of 4 bytes, not of 2
+    chunks: bool = False  # of argmax lists
+    sections: bool = False  # forward of few long documents, dense or with bounds
+    int32: bool = False  # backward: int32 argmax instead of int16
     parts: bool = False  # finish: sums come in parts
-    # Ragged forward: `Config.STORED` of quantised documents, or the type of their numbers; backward: the latter.
+    # Ragged forward: `Config.STORED` of quantized documents, or the type of their codes. Backward: only the type.
     stored: str = ""
     fp32_centroids: bool = False  # of residual codes
 
@@ -128,9 +128,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled kernel uses: matrix instruction, bytes of shared memory, registers and spills of a thread.
+    """Resources of a compiled kernel: tensor core instruction, shared memory bytes, registers and spills per thread.
 
-    `orders`: in which orders mma.sync is given the terms of its products.
+    `orders` holds the orders of the terms of mma.sync products.
     """
 
     text: str
@@ -151,7 +151,7 @@ def _queries(case: Case) -> tuple[QueryArgs, dict]:
 
 
 def knows(case: Case, arch: Architecture) -> bool:
-    """Whether a GPU is given documents as this case has them: FP8 as such or as bytes, codes in words."""
+    """Return whether this GPU reads the documents in this form: FP8 as FP8 or as bytes, codes as words."""
     if case.stored in _WORDS:
         return not arch.is_amd
     as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
@@ -226,7 +226,7 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         shared_tiles = case.kernel == "maxsim_grad_shared_tiles"
         choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _listed(case)}
-        if case.chunks:  # what lists do not serve is walked over by the same tiles
+        if case.chunks:  # tiles outside the lists use the same configuration
             choices["listed"] = True
         packed = backward_configs.configure_packed_documents(kind, **choices)
         if case.chunks and not case.lists:
@@ -253,7 +253,7 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     if case.kernel in LISTS:
         return backward_configs.configure_buckets(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
-        return replace(backward_configs.configure_buckets(arch, documents, 2**20), num_stages=3)  # Triton's own
+        return replace(backward_configs.configure_buckets(arch, documents, 2**20), num_stages=3)  # default of Triton
     scaled = case.kernel == "maxsim_grad_queries" and bool(case.stored)
     return backward_configs.configure_gather(kind, ragged=case.ragged, scaled=scaled)
 
@@ -275,9 +275,9 @@ LISTS = ("maxsim_count_argmax", "maxsim_list_argmax")
 PACKED = ("maxsim_grad_packed_documents", "maxsim_grad_shared_tiles", "maxsim_join_packed_pieces")
 PACKED += ("maxsim_list_packed_argmax", "maxsim_grad_disjoint_documents")
 UNIT_COUNTS, QUERY_TERMS, KEEP = "maxsim_unit_counts", "maxsim_query_terms", "maxsim_keep_int8"
-# Temperatures are tensors with options, else numbers. Spreads are what `maxsim_soft_queries` finds for their gradients.
+# Temperatures are tensors with `options`, else numbers. `maxsim_soft_queries` computes spreads for their gradients.
 SOFT = ("maxsim_soft_queries", "maxsim_soft_spreads", "maxsim_soft_documents")
-ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they take no configuration
+ITEMS = ("maxsim_ragged_items", "maxsim_sort_items", "maxsim_find_starts")  # they have no configuration
 
 
 def _forward_arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> dict[str, object]:
@@ -338,7 +338,7 @@ def _upstream(case: Case) -> tuple[UpstreamArgs, dict]:
         kinds["scale"] = "*fp32"
     if case.ragged:
         kinds |= {"items": "*i64", "count": "i32"}
-        # The gradient of documents takes the query of a row in the cross product alone.
+        # Only the cross product passes the query of a row to the document gradient.
         if not (case.kernel in PACKED and (case.pairs or case.candidates)):
             kinds["query"] = "*i32"
         if case.pairs and case.kernel not in PACKED:
@@ -348,7 +348,7 @@ def _upstream(case: Case) -> tuple[UpstreamArgs, dict]:
 
 
 def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[object, dict[str, object]]:
-    """The kernel and its arguments before the sizes; None for the groups of Q, D and X."""
+    """Return the kernel and its arguments before the sizes, with None for the groups of Q, D, and X."""
     gradient = _POINTER[case.dtype]
     up, _ = _upstream(case)
     weight = "*fp32" if case.options else "constexpr"
@@ -464,7 +464,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
 
 
 def source(case: Case, arch: Architecture) -> tuple[ASTSource, LaunchConfig]:
-    """The kernel's source with its signature, as a launch would specialise it on 16-byte aligned tensors."""
+    """Return the kernel source with its signature, specialized as a launch with 16-byte aligned tensors."""
     launch = _launch(case, arch)
     queries, query_constants = _queries(case)
     documents, document_constants = _documents(case)
@@ -510,12 +510,13 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, LaunchConfig]:
 
 
 def fingerprint(case: Case, arch: Architecture) -> str:
-    """What the compiler is given: equal where two cases compile to the same kernel."""
+    """Return the compiler input as text, which is equal for two cases that compile to the same kernel."""
     src, launch = source(case, arch)
     return repr((case.kernel, arch.name, launch.options(arch), src.signature, src.constants, sorted(src.attrs)))
 
 
 def compile_for(case: Case, arch: Architecture) -> Compiled:
+    """Compile a case for an architecture and return its resources."""
     src, launch = source(case, arch)
     compiled = compile_as_launched(src, target(arch), launch.options(arch))
     if arch.is_amd:

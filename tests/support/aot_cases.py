@@ -1,7 +1,7 @@
-"""What is compiled ahead of time: what people run, and every configuration that the tables can yield.
+"""Cases for ahead-of-time compilation: common calls, and every configuration that the tables can select.
 
-The second set is made from the tables, so that it grows with them. Each configuration is there without options and with
-all of them; what compiles to the same kernel counts once.
+The second set is generated from the tables, so that it grows with them. Each configuration appears without options and
+with all options. Cases that compile to the same kernel are compiled once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EVERYTHING = {"options": True, "argmax": True}
 _ALL_OPTIONS = {"candidates": True, "normalize": True, "options": True, "argmax": True}
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
-# What people run: bf16 ColBERT, with winners for training, fp32 with everything on, features beyond one step.
+# Common calls: bf16 ColBERT, with argmax for training, fp32 with all options, and several feature steps.
 COMMON = [
     *(Case(kernel) for kernel in KERNELS),
     Case(FORWARD, argmax=True),
@@ -71,7 +71,7 @@ COMMON = [
     Case(LIST, Lq=1024),
 ]
 
-# Ragged layouts: in-batch training, a list of candidates, pairs, one query; what is loaded feature by feature.
+# Ragged layouts: in-batch training, a candidate list, pairs, one query, and features loaded one by one.
 RAGGED = [
     *(Case(kernel, ragged=True, options=True, argmax=kernel == FORWARD) for kernel in (FORWARD, QUERIES, SCATTER)),
     *(
@@ -133,7 +133,7 @@ SECTIONS = [
     Case(FORWARD, d=768, Nq=1, ragged=True, sections=True, bounds=True),
     Case(FORWARD, d=100, Nq=1, ragged=True, sections=True, bounds=True, wide=1, **_EVERYTHING),
 ]
-# The other widths, and what few calls ask for.
+# Other feature counts, and rare calls.
 MORE_RAGGED = [
     *(
         Case(kernel, dtype, d, ragged=True, candidates=kernel in (SHARED, DISJOINT), pairs=pairs, lists=lists, **fields)
@@ -161,7 +161,7 @@ MORE_RAGGED = [
     Case(DISJOINT, _FP16, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
 ]
 
-# fp32 as fp16 terms: each tile, by programs that split rows and on rows that are split already.
+# fp32 as fp16 terms: each tile, in programs that split rows and on rows that are already split.
 TERMS = [
     Case(FORWARD, _FP32, Nq=1, **_EVERYTHING),
     Case(FORWARD, _FP32, Nq=64, candidates=True, wide=1, **_EVERYTHING),
@@ -171,7 +171,7 @@ TERMS = [
     Case(FORWARD, _FP32, split=True),
     Case(FORWARD, _FP32, Lq=300, split=True, **_EVERYTHING),
 ]
-# The other widths of features, and what splits rows before.
+# Other feature counts, and the kernels that split rows in advance.
 MORE_TERMS = [
     *(Case(FORWARD, _FP32, 16, Nq, Lq, **_EVERYTHING) for Nq, Lq in ((1, 1), (64, 32), (64, 300))),
     *(Case(FORWARD, _FP32, 64, Nq, Lq, candidates=True, wide=1) for Nq, Lq in ((1, 1), (64, 128), (64, 300))),
@@ -179,7 +179,7 @@ MORE_TERMS = [
     Case(FORWARD, _FP32, 128, 64, 128, split=True, **_EVERYTHING),
 ]
 
-# Quantised documents: numbers that are multiplied by terms or converted, FP8 as such and as bytes, bits, codes.
+# Quantized documents: codes multiplied as terms or converted, FP8 as FP8 and as bytes, bits, residual codes.
 _CODES, _WORDS = ("codes1", "codes2", "codes4", "codes8"), ("words1", "words2", "words4")
 _KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits", *_CODES)
 STORED = [
@@ -199,7 +199,7 @@ STORED = [
     ),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
     Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),
-    # Features that take several steps: what is decoded for each waits in shared memory.
+    # With several feature steps, decoded features of each step wait in shared memory.
     *(
         Case(FORWARD, dtype, 160, 6, 22, candidates=pairs, ragged=True, pairs=pairs, argmax=True, **stored)
         for dtype, pairs, stored in (
@@ -209,7 +209,7 @@ STORED = [
             (_FP16, True, {"stored": "words4"}),
         )
     ),
-    # Each tile of codes in words, which walk; and what does not.
+    # Each tile of codes in words in a persistent kernel, and the tiles of other kernels.
     *(Case(FORWARD, Nq=Nq, ragged=True, padded=True, stored=w) for w in _WORDS for Nq in (1, 2, 4, 8, 16)),
     *(Case(FORWARD, _FP16, Nq=Nq, ragged=True, stored=w, **_ALL_OPTIONS) for w in _WORDS for Nq in (1, 16)),
     *(
@@ -221,7 +221,7 @@ STORED = [
     Case(FORWARD, d=256, Nq=16, ragged=True, stored="words4"),
     *(Case(QUERY_TERMS, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 256), (_FP16, 20))),
     *(Case(KEEP, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 300), (_FP16, 20))),
-    # Documents that a backward has as int8.
+    # int8 documents in a backward.
     *(Case(kernel, stored="*i8", options=True) for kernel in (QUERIES, SCATTER)),
     *(Case(kernel, stored="*i8", normalize=True) for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)),
     Case(JOIN, stored="*i8", candidates=True, normalize=True),
@@ -252,7 +252,7 @@ _SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 20
 def _reaching(
     arch: Architecture, rule: TileRule, tile: TileConfig, shapes: list[tuple[int, int]], **fields
 ) -> Case | None:
-    """The first case of these fields that `rule` serves with `tile`."""
+    """Return the first case of these fields that `rule` serves with `tile`, or None."""
     for (Nq, Lq), documents in itertools.product(shapes, (10**6, 100)):
         case = Case(FORWARD, Nq=Nq, Lq=Lq, documents=documents, **fields)
         tiles = forward_configs.select_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
@@ -265,7 +265,7 @@ def _reaching(
 def _first(
     arch: Architecture, rule: TileRule, tile: TileConfig, variants: Iterable[dict], shapes=_SHAPES
 ) -> list[Case]:
-    """A case of the first variant that reaches `tile`: the rules before take what they serve."""
+    """Return a case of the first variant that reaches `tile`, because earlier rules may serve a variant."""
     for fields in variants:
         case = _reaching(arch, rule, tile, shapes, **fields)
         if case is not None:
@@ -274,7 +274,7 @@ def _first(
 
 
 def _forward_cases(arch: Architecture, rule: TileRule) -> Iterator[Case]:
-    """Each tile without options; with all of them; the last one also with a query longer than it, read otherwise."""
+    """Yield each tile without and with all options, and the last tile also with a longer query on another path."""
     bare, full = rule.dtypes[-1], rule.dtypes[0]
     most = min(rule.d, 1024)
     flags = list(itertools.product((0, 1, 2)[: rule.wide + 1], (False, True)[: rule.normalize + 1]))
@@ -293,7 +293,7 @@ def _forward_cases(arch: Architecture, rule: TileRule) -> Iterator[Case]:
 
 
 def _row_cases() -> Iterator[Case]:
-    """Kernels that read whole rows: one step for d, or several; features in vectors, or one by one."""
+    """Yield cases of kernels that read whole rows, with one feature step or several, as vectors or one by one."""
     for kernel in (QUERIES, SCATTER):
         for dtype in (_BF16, _FP32):
             yield Case(kernel, dtype, 256)
@@ -304,7 +304,7 @@ def _row_cases() -> Iterator[Case]:
 
 
 def _document_cases() -> Iterator[Case]:
-    """The gradient of documents: from lists, from pieces of them, from few rows."""
+    """Yield cases of the document gradient from lists, from pieces of lists, and from few rows."""
     everything = {"normalize": True, "options": True}
     for dtype in (_FP16, _FP32):
         yield Case(DOCUMENTS, dtype, 300, candidates=True, wide=2, **everything)
@@ -332,7 +332,7 @@ def _every_case(arch: Architecture) -> Iterator[Case]:
 
 
 def unique(cases: Iterable[tuple[Case, str]], seen: set[str]) -> list[tuple[Case, str]]:
-    """Cases with their architectures, each kernel once; `seen` are fingerprints of kernels that are there already."""
+    """Return the cases with their architectures, each kernel once. `seen` holds fingerprints of known kernels."""
     found = []
     for case, name in cases:
         mark = fingerprint(case, ARCHITECTURES[name])
@@ -342,12 +342,12 @@ def unique(cases: Iterable[tuple[Case, str]], seen: set[str]) -> list[tuple[Case
     return found
 
 
-# They take the tiles and instructions of sm_80, in less shared memory, which the first cases need most of.
+# These use the tiles and instructions of sm_80 with less shared memory. The first cases need most of the memory.
 _LIKE_SM_80 = ("sm_86", "sm_89", "sm_120")
 
 
 def common_and_others() -> tuple[list[tuple[Case, str]], list[tuple[Case, str]]]:
-    """What `make test` compiles, and what only the slow tests do."""
+    """Return the cases that `make test` compiles, and the cases of the slow tests."""
     seen: set[str] = set()
     pairs = list(itertools.product(COMMON, ARCHITECTURES))
     quick = [(case, name) for case, name in pairs if name not in _LIKE_SM_80 or case in COMMON[: len(KERNELS)]]

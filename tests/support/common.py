@@ -1,4 +1,4 @@
-"""What the behaviour tests share: where they run, the problems they draw, and the comparison with the fp64 oracle."""
+"""Shared parts of the behavior tests: places to run, random problems, and the comparison with the fp64 oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Place:
-    """A device with the backend that computes there."""
+    """A device and the backend that computes on it."""
 
     name: str
     device: str
@@ -31,15 +31,16 @@ class Place:
         return self.name
 
     def use(self) -> contextlib.AbstractContextManager:
+        """Return a context in which the backend of this place is selected."""
         return lik_ops.use_backend(self.backend)
 
     def some_dtypes(self, n: int) -> tuple[torch.dtype, ...]:
-        """All of them; in the interpreter, which takes minutes for what others do in one second, one, by turns."""
+        """Return all dtypes, or one alternating dtype in the interpreter, which needs minutes instead of seconds."""
         return (self.dtypes[n % len(self.dtypes)],) if self.backend == "triton" else self.dtypes
 
 
 PORTABLE = Place("portable", "cpu", "portable", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
-# Triton's interpreter multiplies bf16 wrongly; it has no fp64 because the kernels have none.
+# Triton's interpreter multiplies bf16 wrongly. It has no fp64 because the kernels have none.
 INTERPRETER = Place("interpreter", "cpu", "triton", (torch.float32, torch.float16))
 CUDA = Place("cuda", "cuda", "auto", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
 PLACES = [INTERPRETER] if INTERPRETING else [PORTABLE, pytest.param(CUDA, marks=pytest.mark.gpu)]
@@ -61,19 +62,21 @@ class Problem:
     d_mask: str = "none"
     weight: bool = False
     normalize: bool = False
-    values: str = "integer"  # "integer" (exact, full of ties), "normal", "negative" (every similarity below 0)
+    values: str = "integer"  # "integer" (exact, with many ties), "normal", "negative" (every similarity below 0)
     strides: str = "contiguous"  # "contiguous", "transposed", "sliced", "expanded"
     poison: bool = True  # masked tokens hold NaN and inf
     seed: int = 0
 
     @property
     def exact(self) -> bool:
-        """Whether every similarity and score is exactly representable."""
+        """Return whether every similarity and score is exactly representable."""
         return self.values != "normal" and not self.normalize
 
 
 @dataclass
 class Inputs:
+    """Tensors of one call."""
+
     Q: Tensor
     D: Tensor
     q_mask: Tensor | None
@@ -81,10 +84,11 @@ class Inputs:
     q_weight: Tensor | None
 
     def leaves(self) -> list[Tensor]:
+        """Return the tensors that may have a gradient."""
         return [t for t in (self.Q, self.D, self.q_weight) if t is not None]
 
     def to64(self) -> Inputs:
-        """The same problem for the oracle: fp64, dense, masked tokens zeroed so that autograd sees no NaN."""
+        """Return the problem for the oracle: fp64 and dense, with masked tokens zeroed so that autograd sees no NaN."""
         Q, D = self.Q.detach().double(), self.D.detach().double()
         Q = Q if self.q_mask is None else torch.where((self.q_mask != 0)[..., None], Q, 0)
         D = D if self.d_mask is None else torch.where((self.d_mask != 0)[..., None], D, 0)
@@ -131,7 +135,7 @@ def _poisoned(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _strided(x: Tensor, kind: str) -> Tensor:
-    """The same values behind other strides."""
+    """Return equal values with other strides."""
     if kind == "transposed":
         return x.transpose(0, -2).contiguous().transpose(0, -2)
     if kind == "sliced":
@@ -142,7 +146,7 @@ def _strided(x: Tensor, kind: str) -> Tensor:
 
 
 def build(p: Problem, device: str) -> Inputs:
-    """Draw the tensors of a problem; Q and D require gradients nowhere yet."""
+    """Draw the tensors of a problem, without requires_grad."""
     generator = torch.Generator().manual_seed(p.seed)
     q_shape = (p.Lq, p.d) if p.layout in ("flat_q", "flat") else (p.Nq, p.Lq, p.d)
     d_shape = {
@@ -174,7 +178,7 @@ def build(p: Problem, device: str) -> Inputs:
 
 
 def run(p: Problem, x: Inputs, **options) -> tuple[Tensor, Tensor]:
-    """Scores and winners of the operators, shaped [Nq, Nd, ...] as the public functions shape them."""
+    """Return scores and argmax of the operators, shaped [Nq, Nd, ...] as in the public functions."""
     if p.layout == "pairs":
         d_mask = None if x.d_mask is None else x.d_mask[:, None]
         scores, argmax = lik_ops.maxsim_with_argmax(
@@ -187,12 +191,13 @@ def run(p: Problem, x: Inputs, **options) -> tuple[Tensor, Tensor]:
 
 
 def score(p: Problem, x: Inputs, **options) -> Tensor:
-    """Scores alone, through the public function of the layout."""
+    """Return only the scores, from the public function of the layout."""
     function = lik_ops.maxsim_pairs if p.layout == "pairs" else lik_ops.maxsim
     return function(x.Q, x.D, x.q_mask, x.d_mask, q_weight=x.q_weight, normalize=p.normalize, **options)
 
 
 def oracle(p: Problem, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the fp64 reference scores and argmax."""
     y = x.to64()
     if p.layout == "pairs":
         d_mask = None if y.d_mask is None else y.d_mask[:, None]
@@ -204,7 +209,7 @@ def oracle(p: Problem, x: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(p: Problem, x: Inputs) -> float:
-    """A bound on the terms that a score sums: what rounding errors are relative to."""
+    """Return a bound on the terms that a score sums, which scales rounding errors."""
     y = x.to64()
     if y.Q.numel() == 0 or y.D.numel() == 0:
         return 1.0
@@ -214,12 +219,13 @@ def scale_of(p: Problem, x: Inputs) -> float:
 
 
 def rounding(p: Problem) -> float:
-    """Relative rounding of an fp32 (fp64) dot product of d terms and a sum of Lq of them."""
+    """Return the relative rounding error of an fp32 (fp64) dot product of d terms and a sum of Lq of them."""
     unit = 2.0**-52 if p.dtype == torch.float64 else 2.0**-23
     return unit * (4 + (p.d + p.Lq) ** 0.5)
 
 
 def assert_scores(p: Problem, x: Inputs, scores: Tensor) -> None:
+    """Assert that scores are within the rounding error of the oracle."""
     expected, _ = oracle(p, x)
     assert scores.shape == expected.shape
     assert scores.dtype == (torch.float64 if p.dtype == torch.float64 else torch.float32)
@@ -233,12 +239,12 @@ def assert_scores(p: Problem, x: Inputs, scores: Tensor) -> None:
     assert error.numel() == 0 or float(error.max()) <= bound, f"{p}: worst error {float(error.max())}, bound {bound}"
 
 
-# Of scores and gradients, beside the largest of them.
+# For scores and gradients, relative to the largest of them.
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, least: float = 1.0) -> None:
-    """The same infinities and NaN, and close beside the largest number, `least` or more."""
+    """Assert equal infinities and NaN, and an error relative to the largest number, or to `least` if larger."""
     assert found.shape == expected.shape
     found, expected = found.double().cpu(), expected.double().cpu()
     finite = expected.isfinite()
@@ -250,7 +256,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, least: floa
 
 
 def assert_winners(p: Problem, x: Inputs, argmax: Tensor) -> None:
-    """The first winner where similarities are exact, else a token whose similarity is within rounding of the best."""
+    """Assert the first argmax for exact similarities, else a token whose similarity is within rounding of the best."""
     _, expected = oracle(p, x)
     assert argmax.shape == expected.shape and argmax.dtype == torch.int64
     if p.exact:
@@ -264,7 +270,7 @@ def assert_winners(p: Problem, x: Inputs, argmax: Tensor) -> None:
 
 
 def lifted(p: Problem, x: Inputs, argmax: Tensor) -> tuple[Inputs, Tensor]:
-    """The problem with all axes present: Q [Nq, Lq, d], D [Nd, Ld, d] or [Nq, K, Ld, d], argmax [Nq, Nd, Lq]."""
+    """Return the problem with all axes: Q [Nq, Lq, d], D [Nd, Ld, d] or [Nq, K, Ld, d], argmax [Nq, Nd, Lq]."""
     if p.layout == "pairs":
         return replace(x, D=x.D[:, None], d_mask=None if x.d_mask is None else x.d_mask[:, None]), argmax[:, None]
     q_flat, d_flat = x.Q.dim() == 2, x.D.dim() == 2
@@ -279,7 +285,7 @@ def lifted(p: Problem, x: Inputs, argmax: Tensor) -> tuple[Inputs, Tensor]:
 
 
 def reference_similarity(p: Problem, x: Inputs, argmax: Tensor) -> Tensor:
-    """<Q[i, s], D[j, argmax]> in fp64, one query token at a time: `maxsim_at` with every token a query of its own."""
+    """Return <Q[i, s], D[j, argmax]> in fp64, by `maxsim_at` with every query token as a separate query."""
     y, argmax = lifted(p, x.to64(), argmax)
     Nq, Lq, d = y.Q.shape
     tokens = y.Q.reshape(Nq * Lq, 1, d)
@@ -290,8 +296,10 @@ def reference_similarity(p: Problem, x: Inputs, argmax: Tensor) -> Tensor:
 
 @dataclass
 class Gradient:
-    """An expected gradient in fp64, the scale of its rounding errors, and the sums of what its elements are sums of,
-    without signs: 0 where nothing flows, as opposed to where it cancels."""
+    """Expected fp64 gradient, the scale of its rounding errors, and the sums of the absolute values of its terms.
+
+    The last one is 0 where no gradient flows, but not where terms cancel.
+    """
 
     value: Tensor
     scale: float
@@ -299,9 +307,9 @@ class Gradient:
 
 
 def expected_gradients(p: Problem, x: Inputs, argmax: Tensor, upstream: Tensor) -> list[Gradient]:
-    """Gradients of Q, D and the weight at the winners that the operator found.
+    """Return gradients of Q, D, and the weight at the operator's argmax.
 
-    The scale is the largest element, before the projection of `normalize` cancels what lies along the token.
+    The scale is the largest element before the projection of `normalize`, which cancels the component along the token.
     """
     y = x.to64()
     unsigned = Inputs(y.Q.abs(), y.D.abs(), y.q_mask, y.d_mask, None if y.q_weight is None else y.q_weight.abs())
@@ -326,17 +334,18 @@ def _gradients_at(p: Problem, y: Inputs, leaves: list[Tensor], argmax: Tensor, u
     scores = reference.maxsim_at(z.Q, z.D, index, q_weight=z.q_weight, normalize=p.normalize)
     upstream = upstream.detach().double().reshape(scores.shape)
     won = (index >= 0).any(-1)
-    # Zero-size problems leave some inputs out of the graph: their gradient is zero.
+    # Zero-size problems leave some inputs out of the graph, so their gradient is zero.
     grads = torch.autograd.grad(scores, leaves, torch.where(won, upstream, 0), allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads, strict=True)]
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
-    """Relative to the largest element: the result is rounded once to its dtype, after fp32 (fp64) accumulation."""
+    """Return the tolerance relative to the largest element. The fp32 (fp64) sum is rounded once to its dtype."""
     return {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 2e-5, torch.float64: 1e-12}[dtype]
 
 
 def assert_gradients(p: Problem, x: Inputs, actual: list[Tensor], expected: list[Gradient]) -> None:
+    """Assert that gradients are within the tolerance of the expected ones, and zero where no gradient flows."""
     for leaf, a, e in zip(x.leaves(), actual, expected, strict=True):
         assert a.dtype == leaf.dtype and a.shape == leaf.shape
         if e.value.numel() == 0:
@@ -349,7 +358,7 @@ def assert_gradients(p: Problem, x: Inputs, actual: list[Tensor], expected: list
 
 
 class Calls(TorchDispatchMode):
-    """Counts the calls that reach an operator below all transforms."""
+    """Mode that counts the calls that reach an operator below all transforms."""
 
     def __init__(self):
         super().__init__()

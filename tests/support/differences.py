@@ -1,4 +1,4 @@
-"""Says how two tensors differ, for assertions of worker processes, whose output is all that a test shows."""
+"""Describe how two tensors differ, for assertions in worker processes, of which a test only shows the output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 5  # numbers at most
 
 
 def describe_difference(found: Tensor, expected: Tensor) -> str | None:
-    """Return None if the tensors are equal, else which shape, dtype or numbers differ, and by how much."""
+    """Return None if the tensors are equal, else a description of the different shape, dtype, or numbers."""
     for name in ("shape", "dtype"):
         a, e = getattr(found, name), getattr(expected, name)
         if a != e:
@@ -27,7 +27,7 @@ def describe_difference(found: Tensor, expected: Tensor) -> str | None:
 
 
 def assert_sharded_equal(name: str, found: Tensor, expected: Tensor, placements: Sequence | None = None) -> None:
-    """Raise an AssertionError that says what differs unless the DTensor has these placements and these numbers."""
+    """Raise an AssertionError with the differences unless the DTensor has these placements and these numbers."""
     actual, full = found.placements, found.full_tensor()
     problems = []
     if placements is not None and tuple(actual) != tuple(placements):

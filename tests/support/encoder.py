@@ -1,4 +1,4 @@
-"""A stand-in for a late-interaction encoder and its loss, for tests of training."""
+"""Stand-in for a late-interaction encoder and its loss, for tests of training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import lik_ops
 
 FEATURES, DIM = 12, 16
-SCALE = 4.0  # of the scores in the loss: without it a query of few tokens says little
+SCALE = 4.0  # of the scores in the loss, because otherwise a query of few tokens has little effect
 
 
 class Encoder(nn.Module):
-    """Token features ``[..., FEATURES]`` to embeddings ``[..., DIM]``."""
+    """Encoder from token features ``[..., FEATURES]`` to embeddings ``[..., DIM]``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Encoder(nn.Module):
 
 
 def batch(Nq: int, Nd: int, Lq: int, Ld: int, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Token features of queries, of documents whose first tokens are noisy copies of their query's, and a mask."""
+    """Return token features of queries, documents that begin with a noisy copy of their query, and a mask."""
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn(Nq, Lq, FEATURES, generator=generator)
     documents = torch.randn(Nd, Ld, FEATURES, generator=generator)
@@ -48,6 +48,6 @@ def in_batch_loss(
     first: int = 0,
     **options,
 ) -> Tensor:
-    """Cross-entropy of each query's own document, number `first` on, among all."""
+    """Return the cross-entropy of each query's own document, number `first` on, among all."""
     scores = maxsim(encoder(queries), encoder(documents), None, d_mask, normalize=True, **options)
     return F.cross_entropy(SCALE * scores, first + torch.arange(queries.shape[0], device=scores.device))

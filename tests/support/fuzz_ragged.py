@@ -1,12 +1,12 @@
-"""Bad calls of the ragged functions, drawn from a seed: each has to end in an error or in NaN where it is bad.
+"""Invalid calls of the ragged functions from a seed, each of which must raise an error or return NaN.
 
     python -m tests.support.fuzz_ragged --calls 10000
     compute-sanitizer python -m tests.support.fuzz_ragged --device cuda --calls 300
 
-A call is drawn right; then some of its arguments are changed in kind (dtype, rank, size, device, type: an error that
-names the argument, unless the call is still right) and some of their integers to anything (NaN for the scores that they
-decide, the reference's score for all others; under `lik_ops.checks` an error). Tokens are small integers, so scores and
-gradients are exact on every device.
+A valid call is drawn first, then changed. Some arguments change in kind: dtype, rank, size, device, or type. Such a
+change must raise an error that names the argument, unless the call is still valid. Some integers change to any value.
+The scores that depend on these integers must be NaN, and all others must equal the reference. Under `lik_ops.checks` an
+error must be raised. Tokens are small integers, so scores and gradients are exact on every device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ERRORS = (TypeError, ValueError)
 
 
 class Call(NamedTuple):
-    """A function's name and its arguments, and what was changed in them."""
+    """A function's name, its arguments, and the changes to them."""
 
     name: str
     arguments: dict[str, Any]
@@ -49,7 +49,7 @@ def _kind(x: Any) -> str:
     return f"{x.dtype} {list(x.shape)} {x.device}" if isinstance(x, Tensor) and not x.is_nested else repr(x)[:80]
 
 
-# Right calls.
+# Valid calls.
 
 
 def _tokens(rng: random.Random, shape: tuple[int, ...]) -> Tensor:
@@ -68,7 +68,7 @@ def _lengths(rng: random.Random, most: int) -> list[int]:
 
 
 def _side(rng: random.Random, most: int) -> tuple[Any, Tensor | None, int]:
-    """Tokens packed, dense or in a list; cu_seqlens; and their number."""
+    """Return packed, dense, or listed tokens, their cu_seqlens, and the number of sequences."""
     form = rng.choice(("packed", "packed", "dense", "list", "jagged"))
     if form == "dense":
         shape = rng.randint(0, most), rng.randint(0, 6)
@@ -78,7 +78,7 @@ def _side(rng: random.Random, most: int) -> tuple[Any, Tensor | None, int]:
         parts = [_tokens(rng, (n,)) for n in lengths]
         x = torch.nested.as_nested_tensor(parts, layout=torch.jagged) if form == "jagged" else parts
         return x, None, len(lengths)
-    before = rng.choice((0, 0, 2))  # rows that no sequence holds
+    before = rng.choice((0, 0, 2))  # rows outside every sequence
     cu = torch.tensor([before, *lengths]).cumsum(0)
     return _tokens(rng, (int(cu[-1]) + rng.choice((0, 0, 3)),)), cu, len(lengths)
 
@@ -90,6 +90,7 @@ def _per_token(Q: Any) -> tuple[int, ...]:
 
 
 def right_call(rng: random.Random) -> Call:
+    """Return a valid random call."""
     name = rng.choice(("varlen", "candidates_varlen", "pair_list", "padded"))
     options: dict[str, Any] = {"normalize": False, "backward": rng.choice(("auto", "unified"))}
     dtype = rng.choice((torch.int32, torch.int64))
@@ -126,7 +127,7 @@ def right_call(rng: random.Random) -> Call:
     return Call(f"maxsim_{name}{rng.choice(('', '', '_with_argmax'))}", options, [])
 
 
-# What is changed.
+# Changes.
 
 KINDS: dict[str, Callable[[Tensor], Any]] = {
     "complex": lambda t: t.to(torch.complex64),
@@ -149,6 +150,7 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def change_kind(rng: random.Random, call: Call) -> None:
+    """Change the kind of one tensor argument of the call, if possible."""
     names = [k for k, v in call.arguments.items() if isinstance(v, Tensor) and not v.is_nested]
     if not names:
         return
@@ -156,7 +158,7 @@ def change_kind(rng: random.Random, call: Call) -> None:
     try:
         call.arguments[name] = KINDS[kind](call.arguments[name])
     except (IndexError, TypeError, RuntimeError, NotImplementedError):
-        return  # there is no such change of this tensor
+        return  # this tensor has no such change
     call.changes.append(f"{name}: {kind}")
 
 
@@ -166,6 +168,7 @@ def _holds_integers(x: Any) -> bool:
 
 
 def change_values(rng: random.Random, call: Call) -> None:
+    """Change some integers of one argument of the call to arbitrary values."""
     names = [k for k in INDICES if _holds_integers(call.arguments.get(k))]
     if not names:
         return
@@ -182,7 +185,7 @@ def change_values(rng: random.Random, call: Call) -> None:
 
 
 def bad_call(rng: random.Random) -> tuple[Call, bool]:
-    """A call and whether only values were changed in it."""
+    """Return a call, and whether only its values were changed."""
     call = right_call(rng)
     only_values = rng.random() < 0.6
     if only_values:
@@ -197,11 +200,11 @@ def bad_call(rng: random.Random) -> tuple[Call, bool]:
     return call, only_values
 
 
-# What has to come of it.
+# Expected outcomes.
 
 
 def _segments(x: Any, cu_seqlens: Tensor | None) -> list[Any]:
-    """Index of the rows of each sequence in its packed tensor, None where it reaches outside."""
+    """Return the row indices of each sequence in its packed tensor, or None if they exceed the tensor."""
     if isinstance(x, Tensor) and not x.is_nested and cu_seqlens is None:
         return [range(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])]
     if cu_seqlens is None:
@@ -219,7 +222,7 @@ def _packed(x: Any) -> Tensor:
 
 
 def _cells(call: Call) -> tuple[list[tuple[Any, Any]], tuple[int, ...]]:
-    """Rows of the query and of the document of each score, None where it is NaN; and the shape of the scores."""
+    """Return the query and document rows of each score, None if it is NaN, and the shape of the scores."""
     a = call.arguments
     if "query_lengths" in a:
         (B, Lq), (C, Ld) = a["Q"].shape[:2], a["D"].shape[1:3]
@@ -248,7 +251,7 @@ def _cells(call: Call) -> tuple[list[tuple[Any, Any]], tuple[int, ...]]:
 
 
 def _expected(call: Call, Q: Tensor, D: Tensor, w: Tensor | None) -> Tensor:
-    """The scores by the reference of each cell alone, differentiable in packed tokens."""
+    """Return the reference scores of each cell alone, differentiable in packed tokens."""
     cells, shape = _cells(call)
     masks = [call.arguments.get(name) for name in ("q_mask", "d_mask")]
     q_mask, d_mask = (None if m is None else m.reshape(-1) for m in masks)
@@ -264,7 +267,7 @@ def _expected(call: Call, Q: Tensor, D: Tensor, w: Tensor | None) -> Tensor:
 
 
 def _overlapping(call: Call) -> bool:
-    """Whether two queries share a row, whose gradient is nobody's then."""
+    """Return whether two queries share a row, whose gradient is undefined then."""
     if "query_lengths" in call.arguments:
         return False
     rows = Counter(row for q in _segments(call.arguments["Q"], call.arguments.get("cu_seqlens_q")) if q for row in q)
@@ -272,7 +275,7 @@ def _overlapping(call: Call) -> bool:
 
 
 def _moved(x: Any, device: str) -> Any:
-    """A copy on the device, but for what is not to be there."""
+    """Return a copy on the device, except for meta tensors and other objects."""
     if isinstance(x, list) and x and all(isinstance(t, Tensor) for t in x):
         return [t.to(device, copy=True) for t in x]
     if isinstance(x, Tensor) and not x.is_meta:
@@ -281,7 +284,7 @@ def _moved(x: Any, device: str) -> Any:
 
 
 def _leaves(arguments: dict[str, Any]) -> list[Tensor]:
-    """Tokens and weights that want gradients."""
+    """Return the tokens and weights, with requires_grad set."""
     found = []
     for name in ("Q", "D", "q_weight"):
         x = arguments.get(name)
@@ -298,15 +301,15 @@ def _run(call: Call, device: str, with_gradients: bool) -> tuple[Tensor, Any, li
     scores, argmax = result if isinstance(result, tuple) else (result, None)
     gradients = list(torch.autograd.grad(scores, leaves, torch.ones_like(scores))) if scores.requires_grad else []
     if scores.is_cuda:
-        torch.cuda.synchronize()  # an illegal access is this call's
+        torch.cuda.synchronize()  # attribute an illegal access to this call
     return scores.detach(), argmax, gradients
 
 
 def check(call: Call, only_values: bool, device: str, with_gradients: bool) -> str:
-    """Run a call and hold its outcome against the reference; what came of it, in a word.
+    """Run a call, compare it with the reference, and return its outcome in one word.
 
     Raises:
-        AssertionError: it ended otherwise than it has to.
+        AssertionError: The outcome is not the expected one.
     """
     try:
         scores, argmax, gradients = _run(call, device, with_gradients)
@@ -342,7 +345,7 @@ def check(call: Call, only_values: bool, device: str, with_gradients: bool) -> s
 
 
 def _check_with_checks(call: Call, device: str, is_bad: bool) -> None:
-    """With checks a call that has NaN is an error; one that has none may name what no score hangs on."""
+    """Check that a call with NaN raises under checks. Other calls may also raise, for values that no score uses."""
     try:
         with lik_ops.checks():
             _run(call, device, False)
@@ -352,7 +355,7 @@ def _check_with_checks(call: Call, device: str, is_bad: bool) -> None:
 
 
 def check_winners(rng: random.Random, device: str) -> str:
-    """The backward with winners that no forward wrote: nothing outside is read, gradients stay finite."""
+    """Check the backward with an arbitrary argmax: no read is out of bounds, and gradients stay finite."""
     Tq, Td, Nq, Nd = (rng.randint(1, n) for n in (9, 20, 3, 4))
     cu, at, length = ([rng.choice((*EXTREMES[:4], rng.randint(0, 12))) for _ in range(n)] for n in (Nq + 1, Nd, Nd))
     pairs = None
@@ -376,7 +379,7 @@ def check_winners(rng: random.Random, device: str) -> str:
 
 
 def run(calls: int, device: str = "cpu", seed: int = 0) -> Counter[str]:
-    """Make `calls` bad calls; how many ended how."""
+    """Run `calls` invalid calls and return how many ended with each outcome."""
     outcomes: Counter[str] = Counter()
     for i in range(calls):
         rng = random.Random(f"{seed}, {i}")
@@ -393,7 +396,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.utils.deterministic.fill_uninitialized_memory = True  # by NaN, as tests/conftest.py does
+    torch.utils.deterministic.fill_uninitialized_memory = True  # with NaN, like tests/conftest.py
     torch.use_deterministic_algorithms(True, warn_only=True)
     outcomes = run(options.calls, options.device, options.seed)
     print(f"{options.calls} calls on {options.device}: {', '.join(f'{n} {what}' for what, n in outcomes.items())}")

@@ -1,6 +1,6 @@
-"""Triton's interpreter, made faster and its sums ordered: most of the time of all tests is spent in it.
+"""Make Triton's interpreter faster and order its sums, because the tests spend most of their time in it.
 
-What it computes stays.
+The results of the interpreter do not change.
 """
 
 import numpy as np
@@ -11,8 +11,10 @@ from triton.runtime import interpreter
 
 
 def ordered_products():
-    """Sum products in one order. BLAS has, on some processors, one for each shape, and which bits of a score the
-    kernels may change by their tiles is what tests look at."""
+    """Sum products in one order.
+
+    On some processors BLAS has one order for each shape. Tests check which bits of a score may depend on kernel tiles.
+    """
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         x, y = (t.data.astype(d.data.dtype) for t in (a, b))
@@ -25,7 +27,7 @@ def ordered_products():
 
 
 def reduced_slices():
-    """Reduce slice by slice, not number by number; the order is the same."""
+    """Reduce slice by slice, not number by number, in the same order."""
     by_numbers = interpreter.ReduceOps.generic_reduce
 
     def generic_reduce(self, inputs):
@@ -48,7 +50,7 @@ def reduced_slices():
 
 
 def patched_once():
-    """Patch the language once a launch, not again for each call of a function."""
+    """Patch the language once per launch instead of once per function call."""
     patch, run, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def patch_lang(fn):
@@ -69,7 +71,7 @@ def patched_once():
 
 
 def overflow_where_asked():
-    """Compute whether sums overflow only for who is told: Triton drops the answer unless it debugs."""
+    """Skip overflow checks of sums outside debug mode, because Triton drops their result there."""
     by_triton = TritonSemantic.binary_op_sanitize_overflow_impl
 
     def sanitize(self, lhs, rhs, binary_op):
@@ -80,7 +82,7 @@ def overflow_where_asked():
 
 
 def types_once():
-    """Make what types of blocks are made of once a shape, broadcast only what is unlike, find numpy types by name."""
+    """Cache block type attributes by shape and numpy types by name, and broadcast only different shapes."""
     block_type, broadcast, numpy_type = (
         core.block_type.__init__,
         TritonSemantic.broadcast_impl_value,
@@ -96,7 +98,7 @@ def types_once():
         if found is None:
             block_type(self, element_ty, shape)
             of_tensors = core.tuple([core.constexpr(n) for n in sizes]), core.constexpr(self.numel)
-            # The shape is kept, so that no other takes its id.
+            # Keep the shape so that no other shape gets its id.
             by_sizes[sizes] = by_shape[id(self.shape)] = self.shape, self.numel, of_tensors
             return
         self.element_ty = element_ty
@@ -127,6 +129,6 @@ def types_once():
 
 
 def patch():
-    """All of these, in a process that interprets."""
+    """Apply all patches in an interpreting process."""
     for change in (ordered_products, patched_once, reduced_slices, overflow_where_asked, types_once):
         change()

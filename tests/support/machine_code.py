@@ -1,4 +1,4 @@
-"""Compile for GPUs that are not here, and read the machine code: registers, and what spills of them."""
+"""Compile without the target GPU, and read registers and spills from the machine code."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lik_ops.gpu.tuning.architectures import Architecture
 
 
 def target(arch: Architecture) -> GPUTarget:
+    """Return Triton's compilation target for an architecture."""
     if arch.is_amd:
         return GPUTarget("hip", arch.name, arch.threads_per_warp)
     return GPUTarget("cuda", int(arch.name.removeprefix("sm_")), arch.threads_per_warp)
@@ -27,7 +28,7 @@ _SPILL = re.compile(r"\b(?:LDL|STL)\b")
 
 
 def disassembled(cubin: bytes) -> tuple[int, list[tuple[int, str]]]:
-    """Registers of a thread, and the machine code: addresses with instructions."""
+    """Return the registers per thread, and the machine code as addresses with instructions."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     path = str(tool) if tool.exists() else shutil.which("cuobjdump")
     assert path is not None, "Triton's wheel carries cuobjdump; neither it nor another was found"
@@ -41,21 +42,22 @@ def disassembled(cubin: bytes) -> tuple[int, list[tuple[int, str]]]:
 
 
 def cuda_resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and how many instructions of the machine code touch local memory: spills.
+    """Return the registers per thread, and the number of instructions that access local memory (spills).
 
-    The size of the stack will not do: a 64-bit division is a call, which takes 8 bytes of it.
+    The stack size is no substitute, because a 64-bit division is a call that uses 8 bytes of stack.
     """
     registers, code = disassembled(cubin)
     return registers, sum(bool(_SPILL.search(text)) for _, text in code)
 
 
 def repeated_spills(cubin: bytes, products: bool = False) -> tuple[int, int]:
-    """The same of a kernel with specialised warps, of spills inside of loops: others happen once a program.
+    """Return the registers, and the spills inside loops, of a warp-specialized kernel.
 
-    What takes or gives registers is in no loop: that from which warps are sent to their parts would count as one.
+    Spills outside loops run once per program. Instructions that set the register count are in no loop. Without this
+    rule, the dispatch of warps to their roles would look like one.
 
     Args:
-        products: look at the inner loops that multiply alone, not at those over documents.
+        products: Count only inner loops with products, and no loops over documents.
     """
     registers, code = disassembled(cubin)
     jumps = [(int(found.group(1), 16), at) for at, text in code if (found := re.search(r"\bBRA.* 0x([0-9a-f]+)", text))]
@@ -71,5 +73,5 @@ def repeated_spills(cubin: bytes, products: bool = False) -> tuple[int, int]:
 
 
 def compile_as_launched(source: ASTSource, target: GPUTarget, options: dict[str, int] | None = None) -> CompiledKernel:
-    """A kernel as `launcher` compiles it, by default with the four warps that most take."""
+    """Compile a kernel as `launcher` does, by default with four warps, which most kernels use."""
     return triton.compile(source, target=target, options=add_compile_options(options or {"num_warps": 4}))

@@ -1,4 +1,4 @@
-"""The few instructions of PTX that kernels have inline, on arrays of numpy: Triton's interpreter knows none."""
+"""Emulate the few inline PTX instructions of the kernels on numpy arrays, for Triton's interpreter."""
 
 import re
 
@@ -62,7 +62,7 @@ OPERATIONS = {
 
 
 def run(asm, registers):
-    """Instructions on `registers`, arrays by their names, which they change."""
+    """Run the instructions on `registers`, arrays by name, which they modify."""
     for line in re.sub(r"^\s*\{|\}\s*$", "", asm).split(";"):
         line = line.strip()
         if not line or line.startswith(".reg"):
@@ -79,7 +79,7 @@ def run(asm, registers):
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """As `triton.language.inline_asm_elementwise`, of one element at a time and results of 32 bits."""
+    """Emulate `triton.language.inline_asm_elementwise` for single elements and 32-bit results."""
     asm, constraints = (getattr(x, "value", x) for x in (asm, constraints))
     outputs = constraints.count("=")
     arrays = np.broadcast_arrays(*(x.handle.data for x in args))

@@ -1,4 +1,4 @@
-"""Problems with quantised documents, and what their scores may be off by: for the tests of kernels that read them."""
+"""Problems with quantized documents and the error bounds of their scores, for kernel tests."""
 
 import dataclasses
 
@@ -20,31 +20,36 @@ from lik_ops.portable import backend as portable
 from .common import INTERPRETING
 from .residual import quantize
 
-# The interpreter finds winners one element at a time.
+# The interpreter computes an argmax one element at a time.
 QUERIES, DOCUMENTS = ((3, 0, 18), (5, 0, 9, 20)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
 ROUNDING = 1e-6
-# Tokens of residual codes are rounded to the dtype of queries on a GPU; beside fp16 centroids sums and weights before.
+# Rounding of residual code tokens to the query dtype on a GPU. With fp16 centroids, sums and weights are rounded
+# before.
 HALVES = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0, torch.float64: 0.0}
-TERMS = 1 / (2 * 127 * 254)  # of the largest feature of a query row: half a step of its terms, see `stored`
-ONE_TERM = (1 + 2.0**-12) / (2 * 127)  # half a step of one; what is rounded is off by 2^-22 of 127 steps itself
+TERMS = 1 / (2 * 127 * 254)  # half a step of two terms, relative to the largest feature of a query row, see `stored`
+ONE_TERM = (1 + 2.0**-12) / (2 * 127)  # half a step of one term; rounding itself is off by 2^-22 of 127 steps
 
 
 @dataclasses.dataclass
 class Problem:
+    """Packed queries, quantized documents, and the scored pairs."""
+
     r: RaggedArgs
     stored: EncodedTokens
-    meetings: list  # (query, document, place among the scores)
+    meetings: list  # (query, document, position among the scores)
 
     def forward(self, of=backend, normalize=False, argmax_dtype=torch.int32):
+        """Return the scores and argmax of a backend."""
         most = int(self.r.cu_seqlens_q.diff().max()) if self.r.pairs is not None else 0
         return of.forward_quantized(self.r, self.stored, normalize, argmax_dtype, most)
 
     def to(self, device):
+        """Return the problem on another device."""
         r, stored = ([x.to(device) if isinstance(x, torch.Tensor) else x for x in y] for y in (self.r, self.stored))
         return Problem(RaggedArgs(*r), EncodedTokens(*stored), self.meetings)
 
     def numbers(self):
-        """What the features of all tokens are kept as, fp64."""
+        """Return the stored codes of all tokens in fp64."""
         s, d = self.stored, self.r.Q.shape[1]
         if s.codes is not None:
             codes = torch.where((s.codes >= 0) & (s.codes < len(s.centroids)), s.codes, 0).long()
@@ -56,28 +61,30 @@ class Problem:
         return decode_tokens(s.data, one, None, s.format, d).double()
 
     def tokens(self):
-        """As they count, fp64."""
+        """Return the dequantized tokens in fp64."""
         s = self.stored
         x = self.numbers() * s.scale.double()[:, None]
         return x if s.minimum is None else x + s.minimum.double()[:, None]
 
     def part(self, i, j):
-        """Where a query and a document lie."""
+        """Return the slices of a query and a document."""
         first, last = (int(n) for n in self.r.cu_seqlens_q[i : i + 2])
         begin, length = int(self.r.d_offsets.view(-1)[j]), int(self.r.d_lengths.view(-1)[j])
         return slice(first, last), slice(begin, begin + length)
 
     def winners(self, argmax, i, at):
+        """Return the argmax of query `i` for the score at `at`."""
         rows, _ = self.part(i, 0)
         return argmax[at, : rows.stop - rows.start] if self.r.pairs is not None else argmax[at[1], rows]
 
 
 def as_stored(made):
+    """Return the encoded tokens with byte data in the dtype that kernels read."""
     return made.stored()._replace(data=made.data.view(ALL_FORMATS[made.format].bytes))
 
 
 def spread(packed, rows, total):
-    """What tokens have, at `rows` of more; in between what makes scores NaN or wrong where it is counted."""
+    """Return token data at `rows` of `total` rows. Rows between them would make scores NaN or wrong."""
     if packed is None or (packed.shape[0] == 1 and packed.dim() == 1 and len(rows) != 1):
         return packed
     fill = float("nan") if packed.dtype.is_floating_point else 127
@@ -87,12 +94,13 @@ def spread(packed, rows, total):
 
 
 def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIES, documents=DOCUMENTS):
+    """Return a random problem of a layout and a document format."""
     Q, D = torch.randn(sum(queries), d), torch.randn(sum(documents), d) * (0.2 + torch.rand(sum(documents), 1))
     q_mask, d_mask = (torch.rand(len(x)) > 0.3 if options else None for x in (Q, D))
     cu = torch.tensor([0, *documents]).cumsum(0)
     scale = "token" if format in RESIDUAL_FORMATS else scale
     s = as_stored(quantize(D, format, scale, d_mask=d_mask, cu_seqlens_d=cu))
-    # Two tokens before each document and after the last are nobody's.
+    # Two tokens before each document and after the last belong to no document.
     gap = torch.cat([torch.arange(2, n + 2) + int(cu[j]) + 2 * j for j, n in enumerate(documents)])
     total = sum(documents) + 2 * (len(documents) + 1)
     offsets, lengths = cu[:-1] + 2 * torch.arange(1, len(documents) + 1), cu.diff()
@@ -102,7 +110,7 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
         data[~d_mask] = 127
         per_token = [x if x is None or one else x.masked_fill(~d_mask, torch.nan) for x in (s.scale, s.minimum)]
         codes = None if s.codes is None else s.codes.masked_fill(~d_mask, -5)
-        d_mask = spread(d_mask.to(torch.uint8), gap, total) != 0  # what is nobody's is not masked
+        d_mask = spread(d_mask.to(torch.uint8), gap, total) != 0  # tokens outside documents are not masked
         s = s._replace(data=data, scale=per_token[0], minimum=per_token[1], codes=codes)
     each = {name: spread(getattr(s, name), gap, total) for name in ("data", "scale", "minimum", "codes")}
     stored = s._replace(**each)
@@ -122,12 +130,12 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
 
 
 def half_a_step(p):
-    """What features of query rows may be off by, relative to the largest of a row."""
+    """Return the error bound of query features relative to the largest feature of a row."""
     return {"int8": TERMS, INT8_QUERIES: ONE_TERM}.get(p.stored.format, 0) if p.r.Q.shape[1] <= 256 else 0
 
 
 def bounds_of(p, q, x, tokens, normalize):
-    """Of each row and token, how far their similarity may be off."""
+    """Return the error bound of the similarity of each row and token."""
     s = p.stored
     scale, minimum = (None if y is None else y.double().expand(len(p.r.D))[tokens] for y in (s.scale, s.minimum))
     n = p.numbers()[tokens].abs()
@@ -146,11 +154,12 @@ def bounds_of(p, q, x, tokens, normalize):
 
 
 def dtypes(place):
+    """Return the dtypes of a place without fp64."""
     return [dtype for dtype in place.dtypes if dtype != torch.float64]
 
 
 def assert_right(p, scores, argmax, normalize):
-    """Scores are within the rounding of the formula, and winners within that of the best."""
+    """Assert that scores are within the rounding of the formula, and each argmax within rounding of the best."""
     tokens, r, nothing = p.tokens(), p.r, torch.zeros(())
     for i, j, at in p.meetings:
         rows, part = p.part(i, j)
@@ -182,6 +191,6 @@ def assert_right(p, scores, argmax, normalize):
 
 
 def assert_near_portable(p, scores, normalize):
-    """NaN and infinities alike; how near the others are is looked at elsewhere."""
+    """Assert equal NaN and infinities. Other tests check the accuracy of other scores."""
     expected, _ = p.to("cpu").forward(portable, normalize)
     torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=0.05, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Ragged batches that the tests draw, and the reference of each of their pairs alone."""
+"""Random ragged batches for tests, and the reference of each of their pairs alone."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def dtypes_of(device):
+    """Return the tested dtypes of a device."""
     return (torch.bfloat16, torch.float32, torch.float64) if device == "cpu" else (torch.bfloat16, torch.float32)
 
 
 @dataclass
 class Batch:
-    """Packed queries and documents, which meet as `kind` says."""
+    """Packed queries and documents, with the pairs that `kind` selects."""
 
     Q: Tensor
     D: Tensor
@@ -41,24 +42,28 @@ class Batch:
 
     @property
     def offsets(self) -> Tensor:
+        """Return the first row of each document in the layout."""
         return self.cu_d[:-1][self.chosen] if self.kind == "candidates" else self.cu_d[:-1]
 
     @property
     def lengths(self) -> Tensor:
+        """Return the length of each document in the layout."""
         return self.cu_d.diff()[self.chosen] if self.kind == "candidates" else self.cu_d.diff()
 
     def ragged(self) -> RaggedArgs:
+        """Return the batch as operator arguments."""
         pairs = self.chosen if self.kind == "pairs" else None
         tensors = self.cu_q, self.offsets, self.lengths, pairs, self.q_mask, self.d_mask, self.weight
         return RaggedArgs(self.Q, self.D, *tensors)
 
     def call(self, argmax_dtype=torch.int32, **changes) -> tuple[Tensor, Tensor]:
+        """Return the scores and argmax of the forward operator, with `changes` to its arguments."""
         tensors = self.ragged()._replace(**changes)
         longest = int(self.cu_q.diff().max()) if self.cu_q.numel() > 1 else 0
         return torch.ops.lik.maxsim_ragged_fwd(*tensors, self.normalize, argmax_dtype, longest, "auto")
 
     def cells(self):
-        """Index of each score, its query and its document."""
+        """Return the index, query, and document of each score."""
         if self.kind == "pairs":
             return [((p,), int(i), int(j)) for p, (i, j) in enumerate(self.chosen)]
         if self.kind == "candidates":
@@ -66,17 +71,18 @@ class Batch:
         return [((i, j), i, j) for i in range(self.cu_q.numel() - 1) for j in range(self.cu_d.numel() - 1)]
 
     def leaves(self) -> list[Tensor]:
+        """Return the tensors that may have a gradient."""
         return [t for t in (self.Q, self.D, self.weight) if t is not None]
 
     def alone(self, i: int, j: int, Q: Tensor, D: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The reference of one pair, of tokens given in fp64."""
+        """Return the reference of one pair of fp64 tokens."""
         q, x = slice(self.cu_q[i], self.cu_q[i + 1]), slice(self.cu_d[j], self.cu_d[j + 1])
         masks = [None if m is None else m[part] for m, part in ((self.q_mask, q), (self.d_mask, x))]
         weight = None if weight is None else weight[q]
         return reference.maxsim_with_argmax(Q[q], D[x], *masks, q_weight=weight, normalize=self.normalize)
 
     def clean(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The tokens and weights in fp64, masked ones zero."""
+        """Return the tokens and weights in fp64, with masked ones set to zero."""
         Q, D = self.Q.detach().double(), self.D.detach().double()
         weight = None if self.weight is None else self.weight.detach().double()
         if self.q_mask is not None:
@@ -96,7 +102,7 @@ def build(
     normalize=False,
     exact=True,
 ) -> Batch:
-    """A batch from torch's seed; masked tokens and weights hold NaN and inf."""
+    """Return a batch from torch's seed. Masked tokens and weights hold NaN and inf."""
 
     def draw(rows: int) -> Tensor:
         return (torch.randint(-2, 3, (rows, d)).double() if exact else torch.randn(rows, d).double()).to(dtype)
@@ -123,10 +129,11 @@ def build(
 
 
 def winners_of(b: Batch, argmax: Tensor, index: tuple[int, ...], i: int) -> Tensor:
-    """The winners of a cell, as the operator lays them out."""
+    """Return the argmax of a cell from the operator's layout."""
     first, last = int(b.cu_q[i]), int(b.cu_q[i + 1])
     return argmax[index[-1], : last - first] if b.kind == "pairs" else argmax[index[-1], first:last]
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Assert equal values, with NaN equal to NaN."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

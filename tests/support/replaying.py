@@ -2,7 +2,7 @@
 
 Use with ``TRITON_INTERPRET=1 pytest -p tests.support.replaying``.
 
-What a GPU's replay passes to a compiled kernel, pointers in place of tensors, is turned into tensors again.
+A replay on a GPU passes pointers instead of tensors to a compiled kernel. This module turns them back into tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lik_ops.gpu.runtime import capture, launcher
 
 
 class Replayed:
-    """How many launches were replayed."""
+    """Counter of replayed launches."""
 
     count = 0
 
@@ -28,7 +28,7 @@ replayed = Replayed()
 
 
 class Interpreted:
-    """Stands for a compiled kernel: knows the tensors that it was recorded with, but for where they lie."""
+    """Stand-in for a compiled kernel that knows the metadata of the captured tensors, but not their addresses."""
 
     def __init__(self, kernel: Any, args: tuple, options: dict) -> None:
         self.kernel, self.options = kernel, triton_versions.add_compile_options(options)
@@ -59,7 +59,7 @@ def _known(x: Any) -> Any:
 
 
 def _tensor(known: Any, value: Any) -> Any:
-    """A tensor at an address, where one was recorded."""
+    """Return a tensor at an address if a tensor was captured there, else the value."""
     if known is None:
         return value
     dtype, shape, strides = known
@@ -71,6 +71,7 @@ def _tensor(known: Any, value: Any) -> Any:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    """Run a kernel in the interpreter, and report the launch to a capture in progress."""
     if launcher.thread_state.by is not None:
         values = [list(x) if _is_group(x) else x for x in args]
         launcher.thread_state.by.launched(Interpreted(kernel, args, options), grid, args, values)
@@ -79,10 +80,11 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
 
 
 def current_device() -> None:
-    """That of tensors on the CPU."""
+    """Return the current device of CPU tensors."""
 
 
 def raw_stream(index: None) -> int:
+    """Return the default stream."""
     return 0
 
 

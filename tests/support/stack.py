@@ -1,4 +1,4 @@
-"""What torch asks of an operator, whichever it is: compiled, exported, mapped, cast and counted; and its training."""
+"""Checks of any operator in the PyTorch stack: compile, export, vmap, autocast, FLOP counts, and training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ at_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def step(function: Callable[..., Tensor], args: Sequence[Any]) -> list[Tensor]:
-    """What it returns, and the gradients of all arguments that may have one, with an upstream gradient of its own."""
+    """Return the results, and the gradients of all differentiable arguments for a fixed upstream gradient."""
     args = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
     found = function(*args)
     upstream = torch.arange(found.numel(), dtype=found.dtype, device=found.device).cos().reshape(found.shape)
@@ -25,12 +25,13 @@ def step(function: Callable[..., Tensor], args: Sequence[Any]) -> list[Tensor]:
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Assert that two sequences of tensors are equal."""
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 
 
 def assert_compiled_steps(function: Callable[..., Tensor], *calls: Sequence[Any], **options: Any) -> None:
-    """Compiled without a break, each call has the bits of an eager one, and so have its gradients."""
+    """Assert that compiled calls have no graph break and the bits of eager calls, including gradients."""
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
     for args in calls:
@@ -40,7 +41,7 @@ def assert_compiled_steps(function: Callable[..., Tensor], *calls: Sequence[Any]
 def assert_exported(
     function: Callable[..., Tensor], given: Sequence[Tensor], others: Sequence[Tensor], operator: str, **options: Any
 ) -> None:
-    """Exported with every size dynamic it is one operator, which has the bits of eager for other sizes."""
+    """Assert that an export with dynamic sizes is one operator and has the eager bits for other sizes."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -60,7 +61,7 @@ def assert_exported(
 def assert_vmap_is_a_loop(
     function: Callable[..., Tensor], args: Sequence[Tensor], in_dims: Sequence[int | None]
 ) -> None:
-    """Scores, and gradients that autograd takes outside of vmap."""
+    """Assert that vmap equals a loop, for scores and for gradients of autograd outside vmap."""
     (size,) = {len(x) for x, axis in zip(args, in_dims, strict=True) if axis == 0}
     batched = torch.vmap(function, in_dims=tuple(in_dims))
 
@@ -78,7 +79,7 @@ def assert_vmap_is_a_loop(
 
 
 def assert_derives_no_further(function: Callable[[Tensor], Tensor], x: Tensor, name: str) -> None:
-    """torch.func, forward-mode AD and a second backward raise, by the name of the public function."""
+    """Assert that torch.func, forward-mode AD, and a second backward raise with the name of the public function."""
     with pytest.raises(NotImplementedError, match=rf"torch\.func cannot differentiate {name}.* use torch\.autograd"):
         torch.func.grad(lambda x: function(x).sum())(x)
     with pytest.raises(NotImplementedError, match=r"forward-mode|torch\.func"):
@@ -90,7 +91,7 @@ def assert_derives_no_further(function: Callable[[Tensor], Tensor], x: Tensor, n
 
 
 def assert_autocast(function: Callable[[Tensor, Tensor], Tensor], Q: Tensor, D: Tensor) -> None:
-    """In a region tokens are multiplied in its dtype; scores and gradients are as they would be without one."""
+    """Assert that autocast casts tokens to its dtype, and changes neither scores nor gradients otherwise."""
     with torch.autocast(Q.device.type, torch.bfloat16):
         found = step(function, (Q, D))
     expected = step(function, (Q.bfloat16(), D.bfloat16()))
@@ -99,7 +100,7 @@ def assert_autocast(function: Callable[[Tensor, Tensor], Tensor], Q: Tensor, D: 
 
 
 def flops(function: Callable[..., Tensor], *args: Tensor) -> tuple[int, int]:
-    """Of a forward, and of its backward."""
+    """Return the FLOPs of the forward and of the backward."""
     with FlopCounterMode(display=False) as counter:
         found = function(*(x.detach().requires_grad_() for x in args))
         forward = counter.get_total_flops()
@@ -108,7 +109,7 @@ def flops(function: Callable[..., Tensor], *args: Tensor) -> tuple[int, int]:
 
 
 def kept_for_backward(function: Callable[..., Any], *args: Any) -> tuple[Any, list[Tensor]]:
-    """What a call returns, and the tensors that it keeps."""
+    """Return the result of a call, and the tensors that it saves."""
     kept: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def kept_for_backward(function: Callable[..., Any], *args: Any) -> tuple[Any, li
 
 
 def losses(loss_of: Callable[[], Tensor], parameters: Sequence[Tensor], lr: float, steps: int) -> list[float]:
-    """Those of each step of training."""
+    """Return the loss of each training step."""
     optimizer, found = torch.optim.SGD(parameters, lr=lr), []
     for _ in range(steps):
         loss = loss_of()
@@ -132,7 +133,7 @@ def losses(loss_of: Callable[[], Tensor], parameters: Sequence[Tensor], lr: floa
 
 
 class Compilations:
-    """A backend of torch.compile that counts how often it is asked."""
+    """Backend of torch.compile that counts its calls."""
 
     count = 0
 

@@ -2,10 +2,10 @@
 
 Run ``python -m tests.workers.corpus_writers path rounds seed [convert [codes]]``.
 
-Every round forks a process that appends small shards until it is killed, at a random moment. What it committed is
-written to a pipe after each append; the corpus has to hold that, whole, and at most one shard more. Forked, because
-importing torch takes longer than all rounds. With ``convert`` they go on with a quantised copy of a corpus, of residual
-codes with ``codes``.
+Every round forks a process that appends small shards until it is killed at a random moment. The process writes the
+number of committed documents to a pipe after each append. The corpus must hold these documents completely, and at most
+one shard more. Processes are forked, because importing torch would cost more than all rounds. With ``convert`` they
+continue a quantized copy of a corpus, with residual codes for ``codes``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from lik_ops import Corpus, ResidualCodec, quantize
 from lik_ops.retrieval.store import files
 
 D = 4
-SHARDS = 150  # of the corpus that is converted
+SHARDS = 150  # of the converted corpus
 CODEC = ResidualCodec(torch.eye(D), torch.tensor([-1.0, 0, 1, 100]), torch.tensor([-1.0, 0, 50]), normalize=False)
 FORMAT: tuple = (CODEC, "token") if sys.argv[5:] == ["codes"] else ("uint8", "document")
 
 
 def documents(first: int, count: int) -> list[torch.Tensor]:
-    """Documents that tell which they are."""
+    """Return documents whose values identify them."""
     return [torch.full(((i * 7) % 5, D), float(i)) for i in range(first, first + count)]
 
 
 def append_for_ever(path: str, pipe: int) -> None:
+    """Append small shards until killed, and write the number of committed documents to the pipe."""
     corpus = Corpus.open(path)
     while True:
         n = len(corpus)
@@ -43,7 +44,7 @@ def append_for_ever(path: str, pipe: int) -> None:
 
 
 def convert(path: str, pipe: int) -> None:
-    """As far as it comes."""
+    """Convert the corpus, and write the number of committed documents to the pipe."""
     inner = files.write_manifest
 
     def telling(directory: Path, manifest) -> None:
@@ -57,11 +58,12 @@ def convert(path: str, pipe: int) -> None:
 
 
 def source_of(path: str) -> str:
+    """Return the path of the corpus that is converted to `path`."""
     return f"{path}-source"
 
 
 def kill_once(path: str, seconds: float, write: Callable[[str, int], None] = append_for_ever) -> int:
-    """Fork a writer, kill it after a while; the number of documents that it said were committed."""
+    """Fork a writer, kill it after a while, and return the number of documents that it reported as committed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -82,7 +84,7 @@ def kill_once(path: str, seconds: float, write: Callable[[str, int], None] = app
 
 
 def check(path: str, least: int) -> int:
-    """The corpus is whole and has at least `least` documents, at most one shard of three more; how many it has."""
+    """Check that the corpus is complete, with at least `least` documents and at most three more. Return the number."""
     corpus = Corpus.open(path, verify=True)
     n = len(corpus)
     assert least <= n <= least + 3, (least, n)
@@ -95,11 +97,12 @@ def check(path: str, least: int) -> int:
 
 
 def content(path: str) -> dict[str, bytes]:
+    """Return the bytes of each file of a directory by name."""
     return {x.name: x.read_bytes() for x in Path(path).iterdir()}
 
 
 def check_converted(path: str, least: int) -> int:
-    """The corpus is the beginning of what the other one is quantised to; how many documents it has."""
+    """Check that the corpus is a prefix of the quantized source, and return its number of documents."""
     corpus = Corpus.open(path, verify=True)
     n = len(corpus)
     assert least <= n <= least + 3, (least, n)
@@ -114,6 +117,7 @@ def check_converted(path: str, least: int) -> int:
 
 
 def killed_converters(path: str, rounds: int, choose: random.Random) -> None:
+    """Kill conversions of a corpus at random moments, and check their result after each one."""
     corpus, n = Corpus.create(source_of(path), D, torch.float32), 0
     for i in range(SHARDS):
         corpus.append(documents(n, 1 + i % 3), ids=[str(j) for j in range(n, n + 1 + i % 3)])

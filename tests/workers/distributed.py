@@ -1,7 +1,7 @@
-"""Two processes that train the stand-in encoder together: ``python -m tests.workers.distributed``.
+"""Train the stand-in encoder on two processes: ``python -m tests.workers.distributed``.
 
-Each has half of the queries and of the documents, gathers the documents of both with their gradients, and compares
-its gradients with those of one process that has everything. An AssertionError ends it with a status of its own.
+Each process has half of the queries and documents and gathers the documents of both with their gradients. It compares
+its gradients with a single process that has everything. An AssertionError ends it with a nonzero status.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Gathered(nn.Module):
-    """The loss of this process's queries among the documents of all, the encoder called once."""
+    """Loss of this process's queries among the documents of all, with one call of the encoder."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Gathered(nn.Module):
 
 
 def wrapped(kind: str) -> tuple[Encoder, nn.Module]:
-    """The encoder with its gradients reduced by DDP or FSDP2, and the module to call."""
+    """Return the encoder with gradients reduced by DDP or FSDP2, and the module to call."""
     torch.manual_seed(0)
     encoder = Encoder()
     if kind == "ddp":
@@ -55,11 +55,12 @@ def wrapped(kind: str) -> tuple[Encoder, nn.Module]:
 
 
 def full(t: Tensor) -> Tensor:
+    """Return a DTensor as a full tensor, and other tensors unchanged."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def check(kind: str) -> None:
-    """Gradients, and the parameters after a step, are those of a single process."""
+    """Check that the gradients, and the parameters after a step, equal those from a single process."""
     rank = dist.get_rank()
     encoder, model = wrapped(kind)
     torch.manual_seed(0)
@@ -89,7 +90,7 @@ def check(kind: str) -> None:
 
 
 def check_all() -> None:
-    """In one of the processes."""
+    """Run all checks in one of the processes."""
     dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         for kind in sys.argv[1:]:
@@ -103,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     forked.import_now("torch._dynamo")
     forked.run(WORLD, check_all)
-    # Without the interpreter's own end: a thread of gloo that lets go of a tensor then asks for the GIL and aborts.
+    # Skip the interpreter's shutdown, in which a gloo thread that releases a tensor would request the GIL and abort.
     os._exit(0)
 
 

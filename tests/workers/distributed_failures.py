@@ -1,9 +1,9 @@
-"""Processes that lose one of them, with one line of output for each way of losing it.
+"""Run process groups that lose one process, and print one line for each kind of loss.
 
 Run ``python -m tests.workers.distributed_failures``.
 
-Forked, because importing torch takes longer than the failures. The one that is lost ends, or sleeps, where it would
-search or send; the others have to raise, soon after its end or after the group's timeout.
+Processes are forked, because importing torch would cost more than the failures. The lost process ends or sleeps where
+it would search or send. The others must raise soon after its end, or after the group's timeout.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ MOST = 10.0
 
 
 def end() -> None:
+    """End the process without cleanup."""
     os._exit(7)
 
 
 def sleep() -> None:
+    """Sleep longer than the timeout."""
     time.sleep(60)
 
 
 def lose_at(module: object, name: str, lose: Callable[[], None], calls: int = 0) -> None:
-    """Replace a function of this process by one that gets lost in its call number `calls`."""
+    """Replace a function of this process by one that calls `lose` in its call number `calls`."""
     function, seen = getattr(module, name), [0]
 
     def lost(*args, **kwargs):
@@ -52,10 +54,12 @@ def lose_at(module: object, name: str, lose: Callable[[], None], calls: int = 0)
 
 
 def retrieve() -> None:
+    """Search random documents on all ranks."""
     distributed.retrieve(torch.randn(2, 3, 8), torch.randn(30, 4, 8), 5)
 
 
 def inbatch() -> None:
+    """Run a forward and backward of in-batch scores on all ranks."""
     Q, D = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
     distributed.maxsim_inbatch(Q, D).sum().backward()
 
@@ -68,7 +72,7 @@ CASES: dict[str, tuple[Callable[[], None], object, str, int]] = {
 
 
 def run(rank: int, store: str, case: str, lose: Callable[[], None]) -> None:
-    """One process, which has to raise in time."""
+    """Run one process, which must raise in time."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT)
     )

@@ -17,6 +17,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def expect(error: type[Exception], message: str, call) -> None:
+    """Assert that a call raises an error that contains `message`."""
     try:
         call()
     except error as e:
@@ -26,7 +27,7 @@ def expect(error: type[Exception], message: str, call) -> None:
 
 
 class _Part(NamedTuple):
-    """What a rank has."""
+    """Tensors of one rank."""
 
     Q: Tensor
     D: Tensor
@@ -45,7 +46,10 @@ class _Part(NamedTuple):
 
 
 def _parts(world: int, device: str, dtype: torch.dtype, masked: bool) -> list[_Part]:
-    """Ranks of their own sizes, the second without a document, masks that only odd ranks have; any labels."""
+    """Return the parts of ranks with different sizes, arbitrary labels, and masks only on odd ranks.
+
+    The second rank has no document.
+    """
     torch.manual_seed(1)
     sizes = [(2 + r, 0 if r == 1 else 2 + r, 4 + r, 5 + 2 * r) for r in range(world)]
     total, of_scores = sum(n for _, n, _, _ in sizes), torch.promote_types(dtype, torch.float32)
@@ -65,7 +69,7 @@ def _parts(world: int, device: str, dtype: torch.dtype, masked: bool) -> list[_P
 
 
 def _expected(parts: list[_Part], rank: int, learned: bool, **options) -> Tensor:
-    """By the scores of one process, without NaN of queries whose documents all score -inf."""
+    """Return the loss of single-process scores, without NaN for queries whose documents all score -inf."""
     p, normalize = parts[rank], options.pop("normalize")
     each = [
         lik_ops.maxsim(p.Q, x.D, p.q_mask, x.d_mask, q_weight=p.q_weight, normalize=normalize)
@@ -79,12 +83,12 @@ def _expected(parts: list[_Part], rank: int, learned: bool, **options) -> Tensor
 
 
 def _kept(loss: Tensor) -> Tensor:
-    """The sum of what is finite: a right document that keeps no token has an infinite loss."""
+    """Return the sum of the finite losses. A correct document without kept tokens has an infinite loss."""
     return torch.where(loss.isfinite(), loss, 0).sum()
 
 
 def check_loss(device: str, directory: Path) -> None:
-    """Losses and gradients are those of one process with all queries and documents."""
+    """Check that losses and gradients equal those from one process with all queries and documents."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for dtype, tolerance in TOLERANCE.items():
         for masked, learned, normalize, reduction in (
@@ -135,7 +139,7 @@ def _own(device: str, **fields) -> tuple[Tensor, Tensor]:
 
 
 def _check_labels(device: str) -> None:
-    """Without labels document i of a rank belongs to its query i; a label of no document is NaN, in all gradients."""
+    """Check that document i of a rank is the default label of its query i, and that invalid labels give NaN."""
     rank, world = dist.get_rank(), dist.get_world_size()
     Q, D = _own(device)
     labels = 3 * rank + torch.arange(2, device=device)
@@ -143,7 +147,7 @@ def _check_labels(device: str) -> None:
     assert torch.equal(found, distributed.maxsim_cross_entropy(Q, D, labels, temperature=2))
     scores = distributed.maxsim_inbatch(Q, D)
     torch.testing.assert_close(found, F.cross_entropy(scores / 2, labels))
-    # A label that is as far below the first document of a block as `ignore_index` is below 0 is not ignored.
+    # A label as far below the first document of a block as `ignore_index` is below 0 is not ignored.
     found = distributed.maxsim_cross_entropy(Q, D, labels, ignore_index=-3)
     torch.testing.assert_close(found, F.cross_entropy(scores, labels))
     for far in (2**32 + 3 * rank, -(2**63)):  # int32 labels are not compared modulo 2^32
@@ -158,7 +162,7 @@ def _check_labels(device: str) -> None:
 
 
 def _check_kept(device: str) -> None:
-    """However many processes there are: the arguments, and two numbers for each query."""
+    """Check that a step keeps its arguments and two numbers for each query, for any number of processes."""
     Q, D = _own(device)
     kept: list[Tensor] = []
 
@@ -173,7 +177,7 @@ def _check_kept(device: str) -> None:
 
 
 def _check_frozen(device: str) -> None:
-    """Queries or documents alone, and nothing at all."""
+    """Check steps with only queries, only documents, or nothing that needs a gradient."""
     for of_queries, of_documents in ((True, False), (False, True), (False, False)):
         Q, D = _own(device, Q=of_queries, D=of_documents)
         loss = distributed.maxsim_cross_entropy(Q, D)
@@ -184,7 +188,7 @@ def _check_frozen(device: str) -> None:
 
 
 def _check_extremes(device: str) -> None:
-    """Small losses keep their digits; documents of some ranks that keep no token count for nothing."""
+    """Check that small losses keep their digits, and that documents without kept tokens are ignored."""
     rank, world = dist.get_rank(), dist.get_world_size()
     Q, D = torch.zeros(1, 1, 8, device=device), torch.zeros(1, 1, 8, device=device)
     Q[..., 0], D[..., 0] = 1, 4096.0 if rank == 0 else 4096.0 - 20
@@ -200,7 +204,7 @@ def _check_extremes(device: str) -> None:
 
 
 def _check_second_derivatives(device: str) -> None:
-    """They raise, whatever the upstream gradient is and though D is frozen; never zeros."""
+    """Check that second derivatives raise and are never zero, for any upstream gradient and for a frozen D."""
     for frozen in (False, True):
         for score in (distributed.maxsim_inbatch, distributed.maxsim_cross_entropy):
             for reduced in (Tensor.sum, lambda x: x.square().sum()):
@@ -222,7 +226,7 @@ def _check_second_derivatives(device: str) -> None:
 
 
 def _check_errors(device: str) -> None:
-    """A mistake of one rank is an error in all."""
+    """Check that an error of one rank raises on all ranks."""
     mine = dist.get_rank() == 1
     Q, D = _own(device)
     loss, wrong = distributed.maxsim_cross_entropy, TypeError if mine else ValueError

@@ -1,6 +1,6 @@
-"""Processes that search and score together: ``python -m tests.workers.distributed_retrieve``, also under torchrun.
+"""Search and score on several processes: ``python -m tests.workers.distributed_retrieve``, also under torchrun.
 
-Each knows what a single process finds, and compares. An AssertionError ends it with a status of its own.
+Each process computes the result of a single process and compares. An AssertionError ends it with a nonzero status.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ CODEC = lik_ops.ResidualCodec(torch.eye(8), torch.tensor([-1.0, 0, 1, 2]), torch
 
 
 def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    """Return whether two results have equal indices and equal score bits."""
+
     def bits(x: Tensor) -> Tensor:
         return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
 
@@ -40,6 +42,7 @@ def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
 
 
 def packed(dtype: torch.dtype, documents: int, d: int) -> tuple[list[Tensor], Tensor]:
+    """Return random documents, empty ones included, and their cu_seqlens."""
     each = [torch.randint(-2, 3, (i % 6, d)).to(dtype) for i in range(documents)]
     lengths = torch.tensor([0, *(len(x) for x in each)])
     return each, lengths.cumsum(0)
@@ -47,7 +50,7 @@ def packed(dtype: torch.dtype, documents: int, d: int) -> tuple[list[Tensor], Te
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Tensors on the CPU are searched as those on a GPU are: before it is known what the other ranks say."""
+    """Search CPU tensors like GPU tensors, before the messages of the other ranks arrive."""
     is_resident = shards.is_resident
     shards.is_resident = lambda corpus: isinstance(corpus, Tensor)
     try:
@@ -58,7 +61,7 @@ def launched() -> Iterator[None]:
 
 @contextmanager
 def counted(module: object, *names: str, calls: list[str] | None = None) -> Iterator[list[str]]:
-    """The names of those functions of `module` that are called, in order; after others in `calls`."""
+    """Yield the names of the called functions of `module`, in order, after the contents of `calls`."""
     calls = [] if calls is None else calls
     functions = {name: getattr(module, name) for name in names}
 
@@ -79,7 +82,7 @@ def counted(module: object, *names: str, calls: list[str] | None = None) -> Iter
 
 
 def check_retrieve(device: str, directory: Path) -> None:
-    """Every kind of corpus, queries everywhere or on one rank, more ranks than documents, ties across ranks."""
+    """Check every kind of corpus, queries everywhere or on one rank, more ranks than documents, ties across ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -134,7 +137,7 @@ def check_retrieve(device: str, directory: Path) -> None:
 
 
 def check_launched(device: str, directory: Path) -> None:
-    """Documents that are searched while the ranks agree; queries everywhere, on one rank, and everywhere again."""
+    """Check documents that are searched while the ranks agree, with queries everywhere, on one rank, and everywhere."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     for documents in (0, 3, 101):
@@ -157,14 +160,14 @@ def check_launched(device: str, directory: Path) -> None:
 
 
 def check_sharded(device: str, directory: Path) -> None:
-    """A shard of each rank's own, of any size, of any kind: what is found of all of them one after another."""
+    """Check a separate shard on each rank, of any size and kind, against the concatenation of all shards."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     Q, D = torch.randint(-2, 3, (3, 4, 8)).to(device).float(), torch.randint(-2, 3, (40, 5, 8)).to(device).float()
     d_mask = (torch.rand(40, 5) > 0.4).to(device)
     tokens, cu_seqlens = D.flatten(0, 1), torch.arange(41, device=device) * 5
     corpus = lik_ops.Corpus.create(directory / f"shard-{rank}", 8, torch.float32)
-    cuts = [0, 3, 3, 21] if world == 4 else [0, 37]  # a shard with fewer documents than are wanted, one with none
+    cuts = [0, 3, 3, 21] if world == 4 else [0, 37]  # a shard with fewer documents than top_k, and an empty one
     begin, end = [*cuts, 40][rank : rank + 2]
     corpus.append(list(D[begin:end].cpu()))
     small, made = corpus.quantize(directory / f"shard-{rank}-int8"), lik_ops.quantize(tokens)
@@ -179,7 +182,7 @@ def check_sharded(device: str, directory: Path) -> None:
         assert same(found, masked)
         part = {"cu_seqlens_d": cu_seqlens[begin : end + 1], "sharded": True, "chunk": 4, "device": device}
         assert same(distributed.retrieve(Q if rank == 0 else None, tokens, k, **part), whole)
-        # A rank whose list is empty learns d and dtype from the queries that it is sent.
+        # A rank with an empty list learns d and dtype from the received queries.
         mine = list(D[begin:end]) if begin < end and rank else []
         found = distributed.retrieve(Q if rank == 0 else None, mine, k, sharded=True, device=device)
         rest = lik_ops.retrieve(Q, D[cuts[1] :], k)
@@ -193,7 +196,7 @@ def check_sharded(device: str, directory: Path) -> None:
 
 
 def check_coded(device: str, directory: Path) -> None:
-    """Residual codes in memory, whole or a shard on each rank; by stages each rank keeps candidates of its own."""
+    """Check residual codes in memory, complete or sharded. In staged search each rank has its own candidates."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     Q, tokens = torch.randint(-2, 3, (3, 4, 8)).to(device).float(), torch.randint(-2, 3, (200, 8)).to(device).float()
@@ -232,7 +235,7 @@ def check_coded(device: str, directory: Path) -> None:
 
 
 def check_messages(device: str, directory: Path) -> None:
-    """What a call sends: two messages, or three with the queries; objects only where something is wrong."""
+    """Check the messages of a call: two, or three with the queries, and objects only for errors."""
     rank = dist.get_rank()
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(50, 4, 8, device=device)
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -250,12 +253,12 @@ def check_messages(device: str, directory: Path) -> None:
         calls.clear()
         with launched() if device == "cpu" else nullcontext(), counted(shards.ResidentTarget, "best", calls=calls):
             distributed.retrieve(Q, D, 5)
-        # Nothing keeps the search waiting, unless the first message needs the GPU too.
+        # The search waits for no message, unless the first message needs the GPU too.
         assert calls == (["best", gather, gather] if is_host_group(None) else [gather, "best", gather]), calls
 
 
 def check_inbatch(device: str, directory: Path) -> None:
-    """Scores and gradients are those of one process with all queries and documents."""
+    """Check that scores and gradients equal those from one process with all queries and documents."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for masked, weighted, recompute, backward, normalize in (
@@ -264,7 +267,7 @@ def check_inbatch(device: str, directory: Path) -> None:
             (True, False, True, "unified", True),
         ):
             torch.manual_seed(1)
-            # A rank of its own sizes, one with no document, and a mask that only odd ranks have.
+            # Ranks differ in size, one has no document, and only odd ranks have a mask.
             sizes = [(2 + r, r % 3 + (r > 0), 4 + r, 5 + 2 * r) for r in range(world)]
             queries = [torch.randn(q, lq, 8).to(device, dtype) for q, _, lq, _ in sizes]
             documents = [torch.randn(n, ld, 8).to(device, dtype) for _, n, _, ld in sizes]
@@ -310,7 +313,7 @@ def check_inbatch(device: str, directory: Path) -> None:
 
 
 def check_alone(device: str) -> None:
-    """A group of one process."""
+    """Check a group of one process."""
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     Q, D = (torch.randn(n, 4, 8, device=device, requires_grad=True) for n in (2, 3))
     scores = distributed.maxsim_inbatch(Q, D, group=groups[dist.get_rank()])
@@ -321,7 +324,7 @@ def check_alone(device: str) -> None:
 
 
 def check_memory(device: str) -> None:
-    """However many processes there are: beside the block that is scored one more, and as many gradients."""
+    """Check that a process holds one block in addition to the scored one, and as many gradients, for any world size."""
     received: list[weakref.ref] = []
     most, shift = [0], _ring.ProcessRing.shift
 
@@ -343,7 +346,7 @@ def check_memory(device: str) -> None:
 
 
 def check_frozen(device: str) -> None:
-    """Queries or documents alone, and nothing at all: what needs no gradient gets none and is not waited for."""
+    """Check frozen queries or documents. Without needed gradients, none are computed and nothing waits for them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     for of_queries, of_documents in ((True, False), (False, True), (False, False)):
@@ -357,7 +360,7 @@ def check_frozen(device: str) -> None:
 
 
 def check_errors(device: str, directory: Path) -> None:
-    """A mistake of one rank is an error in all, and leaves the group in order."""
+    """Check that an error of one rank raises on all ranks, and that the group remains usable."""
     rank = dist.get_rank()
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(5, 4, 8, device=device)
     retrieve, inbatch = distributed.retrieve, distributed.maxsim_inbatch
@@ -368,14 +371,14 @@ def check_errors(device: str, directory: Path) -> None:
     expect(ValueError, "Q: expected it on rank 0 alone", lambda: retrieve(Q if mine else None, D, 3))
     wrong = TypeError if mine else ValueError
     expect(wrong, "top_k: expected an int, got str", lambda: retrieve(Q, D, "3" if mine else 3))
-    # Nothing that the other ranks are sent may depend on what a wrong argument is.
+    # Messages to other ranks must not depend on the value of a wrong argument.
     expect(wrong, "top_k: expected an int, got generator", lambda: retrieve(Q, D, (x for x in ()) if mine else 3))
     array = torch.ones(3, device=device)
     expect(
         wrong, "normalize: expected a bool, got a tensor", lambda: retrieve(Q, D, 3, normalize=array if mine else False)
     )
     expect(ValueError, "Q: expected values, got a tensor on", lambda: retrieve(Q.to("meta") if mine else Q, D, 3))
-    # What only the search had found out, of the kernels' arguments, while the others waited for its results.
+    # The search itself would only find these errors in kernel arguments while the other ranks wait for its results.
     expect(wrong, "D: expected the dtype of Q", lambda: retrieve(Q, D.half() if mine else D, 3))
     expect(ValueError, "D: expected d = 8", lambda: retrieve(Q, D[..., :4] if mine else D, 3))
     expect(ValueError, "q_mask: expected shape", lambda: retrieve(Q, D, 3, q_mask=Q[:, :2, 0] > 0 if mine else None))
@@ -434,7 +437,7 @@ def check_errors(device: str, directory: Path) -> None:
 
 
 def check_while_ranks_agree(device: str, directory: Path) -> None:
-    """On a GPU nothing new; on a CPU, what a GPU does."""
+    """Repeat checks with searches that start before the ranks agree, which on a CPU simulates a GPU."""
     with launched() if device == "cpu" else nullcontext():
         check_errors(device, directory)
         check_launched(device, directory)
@@ -443,7 +446,7 @@ def check_while_ranks_agree(device: str, directory: Path) -> None:
 
 
 def check_lost_search(device: str) -> None:
-    """A search that fails where it is launched is an error in all, if the first message comes after it."""
+    """Check that a search failing at launch raises on all ranks, if the first message comes after it."""
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(50, 4, 8, device=device)
     expected = distributed.retrieve(Q, D, 5)
     if not is_host_group(None):
@@ -475,7 +478,7 @@ CHECKS = {
 
 
 def check_all(backend: str, directory: Path) -> None:
-    """In one process of a group."""
+    """Run all checks in one process of a group."""
     device = "cpu"
     if "nccl" in backend:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -491,7 +494,7 @@ def check_all(backend: str, directory: Path) -> None:
 
 
 def main() -> None:
-    """``backend directory [processes ...]``: as one process of torchrun, or in groups of so many."""
+    """Run ``backend directory [processes ...]`` as one process of torchrun, or in groups of these sizes."""
     backend, directory, *groups = sys.argv[1:]
     torch.set_num_threads(1)
     if not groups:
@@ -502,7 +505,7 @@ def main() -> None:
         path = Path(directory) / processes
         path.mkdir()
         forked.run(int(processes), lambda path=path: check_all(backend, path))
-    # Without the interpreter's own end: a thread of gloo that lets go of a tensor then asks for the GIL and aborts.
+    # Skip the interpreter's shutdown, in which a gloo thread that releases a tensor would request the GIL and abort.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of tests/distributed/test_distributed.py: sharded scores and gradients against those of one process."""
+"""Ranks of tests/distributed/test_distributed.py: sharded scores and gradients against those from one process."""
 
 import os
 import sys
@@ -15,10 +15,11 @@ from ..support.differences import assert_sharded_equal
 from ..support.residual import quantize
 from . import forked
 
-Nq, K, Lq, Ld, d = 5, 7, 4, 6, 8  # neither number of queries nor of documents divides by two
+Nq, K, Lq, Ld, d = 5, 7, 4, 6, 8  # two divides neither the number of queries nor of documents
 
 
 def tensors(candidates: bool, options: bool, device: str) -> list:
+    """Return Q, D, q_mask, d_mask, and q_weight of a call, the last three None without `options`."""
     generator = torch.Generator().manual_seed(0)
     Q = torch.randn(Nq, Lq, d, generator=generator)
     D = torch.randn(*((Nq, K) if candidates else (K,)), Ld, d, generator=generator)
@@ -30,7 +31,7 @@ def tensors(candidates: bool, options: bool, device: str) -> list:
 
 
 def placements(case: str, candidates: bool) -> tuple:
-    """Of the query side and of the document side."""
+    """Return the placements of the query side and of the document side."""
     whole = Replicate()
     return {
         "replicated": ([whole], [whole]),
@@ -42,6 +43,7 @@ def placements(case: str, candidates: bool) -> tuple:
 
 
 def place(x, mesh, placement):
+    """Distribute a tensor over the mesh, with negative shard axes resolved."""
     if x is None:
         return None
     placement = [Shard(p.dim + x.dim() + 1) if isinstance(p, Shard) and p.dim < 0 else p for p in placement]
@@ -49,6 +51,7 @@ def place(x, mesh, placement):
 
 
 def step(args, normalize, with_argmax):
+    """Return the scores and gradients of a training step."""
     Q, D, q_mask, d_mask, weight = args
     leaves = [t for t in (Q, D, weight) if t is not None]
     for t in leaves:
@@ -62,6 +65,7 @@ def step(args, normalize, with_argmax):
 
 
 def check(mesh, case: str, candidates: bool, options: bool, with_argmax: bool, device: str) -> None:
+    """Check scores and gradients of a sharded call against one process."""
     expected, expected_grads = step(tensors(candidates, options, device), options, with_argmax)
     q_placement, d_placement = placements(case, candidates)
     Q, D, q_mask, d_mask, weight = tensors(candidates, options, device)
@@ -78,7 +82,7 @@ def check(mesh, case: str, candidates: bool, options: bool, with_argmax: bool, d
 
 
 def ragged(kind: str, options: bool, device: str) -> list:
-    """Arguments of `lik::maxsim_ragged_fwd` up to the weights; of seven documents, five candidates or five pairs."""
+    """Return the arguments of `lik::maxsim_ragged_fwd` up to the weights: 7 documents, 5 candidates or pairs."""
     lengths = torch.tensor([3, 5, 0, 6, 1, 4, 2])
     offsets, pairs = lengths.cumsum(0) - lengths, None
     generator = torch.Generator().manual_seed(0)
@@ -96,6 +100,7 @@ def ragged(kind: str, options: bool, device: str) -> list:
 
 
 def ragged_step(args: list, options: bool) -> list:
+    """Return scores, argmax, and gradients of the ragged operator."""
     leaves = [args[i].requires_grad_() for i in (0, 1, 8) if args[i] is not None]
     scores, argmax = torch.ops.lik.maxsim_ragged_fwd(*args, options, torch.int32, 4, "auto")
     finite = torch.where(scores.isfinite(), scores, 0)
@@ -103,7 +108,7 @@ def ragged_step(args: list, options: bool) -> list:
 
 
 def check_ragged(mesh, kind: str, options: bool, device: str) -> None:
-    """Nothing, the lists, and what cannot be sharded: tokens with their masks are gathered first."""
+    """Check replicated tensors, sharded lists, and unshardable tokens, which are gathered with their masks first."""
     expected = ragged_step(ragged(kind, options, device), options)
     lists = {"cross": (3, 4), "candidates": (3, 4), "pairs": (5,)}[kind]
     for sharded in ((), lists, (0, 1, 6, 7, 8), (2,)):
@@ -126,7 +131,7 @@ def check_ragged(mesh, kind: str, options: bool, device: str) -> None:
 
 
 def check_quantized(mesh, kind: str, format: str, device: str) -> None:
-    """Nothing, the lists, and what cannot be sharded: numbers and scales are gathered first."""
+    """Check replicated tensors, sharded lists, and unshardable codes and scales, which are gathered first."""
     Q, D, cu_q, offsets, lengths, pairs, *_ = ragged(kind, False, device)
     given = [Q, *quantize(D, format).stored(), cu_q, offsets, lengths, pairs, None, None, None]
 
@@ -149,7 +154,7 @@ def check_quantized(mesh, kind: str, format: str, device: str) -> None:
 
 
 def check_quantized_functions(mesh, device: str) -> None:
-    """Documents whose numbers are DTensors; plain ones beside a DTensor raise."""
+    """Check documents whose codes are DTensors. Plain documents next to a DTensor raise."""
     Q, D, cu_q, offsets, lengths, *_ = ragged("cross", False, device)
     cu_d = torch.cat([offsets, offsets[-1:] + lengths[-1:]])
     made = lik_ops.quantize(D, "int8")
@@ -166,9 +171,10 @@ def check_quantized_functions(mesh, device: str) -> None:
 
 
 def check_trained(mesh, name: str, candidates: bool, device: str, score) -> None:
-    """Scores and gradients of other functions of dense tokens."""
+    """Check scores and gradients of other functions of dense tokens."""
 
     def step(Q, D):
+        """Return the scores and gradients of a training step."""
         Q, D = (t.detach().requires_grad_() for t in (Q, D))
         scores = score(Q, D)
         return scores.detach(), *torch.autograd.grad((scores * scores).sum() / 2, (Q, D))
@@ -184,7 +190,7 @@ def check_trained(mesh, name: str, candidates: bool, device: str, score) -> None
 
 
 def losses(Q, D, labelled=True):
-    """Of each query, whose labels are a DTensor where it is one."""
+    """Return the loss of each query. Labels are a DTensor if Q is one."""
     labels = None
     if labelled:
         labels = torch.arange(Q.shape[0], device=Q.device) % 2
@@ -205,7 +211,7 @@ TRAINED = {
 
 
 def from_hidden(Q, H):
-    """Of documents that are hidden states, for a head that every process has whole."""
+    """Return scores of hidden states for a replicated head."""
     head = torch.randn(Q.shape[-1], H.shape[-1] + 1, generator=torch.Generator().manual_seed(0)).to(Q.device)
     W, b = head[:, :-1].contiguous(), head[:, -1].contiguous()
     if isinstance(Q, DTensor):
@@ -214,7 +220,7 @@ def from_hidden(Q, H):
 
 
 def check_ragged_functions(mesh, device: str) -> None:
-    """The functions of packed tokens, with what they are given as DTensors; gradients too."""
+    """Check the packed functions and their gradients with DTensor arguments."""
     Q, D, cu_q, offsets, lengths, pairs, *_ = ragged("pairs", False, device)
     cu_d = torch.cat([offsets, offsets[-1:] + lengths[-1:]])
     chosen = torch.tensor([[1, 3, 0], [4, 4, 5], [6, 3, 1]], device=device)
@@ -246,6 +252,7 @@ def check_ragged_functions(mesh, device: str) -> None:
 
 
 def check_compiled_ragged(mesh, device: str) -> None:
+    """Check a compiled packed call of DTensors."""
     Q, D, cu_q, *_ = ragged("cross", False, device)
     cu_d = torch.tensor([0, 3, 8, 8, 14, 15, 19, 21], device=device)
     args = [place(x, mesh, [Replicate()]) for x in (Q, D, cu_q, cu_d)]
@@ -254,7 +261,7 @@ def check_compiled_ragged(mesh, device: str) -> None:
 
 
 def check_codes(mesh, Q) -> None:
-    """Candidates of a search by stages, found where their queries are."""
+    """Check that staged search finds candidates on the rank of their queries."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(5, (9, 4), generator=generator).to(Q.device)
     centroids = torch.randn(5, Q.shape[-1], generator=generator).to(Q.device)
@@ -268,7 +275,7 @@ def check_codes(mesh, Q) -> None:
 
 
 def check_made_tensors(mesh, device: str) -> None:
-    """Offsets and masks that lik_ops makes next to DTensors are DTensors; dense sides, lists and padding."""
+    """Check that offsets and masks created next to DTensors are DTensors, for dense sides, lists, and padding."""
     Q, D, *_ = tensors(False, False, device)
     packed, cu_d = lik_ops.pack([D[0], D[1, :2], D[2, :0]])
     queries, cu_q = lik_ops.pack([Q[0], Q[1, :2]])
@@ -310,7 +317,7 @@ def check_made_tensors(mesh, device: str) -> None:
 
 
 def check_flags(mesh, device: str) -> None:
-    """Frozen sides by turns: DTensor does not take the shapes of results from a call with other flags."""
+    """Check alternating frozen sides, because DTensor must not reuse result shapes of calls with other flags."""
     Q, D, *_ = tensors(False, False, device)
     head = torch.eye(d, device=device)
     calls = {
@@ -341,6 +348,7 @@ def check_flags(mesh, device: str) -> None:
 
 
 def check_chamfer(mesh, device: str) -> None:
+    """Check Chamfer distances and gradients of sharded clouds."""
     torch.manual_seed(0)
     clouds = torch.randn(4, 9, 3, device=device), torch.randn(4, 7, 3, device=device)
     found = lik_ops.chamfer_distance(*(distribute_tensor(x, mesh, [Shard(0)]) for x in clouds))
@@ -354,6 +362,7 @@ def check_chamfer(mesh, device: str) -> None:
 
 
 def check_meshes_of_two_axes(device: str) -> None:
+    """Check scores on two-dimensional meshes."""
     Q, D, *_ = tensors(False, False, device)
     for shape in ((2, 1), (1, 2)):
         both = init_device_mesh(device, shape)
@@ -365,6 +374,7 @@ def check_meshes_of_two_axes(device: str) -> None:
 
 
 def check_search(mesh, device: str) -> None:
+    """Check retrieval with sharded queries or documents."""
     Q, D, *_ = tensors(False, False, device)
     expected = lik_ops.retrieve(Q, D, 3)
     for of_queries, of_documents in ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Replicate(), Replicate())):
@@ -374,6 +384,7 @@ def check_search(mesh, device: str) -> None:
 
 
 def check_compiled(mesh, device: str) -> None:
+    """Check a compiled dense call of DTensors."""
     Q, D, *_ = tensors(False, False, device)
     sharded = distribute_tensor(Q, mesh, [Shard(0)]), distribute_tensor(D, mesh, [Replicate()])
     compiled = torch.compile(lik_ops.maxsim, backend="aot_eager", fullgraph=True)(*sharded)
@@ -381,13 +392,13 @@ def check_compiled(mesh, device: str) -> None:
 
 
 def check_all(backend: str, device: str) -> None:
-    """In one process of a group."""
+    """Run all checks in one process of a group."""
     dist.init_process_group(backend)
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
     try:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        check_ragged_functions(mesh, device)  # first: the rules are there without any other call
+        check_ragged_functions(mesh, device)  # first, so that the rules exist without any other call
         for case in ("replicated", "queries", "documents", "both", "tokens"):
             for candidates in (False, True):
                 for options in (False, True):
@@ -420,7 +431,7 @@ def check_all(backend: str, device: str) -> None:
 
 
 def main() -> None:
-    """As one process of torchrun, or as two."""
+    """Run as one process of torchrun, or as two processes."""
     check = partial(check_all, *sys.argv[1:])
     if "RANK" in os.environ:
         check()

@@ -1,4 +1,4 @@
-"""Processes of `torch.distributed` on one machine, forked: to import torch takes longer than most of what they do."""
+"""Forked processes of `torch.distributed` on one machine, because importing torch costs more than their work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import lik_ops  # noqa: F401
 
 
 def import_now(*modules: str) -> None:
-    """What first calls import, and `modules`, before there are processes that would each import them."""
+    """Import modules of first calls, and `modules`, once before the fork instead of once per process."""
     Q, D = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 4, 8)
     torch.ops.lik.maxsim_fwd(Q, D, None, None, None, False, torch.int32, "auto")[0].sum().backward()
     for name in modules:
@@ -23,13 +23,14 @@ def import_now(*modules: str) -> None:
 
 
 def free_port() -> int:
+    """Return a free TCP port of this machine."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def start(call: Callable[[], None], **environment: object) -> int:
-    """The id of a process that makes a call; its status is not 0 where that raises."""
+    """Start a process that runs a call, and return its id. The exit status is nonzero if the call raises."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -48,7 +49,7 @@ def start(call: Callable[[], None], **environment: object) -> int:
 
 
 def run(processes: int, call: Callable[[], None]) -> None:
-    """A call in each of several processes, which find in their environment what torchrun would have put there."""
+    """Run a call in several processes with the environment variables of torchrun."""
     common = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     pids = [start(call, RANK=rank, LOCAL_RANK=rank, **common) for rank in range(processes)]
     found = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

@@ -1,4 +1,4 @@
-"""The kernels of nearest points compile for every architecture without a GPU, without spills."""
+"""Test that the Chamfer kernels compile for every architecture without a GPU and do not spill."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ CASES = [
 
 
 def _arguments(kernel, dtype, d, metric, arch, points):
-    """What is launched, its tile, and its arguments; a descriptor is None where there is none."""
+    """Return the kernel, its config, and its argument types. A descriptor that is not used is None."""
     launch = launches.configure_products(arch, dtype, d, 1)
     rows = "*fp16" if dtype == torch.float32 else _POINTER[dtype]
     terms = PointTermArgs(rows, "*fp32", "*fp32", *["i32"] * 5)
@@ -59,7 +59,7 @@ def _arguments(kernel, dtype, d, metric, arch, points):
 
 
 def _known(arguments, d, lengths):
-    """Constants, and what is known to be a multiple of 16, by their places."""
+    """Return the constants and the arguments divisible by 16, by argument position."""
     constants, aligned = {}, []
     for n, (name, x) in enumerate(arguments.items()):
         if isinstance(x, PointArgs):

@@ -1,4 +1,4 @@
-"""Chamfer distance: scores, winners and gradients against the formula, in every layout and at every edge."""
+"""Test Chamfer scores, argmax, and gradients against the formula, in every layout and for edge cases."""
 
 import math
 
@@ -27,7 +27,7 @@ HALF = (torch.float16,) if INTERPRETING else (torch.float16, torch.bfloat16)  # 
 
 @pytest.fixture(params=PLACES, ids=str)
 def device(request):
-    """Of a place, whose backend computes."""
+    """Yield the device of a place and use its backend."""
     with request.param.use():
         yield request.param.device
 
@@ -111,7 +111,7 @@ def test_the_lowest_of_equals_is_nearest(device, d):
 @metrics
 @pytest.mark.parametrize("d", [1, 3, 16])
 def test_the_lowest_of_many_equals_is_nearest(device, metric, d):
-    """As voxels have them: neighbours, and points far apart in the order of their cloud."""
+    """Voxels have such ties, both between neighbors and between points far apart in the order of their cloud."""
     P, R = (torch.randint(0, 3, (1, n, d)).float() for n in (150, 170))
     P, R = torch.cat([P, P[:, ::3]], 1).to(device), torch.cat([R, R[:, ::2]], 1).to(device)
     c = distances(P, R, metric)
@@ -133,7 +133,7 @@ def test_an_infinite_coordinate_is_infinitely_far(device, d, far):
 
 @pytest.mark.parametrize("d", [15, 16, 40])
 def test_far_points_are_as_near_as_their_differences(device, d):
-    """Squares of their coordinates are infinite, or twice the products are and choose the wrong one."""
+    """Squared coordinates overflow. Twice the products also overflow, and then select the wrong point."""
     P = torch.full((1, 2, d), 3e19, device=device)
     expected = 2 * distances(P, P + 1e18, "sqeuclidean").float().amin((1, 2))
     torch.testing.assert_close(lik_ops.chamfer_distance(P, P + 1e18), expected)
@@ -149,14 +149,14 @@ def test_terms_in_chunks_have_the_same_bits(device, d, monkeypatch):
     P, R = clouds(300, 530, d, device, B=3)
     n = torch.tensor([300, 7, 260], device=device)
     expected = nearest(P, R, p_lengths=n)
-    for rows in (256, 768, 1024):  # a cloud in parts; one at a time; the small one of several
+    for rows in (256, 768, 1024):  # a cloud in parts; one cloud at a time; the small cloud of several
         monkeypatch.setattr(launches, "_MAX_TERM_BYTES", rows * 4 * 64)
         assert all(torch.equal(a, b) for a, b in zip(nearest(P, R, p_lengths=n), expected, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
 def test_points_of_any_size_have_terms(device, scale):
-    """Of one cloud: each row is split to its own scale."""
+    """Points of one cloud differ in size, because each row is split with its own scale."""
     P, R = clouds(60, 70, 20, device, B=1)
     P[:, ::2] *= scale
     R[:, ::2] *= scale
@@ -228,7 +228,7 @@ def test_nan_is_nearest(device, metric, d):
 
 @pytest.mark.parametrize("d", [3, 20])
 def test_near_points_far_from_the_origin(device, d):
-    """Squares of coordinates alone would be rounded by more than the distances are."""
+    """The rounding error of squared coordinates alone would exceed the distances."""
     base = torch.randn(1, 1, d) * 100
     P, R = (base + torch.randn(1, n, d) for n in (50, 60))
     expected = distances(P, R, "sqeuclidean").min(2).values

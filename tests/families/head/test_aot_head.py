@@ -1,5 +1,7 @@
-"""The kernels of hidden states compile for every architecture without a GPU: no spills, on the matrix unit, and both
-make tokens in one layout, on which the order of their sums hangs."""
+"""Test that the head kernels compile for every architecture without a GPU: no spills, tensor cores, equal layouts.
+
+Both kernels must compute tokens in one layout, because the order of the sums depends on the layout.
+"""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ _NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 
 @dataclass(frozen=True)
 class Case:
-    """What decides how the kernels compile."""
+    """Properties that determine how the kernels compile."""
 
     dtype: torch.dtype = _BF16
     d: int = 128
@@ -47,7 +49,7 @@ def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLau
 
 
 def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
-    """Hidden states, weights and queries: their types, and which members are constants."""
+    """Return the types and constants of each group: hidden states, weights, and queries."""
     pointer = "*" + _NAMES[case.dtype]
     none = dict.fromkeys
     mask = ("*i1", "constexpr", "i32", "constexpr") if case.masks else ("constexpr",) * 4
@@ -101,7 +103,7 @@ def _compiled(case: Case, arch: Architecture, fused: bool):
 
 
 def _check(case: Case, name: str, fused: bool) -> list[str]:
-    """The layouts of its products."""
+    """Check the compiled kernel and return the layouts of its products."""
     arch = ARCHITECTURES[name]
     compiled = _compiled(case, arch, fused)
     assert compiled.metadata.shared <= arch.shared_memory_bytes, f"{compiled.metadata.shared} bytes of shared memory"
@@ -111,7 +113,7 @@ def _check(case: Case, name: str, fused: bool) -> list[str]:
     else:
         spills = cuda_resources(compiled.asm["cubin"])[1]
     assert spills == 0, f"{spills} spill instructions"
-    if name != "sm_100" or case.dtype != _FP32:  # which Triton 3.6 multiplies by mma.sync in small steps
+    if name != "sm_100" or case.dtype != _FP32:  # Triton 3.6 uses small mma.sync steps there
         assert MATRIX_UNIT.get(name, "mma.sync") in text, "not on the matrix unit"
     if name == "sm_90" and supports_vector_loads(case.width, case.wide):
         assert "cp.async.bulk.tensor" in text
@@ -155,7 +157,7 @@ def test_tokens(case, name):
 
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_tokens_of_both_kernels_are_summed_in_one_order(case):
-    """The layout of the sums of a token is that of its product, the one as wide as a token."""
+    """The sums of a token use the layout of its product, whose width is the token width."""
     tokens, fused = (_check(case, "sm_90", fused) for fused in (False, True))
     assert tokens[0] in fused
 
@@ -167,7 +169,7 @@ def test_tokens_of_both_kernels_are_summed_in_one_order(case):
     ids=str,
 )
 def test_slopes(dtype, d, more, name):
-    """Gradients of tokens become those of sums, in vectors."""
+    """The kernel converts token gradients to gradients of the sums with vector loads and stores."""
     arch, pointer = ARCHITECTURES[name], "*" + _NAMES[dtype]
     G, members = _groups(Case(dtype, masks=more))["H"]
     BN, BD, _, options = head_configs.configure_slopes(arch, d, 10**6)

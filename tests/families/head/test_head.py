@@ -1,4 +1,4 @@
-"""MaxSim of hidden states against the formula in fp64: scores, gradients, what is masked, empty, strided; same bits."""
+"""Test MaxSim of hidden states against the fp64 formula: scores, gradients, masks, empty and strided inputs, bits."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ EVERYTHING = {"q_mask": "holes", "d_mask": "empty_some", "weight": True}
 
 @dataclass(frozen=True)
 class Hidden(Problem):
-    """A `Problem` whose documents are hidden states of `width` features, for a head of d."""
+    """`Problem` whose documents are hidden states of `width` features, for a head of d."""
 
     values: str = "normal"
     Nq: int = 2
@@ -39,7 +39,7 @@ PROBLEMS = [
     Hidden(layout="flat", d_mask="holes"),
     Hidden(layout="flat_q", q_mask="integer", d_mask="integer"),
     Hidden(layout="flat_d", d=1, Ld=1, width=1),
-    # Few query rows and documents of many tokens: on a GPU tokens are scored where they are made.
+    # Few query rows and long documents: on a GPU the tokens are scored from registers.
     Hidden(Ld=70, width=48, d_mask="holes", weight=True),
     Hidden(Nq=9, Lq=7, Nd=4, Ld=90, d=32, q_mask="holes", d_mask="empty_some"),
     Hidden(Nq=1, Lq=20, Nd=3, Ld=100, d=20, width=50, bias=False, normalize=False, strides="transposed"),
@@ -47,7 +47,7 @@ PROBLEMS = [
 
 
 def draw(p: Hidden, device: str) -> tuple[Inputs, Tensor, Tensor | None]:
-    """Q and H with their masks and weights, then W and b."""
+    """Return Q and H with their masks and weights, then W and b."""
     x = build(replace(p, d=p.width, seed=1), device)
     x.Q = build(p, device).Q
     generator = torch.Generator().manual_seed(2)
@@ -63,16 +63,16 @@ def score(function, x, W, b, normalize):
 
 
 def step(function, x, W, b, normalize, upstream):
-    """Scores, and gradients of Q, H, W and, where there are, b and weights."""
+    """Return the scores and the gradients of Q, H, W, and of b and the weights if present."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in (x.Q, x.D, W, b, x.q_weight)]
     Q, H, W, b, w = leaves
     scores = score(function, replace(x, Q=Q, D=H, q_weight=w), W, b, normalize)
-    kept = torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
+    kept = torch.where(scores.isfinite(), scores, 0)  # scores of -inf have no gradient
     return scores.detach(), torch.autograd.grad(kept, [t for t in leaves if t is not None], upstream.to(scores))
 
 
 def winners(x, W, b, normalize):
-    """Those that the operator finds: rounding may move them to another token than the formula's."""
+    """Return the argmax of the operator, because rounding may select another token than the formula."""
     Q, q_mask, w = (t if t is None or x.Q.dim() == 3 else t[None] for t in (x.Q, x.q_mask, x.q_weight))
     H, d_mask = (t if t is None or x.D.dim() == 3 else t[None] for t in (x.D, x.d_mask))
     masks = (None if t is None else t != 0 for t in (q_mask, d_mask))
@@ -80,7 +80,7 @@ def winners(x, W, b, normalize):
 
 
 def gradients_at(argmax, x, W, b, normalize, upstream):
-    """Those of the formula with its winners given."""
+    """Return the gradients of the formula for a given argmax."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in (x.Q, x.D, W, b, x.q_weight)]
     Q, H, W, b, w = leaves
     D = torch.nn.functional.linear(H, W, b)
@@ -170,7 +170,7 @@ def test_each_gradient_alone_is_that_among_all(place):
 
 @at_places
 def test_what_is_masked_reaches_no_gradient(place):
-    """Whatever it holds, and whatever is upstream: a query that keeps nothing scores 0, a document -inf."""
+    """Masked tokens may hold any value. A query without kept tokens scores 0, and an empty document -inf."""
     Q, H = torch.randn(3, 4, 16, device=place.device), torch.randn(4, 18, 24, device=place.device)
     W, b = torch.randn(16, 24, device=place.device), torch.randn(16, device=place.device)
     q_mask = torch.ones(3, 4, dtype=torch.bool, device=place.device)
@@ -214,7 +214,7 @@ def test_nothing_to_score(place):
 
 @at_places
 def test_tokens_without_a_norm(place):
-    """Those that the head maps to zero are zeros, and their gradient is over the least norm."""
+    """Tokens that the head maps to zero stay zero, and their gradient is divided by the minimum norm."""
     Q, H = torch.ones(1, 2, 16, device=place.device), torch.zeros(2, 3, 24, device=place.device)
     H[1] = 1
     leaves = [t.requires_grad_() for t in (Q, H, torch.ones(16, 24, device=place.device))]
@@ -259,7 +259,7 @@ def test_winners_do_not_decide_bits(place):
 
 @pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
 def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
-    """As units without wgmma have it."""
+    """Tensor cores without wgmma run this loop."""
     from lik_ops.families.head import configs as head_configs
 
     def apart(*args):
@@ -277,7 +277,7 @@ def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
 @pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
 @pytest.mark.parametrize("programs", [2, 3])
 def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, programs):
-    """Programs whose shares differ by a document, which a tile's end cuts."""
+    """Shares of the programs differ by one document and are cut within a tile."""
     from lik_ops.families.head import configs as head_configs
 
     made, (place,) = head_configs.configure_scores, PLACES
@@ -295,7 +295,7 @@ def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, progra
     [(1, 32, 300, 768, 128), (3, 32, 300, 768, 128), (3, 20, 64, 384, 96), (1, 32, 1000, 100, 256), (2, 1, 77, 64, 8)],
 )
 def test_few_queries_have_the_bits_of_many(dtype, Nq, Lq, Ld, width, d):
-    """Tokens scored where they are made, beside tokens that lie in memory: scores are those of the same tokens."""
+    """Tokens scored from registers give the same bits as tokens stored in memory."""
     from lik_ops.families.head import configs as head_configs
     from lik_ops.gpu.runtime.arguments import architecture
 
@@ -338,7 +338,7 @@ def test_slices_of_documents_are_scored_as_all(place, monkeypatch):
 
 
 def smaller(monkeypatch):
-    """Slices of one document, in both backends."""
+    """Reduce the slices of both backends to one document."""
     from lik_ops.families.head import portable as head_portable
 
     monkeypatch.setattr(head_portable, "PORTABLE_FUNCTIONS", head_portable.PORTABLE_FUNCTIONS._replace(token_bytes=1))
@@ -350,7 +350,7 @@ def smaller(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
 def test_tokens_are_never_whole():
-    """Memory of scores on a CPU: a slice of tokens, not all."""
+    """On a CPU, scoring needs memory for a slice of tokens only."""
     import resource
 
     Q, W = torch.randn(1, 8, 128), torch.randn(128, 32)
@@ -359,7 +359,7 @@ def test_tokens_are_never_whole():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     lik_ops.maxsim_from_hidden(Q, H, W)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 1200 * 300 * 128 * 4 / 3  # of the tokens in fp32
+    assert grown < 1200 * 300 * 128 * 4 / 3  # size of the tokens in fp32
 
 
 WRONG = [

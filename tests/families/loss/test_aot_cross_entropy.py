@@ -1,4 +1,4 @@
-"""The kernels of the contrastive loss compile for every architecture without a GPU, without spills."""
+"""Test that the contrastive loss kernels compile for every architecture without a GPU and do not spill."""
 
 import re
 
@@ -38,7 +38,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ARGUMENTS)
 def test_kernels_compile_to_one_order_of_sums(kernel, name):
-    """What is known of pointers and labels decides no layout, in which scores are added."""
+    """Alignment and label dtype do not change the layout, which determines the order of a sum."""
     arch, layouts = ARCHITECTURES[name], set()
     for labels, is_aligned in (("*i64", True), ("*i32", False)):
         function = KERNELS[kernel]

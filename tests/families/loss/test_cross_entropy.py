@@ -1,4 +1,4 @@
-"""The contrastive loss against the formula in fp64, and against F.cross_entropy of the scores: values and gradients."""
+"""Test values and gradients of the contrastive loss against the fp64 formula and F.cross_entropy of the scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROBLEMS = [
 
 
 class Watching(TorchDispatchMode):
-    """Counts calls of the forward."""
+    """Mode that counts calls of the forward operator."""
 
     losses = 0
 
@@ -47,7 +47,7 @@ class Watching(TorchDispatchMode):
 
 
 def drawn(p, device):
-    """The tensors of a problem, and labels, of which one is ignored."""
+    """Return the tensors of a problem and labels, one of which is ignored."""
     labels = torch.randint(0, p.Nd, (p.Nq,), generator=torch.Generator().manual_seed(p.seed))
     labels[-1] = -100
     return build(p, device), labels.to(device)
@@ -58,13 +58,13 @@ def loss_of(function, x, labels, normalize, **options):
 
 
 def formula(Q, D, labels, q_mask=None, d_mask=None, *, temperature, q_weight=None, normalize=False, **options):
-    """What the loss is in place of. On a GPU torch would multiply by the inverse of a number."""
+    """Compute the loss from scores. On a GPU, torch would multiply by the reciprocal of a Python number."""
     scores = lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
     return F.cross_entropy(scores / torch.full_like(scores, temperature), labels.long(), **options)
 
 
 def step(function, x, labels, normalize=False, upstream=None, more=(), **options):
-    """The loss, and gradients of all leaves."""
+    """Return the loss and the gradients of all leaves."""
     leaves = [t.detach().requires_grad_() for t in x.leaves()]
     y = replace(x, Q=leaves[0], D=leaves[1], q_weight=leaves[2] if len(leaves) > 2 else None)
     loss = loss_of(function, y, labels, normalize, **options)
@@ -110,7 +110,7 @@ def test_it_is_cross_entropy_of_the_scores(place, reduction, ignore_index, index
 @at_places
 @pytest.mark.parametrize("temperature", [1.5, 0.75])
 def test_small_losses_of_large_scores_are_not_rounded_away(place, temperature):
-    """A log-sum-exp in one fp32 number beside scores of 1,000 would know them to 6e-5, probabilities near 1 to 6e-8."""
+    """Near scores of 1,000, a log-sum-exp in one fp32 number is exact to 6e-5, and probabilities near 1 to 6e-8."""
     x = build(replace(SMALL, Nq=8, Nd=8, Lq=32, Ld=32), place.device)
     x.D = F.normalize(x.D, dim=-1).mul(64).round() / 64  # scores are exact
     x.Q = x.D.clone()
@@ -194,7 +194,7 @@ def test_a_loss_does_not_depend_on_its_batch(place, number):
 @at_places
 @pytest.mark.parametrize("documents", [101, 5003])
 def test_many_documents_are_added_in_one_order(place, documents):
-    """Whatever other queries there are, on rows that begin at any address."""
+    """The order depends neither on the other queries nor on the address of a row."""
     with place.use():
         for dtype in place.dtypes:
             Q, D = (torch.randn(n, 2, 8).to(place.device, dtype) for n in (9, documents))
@@ -211,7 +211,7 @@ def test_many_documents_are_added_in_one_order(place, documents):
 @at_places
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_parts_change_nothing(place, layout, monkeypatch):
-    """Of any size: no gradient is a sum of those of parts. What is not wanted is not made."""
+    """Parts of any size give equal bits: no gradient is a sum over parts. Unneeded gradients are not computed."""
     p = replace(SMALL, layout=layout, Nq=5, Nd=6, **EVERYTHING)
     x, labels = drawn(p, place.device)
     with place.use():
@@ -238,7 +238,7 @@ def test_parts_change_nothing(place, layout, monkeypatch):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_the_short_way_has_the_bits_of_the_operators(place, layout, reduction):
-    """With labels and without; under a mode, which has to see the operators, they are called."""
+    """Test with and without labels. Under a mode that must see the operators, the operators are called."""
     p = replace(SMALL, layout=layout, Nq=4, Nd=6, **{**EVERYTHING, "d_mask": "integer"})
     x, labels = drawn(p, place.device)
     options = {"temperature": 0.3, "reduction": reduction}
@@ -267,7 +267,7 @@ def test_one_query_may_be_more_than_a_part(place, monkeypatch):
 
 @at_places
 def test_labels_that_are_no_document(place):
-    """NaN for the loss of the query and what it takes part in; with checks an error. Ignored ones are no concern."""
+    """The loss of the query and results that include it are NaN, or an error with checks. Ignored labels are valid."""
     x = build(replace(SMALL, Nq=4), place.device)
     labels = torch.tensor([1, 4, -1, -100], device=place.device)
     with place.use():
@@ -286,7 +286,7 @@ def test_labels_that_are_no_document(place):
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_an_ignored_label_may_be_no_int32(place, learned, reduction):
-    """torch compares int32 labels with a number modulo 2^32: they ignore what int64 ones do, here nothing."""
+    """torch compares int32 labels modulo 2^32. The result must equal int64 labels, which match nothing here."""
     x = build(replace(SMALL, Nq=4), place.device)
     labels = torch.tensor([1, 0, 3, 2], device=place.device)
     tau = torch.tensor(0.5, device=place.device) if learned else 0.5
@@ -317,7 +317,7 @@ def test_an_ignored_query_may_score_anything(place):
 
 @at_places
 def test_documents_that_score_nothing_finite(place):
-    """Empty negatives count as nothing, an empty positive costs infinitely much, NaN stays with its queries."""
+    """Empty negatives add nothing, an empty positive gives an infinite loss, and NaN affects only its queries."""
     x = build(replace(SMALL, Nq=4), place.device)
     x.d_mask = torch.ones(4, 9, dtype=torch.bool, device=place.device)
     x.d_mask[2] = False
@@ -352,14 +352,14 @@ def test_nothing_to_score(place, layout):
             mean = lik_ops.maxsim_cross_entropy(Q, D, labels)
             if Nq and not Lq:
                 torch.testing.assert_close(losses, torch.full_like(losses, 3).log())
-            else:  # of no document, or of documents without a token; the mean over no queries
+            else:  # no document, or documents without tokens; the mean over no queries
                 assert losses.shape == (Nq,) and bool(losses.isnan().all()) and bool(mean.isnan())
             grads = torch.autograd.grad(mean, (Q, D))
         assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, (Q, D), strict=True))
     every = torch.full((3,), -100, device=place.device)
     with place.use():
         loss = lik_ops.maxsim_cross_entropy(torch.randn(3, 4, 8), torch.randn(3, 4, 8), every.cpu())
-    assert bool(loss.isnan())  # as F.cross_entropy of ignored queries alone
+    assert bool(loss.isnan())  # equals F.cross_entropy of ignored queries only
 
 
 def test_labels_are_the_first_documents():
@@ -373,14 +373,14 @@ def test_labels_are_the_first_documents():
 
 @pytest.mark.parametrize("few", [True, False])
 def test_a_step_of_many_pairs_keeps_two_numbers_a_query(few, monkeypatch):
-    """One of few keeps their scores and winners; both have the same gradients."""
+    """A small step keeps its scores and argmax, and both kinds of steps have the same gradients."""
     Q, D = torch.randn(8, 4, 16, requires_grad=True), torch.randn(300, 10, 16, requires_grad=True)
     if not few:
         monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", 8 * 300 * 8)
     eager.clear_call_caches()
     loss, kept = kept_for_backward(lik_ops.maxsim_cross_entropy, Q, D)
     others = [t for t in kept if not any(t.data_ptr() == x.data_ptr() for x in (Q, D))]
-    # With the labels, and what the mean divides by.
+    # The sum includes the labels and the divisor of the mean.
     assert sum(t.numel() for t in others) == 8 * 3 + 1 + (8 * 300 * (4 + 1) if few else 0)
     first, again = (torch.autograd.grad(loss, (Q, D), retain_graph=True) for _ in range(2))
     recomputed = torch.ops.lik.maxsim_cross_entropy_fwd(Q, D, None, None, None, torch.arange(8), 1.0, -100, False)
@@ -423,7 +423,7 @@ def _grown_mib(way):
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING or sys.platform != "linux", reason="of the portable backend, as Linux tells it")
 def test_scores_and_winners_are_never_whole():
-    """3,072 queries and documents: 36 MiB of scores, of which torch makes copies, and 18 MiB of winners."""
+    """With 3,072 queries and documents, scores need 36 MiB, which torch copies, and the argmax needs 18 MiB."""
     assert _grown_mib("fused") < 64
     assert _grown_mib("scores") > 96
 

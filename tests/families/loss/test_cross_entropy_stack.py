@@ -1,4 +1,4 @@
-"""The contrastive loss under torch.compile, torch.export, vmap, torch.func, autocast and FLOP counting; training."""
+"""Test the contrastive loss under torch.compile, torch.export, vmap, torch.func, autocast, FLOP counting, training."""
 
 import math
 
@@ -114,9 +114,9 @@ def test_flops_are_those_of_its_products(device, candidates):
     ("learned", "cut"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
 )
 def test_training_goes_as_with_the_formula(device, learned, cut, monkeypatch):
-    """200 steps, of one part or of many, with a learned temperature or not, beside the same of all similarities."""
+    """Run 200 steps in one part or many, with fixed or learned temperature, and compare with the full similarities."""
     if cut:
-        monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", 3 * 9 * 16)  # of three queries
+        monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", 3 * 9 * 16)  # three queries
         eager.clear_call_caches()
 
     def fused(Q, D, tau, labels):
@@ -169,7 +169,7 @@ def test_a_step_waits_for_nothing_and_is_captured():
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_a_large_step_takes_little_beyond_its_gradients():
-    """Winners of 4,096 x 4,096 would take 1 GiB, scores 64 MiB."""
+    """The argmax of 4,096 x 4,096 pairs would need 1 GiB, and the scores 64 MiB."""
     n = 4096
     Q = torch.randn(n, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     D = torch.randn(n, 180, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The kernels of soft MaxSim compile for every architecture without a GPU: no spills, on the matrix unit."""
+"""Test that the soft MaxSim kernels compile for every architecture without a GPU, with tensor cores and no spills."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def _compiles(case: Case, arch: str) -> None:
     text = _check(case, arch).text
     unit = MATRIX_UNIT.get(arch, "mma.sync")
     if arch in ("sm_90", "sm_100") and (case.d < 64 or case.dtype == _FP32):
-        return  # may be too small for its unit
+        return  # may be too small for tensor cores
     assert unit in text, f"{case} on {arch}: not on the matrix unit"
 
 

@@ -1,4 +1,4 @@
-"""The Gluon kernels of soft MaxSim compile for sm_90 without a GPU: in flight together, no spills, fit its memory."""
+"""Test that the soft Gluon kernels compile for sm_90 without a GPU: concurrent wgmma, no spills, shared memory."""
 
 import inspect
 
@@ -26,9 +26,9 @@ def described(dtype: torch.dtype, *block: int) -> str:
 
 
 def compiled(kernel, signature: dict, constants: dict, options: bool, config):
-    """With temperatures that are tensors with `options`, else numbers; what is a pointer is aligned.
+    """Return the compiled kernel. Pointers are aligned, and temperatures are tensors if `options`, else numbers.
 
-    `constants` are those of groups.
+    `constants` holds the constants of each group.
     """
     signature = {**signature, "tau": "*fp32" if options else "fp32", "C": "constexpr"}
     names = list(inspect.signature(kernel.fn).parameters)

@@ -1,4 +1,4 @@
-"""Soft MaxSim against the formula in fp64: scores, gradients, what is masked, empty, huge or tiny; the same bits."""
+"""Test soft MaxSim against the fp64 formula: scores, gradients, masks, empty, huge, and tiny inputs, equal bits."""
 
 import math
 from dataclasses import replace
@@ -34,11 +34,11 @@ def score(function, x, temperature, normalize):
 
 
 def step(function, x, temperature, normalize, upstream):
-    """Scores, and gradients of all leaves and the temperature."""
+    """Return the scores, and the gradients of all leaves and the temperature."""
     leaves = [t.detach().requires_grad_() for t in x.leaves()]
     y = replace(x, Q=leaves[0], D=leaves[1], q_weight=leaves[2] if len(leaves) > 2 else None)
     scores = score(function, y, temperature, normalize)
-    kept = torch.where(scores.isfinite(), scores, 0)  # what scores -inf has no gradient
+    kept = torch.where(scores.isfinite(), scores, 0)  # scores of -inf have no gradient
     wanted = [*leaves, temperature] if isinstance(temperature, torch.Tensor) else leaves
     return scores.detach(), torch.autograd.grad(kept, wanted, upstream.to(scores))
 
@@ -59,7 +59,7 @@ def test_scores_and_gradients_are_those_of_the_formula(place, number):
         assert scores.dtype == score_dtype(dtype)
         assert_near(scores, expected, score_dtype(dtype))
         assert_near(same, expected, score_dtype(dtype))
-        # An entropy is known to the rounding of similarities over the temperature.
+        # The error of an entropy is the rounding error of the similarities divided by the temperature.
         terms = float((expected[expected.isfinite()] / 0.7).abs().sum())
         for leaf, g, e in zip([*x.leaves(), tau], grads, expected_grads, strict=True):
             assert g.dtype == leaf.dtype
@@ -70,7 +70,7 @@ def test_scores_and_gradients_are_those_of_the_formula(place, number):
 @at_places
 @pytest.mark.parametrize("options", [{}, {"q_mask": "holes"}, {"d_mask": "holes"}, {"d": 144}])
 def test_the_gradient_of_the_temperature_where_probabilities_are_peaks(place, options):
-    """Rounded to a half type they hide entropies that are small beside soft maxima."""
+    """Probabilities rounded to half precision would hide entropies that are small compared with soft maxima."""
     upstream = torch.ones(2, 3, device=place.device)
     for dtype in place.dtypes:
         p = replace(SMALL, **{"Nq": 2, "Nd": 3, "Lq": 17, "Ld": 40, "d": 64, "dtype": dtype, **options})
@@ -87,7 +87,7 @@ def test_the_gradient_of_the_temperature_where_probabilities_are_peaks(place, op
 @pytest.mark.parametrize("options", [{}, {"q_mask": "holes", "weight": True}, {"d_mask": "holes"}, {"d": 144}])
 @pytest.mark.parametrize(("scale", "temperature"), [("normal", 0.02), ("unit", 1e-4), ("unit", 1e-3), ("large", 0.02)])
 def test_the_gradient_of_a_low_temperature_keeps_its_digits(place, scale, temperature, options):
-    """Entropies far below the rounding error of a soft maximum over the temperature."""
+    """The entropies are far below the rounding error of a soft maximum divided by the temperature."""
     upstream = torch.ones(4, 4, device=place.device)
     for dtype in place.dtypes:
         p = replace(SMALL, **{"Nq": 4, "Nd": 4, "Lq": 17, "Ld": 40, "d": 64, "dtype": dtype, **options})
@@ -98,7 +98,7 @@ def test_the_gradient_of_a_low_temperature_keeps_its_digits(place, scale, temper
         expected = step(reference.maxsim_soft, x.to64(), tau64, scale == "unit", upstream)[1][-1]
         with place.use():
             found = step(lik_ops.maxsim_soft, x, tau, scale == "unit", upstream)[1][-1]
-        # A probability is known to the rounding of similarities over the temperature.
+        # The error of a probability is the rounding error of the similarities divided by the temperature.
         largest = 1 if scale == "unit" else 40 if scale == "normal" else 200
         error = 16 * torch.finfo(score_dtype(dtype)).eps * largest / temperature
         assert abs(float(found / expected) - 1) < error + 1e-4, (dtype, found, expected)
@@ -106,7 +106,7 @@ def test_the_gradient_of_a_low_temperature_keeps_its_digits(place, scale, temper
 
 @at_places
 def test_the_entropy_of_ties(place):
-    """Two, three and four equal tokens share a probability; so does one token in two blocks of a document."""
+    """Two, three, and four equal tokens share a probability, as do equal tokens in two blocks of a document."""
     Q = torch.full((1, 1, 16), 2.0, device=place.device)
     for Ld in (16, 300):
         D = torch.zeros(5, Ld, 16, device=place.device)
@@ -122,7 +122,7 @@ def test_the_entropy_of_ties(place):
 
 @at_places
 def test_the_entropy_of_a_peak(place):
-    """The second token has a probability below the rounding error of the soft maximum over the temperature."""
+    """The second token has a probability below the rounding error of the soft maximum divided by the temperature."""
     steps = torch.arange(1, 15, device=place.device)
     Q = torch.zeros(1, 1, 16, device=place.device)
     D = torch.zeros(14, 2, 16, device=place.device)
@@ -164,7 +164,7 @@ def test_it_tends_to_maxsim_as_the_temperature_falls(place):
         p = replace(SMALL, dtype=dtype, d=24, Ld=20)
         x = build(p, place.device)
         first, second = reference.similarities(x.to64().Q, x.to64().D).topk(2).values.unbind(-1)
-        small = float((first - second).min()) / 30  # no token beside a winner has a probability
+        small = float((first - second).min()) / 30  # only the best token has a probability
         upstream = torch.randn(3, 3, device=place.device)
         leaves = [t.detach().requires_grad_() for t in x.leaves()]
         with place.use():
@@ -173,7 +173,7 @@ def test_it_tends_to_maxsim_as_the_temperature_falls(place):
             for tau in (small, 1e-30, 1e-300):
                 found, grads = step(lik_ops.maxsim_soft, x, tau, False, upstream)
                 assert_near(found, hard.detach(), score_dtype(dtype))
-                # A probability is known to the rounding of similarities over the temperature.
+                # The error of a probability is the rounding error of the similarities divided by the temperature.
                 error = TOLERANCE[dtype] + torch.finfo(score_dtype(dtype)).eps * float(first.abs().max()) / tau
                 for g, e in zip(grads, expected, strict=True):
                     assert bool(g.isfinite().all())
@@ -217,7 +217,7 @@ def test_infinities_and_nan(place):
 @at_places
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_nothing_to_score(place, layout):
-    """As `maxsim`: documents without tokens, queries without, no documents, no queries."""
+    """Like `maxsim`: documents without tokens, queries without tokens, no documents, and no queries."""
     for sizes in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5)):
         Nq, K, Lq, Ld = sizes
         Q = torch.randn(Nq, Lq, 8, device=place.device)
@@ -232,7 +232,7 @@ def test_nothing_to_score(place, layout):
 
 @at_places
 def test_what_masks_leave_is_all_there_is(place):
-    """A query that keeps nothing scores 0, a document -inf, and neither has a gradient, whatever is upstream."""
+    """A query without kept tokens scores 0, an empty document -inf, and neither has a gradient."""
     Q, D = torch.randn(3, 4, 16, device=place.device), torch.randn(4, 18, 16, device=place.device)
     q_mask = torch.ones(3, 4, dtype=torch.bool, device=place.device)
     d_mask = torch.ones(4, 18, dtype=torch.bool, device=place.device)
@@ -275,7 +275,7 @@ def test_a_score_does_not_depend_on_its_batch(place, number):
 
 @at_places
 def test_gradients_are_the_same_each_time_and_of_each_batch(place):
-    """That of a query is made of all documents, whatever other queries there are."""
+    """The gradient of a query sums over all documents and does not depend on the other queries."""
     for dtype in place.some_dtypes(1):
         x = build(replace(SMALL, Nq=5, Nd=4, Ld=20, dtype=dtype), place.device)
         upstream = torch.randn(5, 4)
@@ -309,7 +309,7 @@ def _times(size, Q, D, temperature, *_, **options):
 
 @at_places
 def test_small_gradients_of_fp16_are_not_lost(place):
-    """Products are made in fp16: what they are multiplied by, often far below 1, is scaled before."""
+    """Products run in fp16, so the other operand, often far below 1, is scaled first."""
     x = build(replace(SMALL, dtype=torch.float16, Ld=20, d=32), place.device)
     upstream = torch.randn(3, 3)
     for size in (1e-6, 1e6):
@@ -330,7 +330,7 @@ def test_small_gradients_of_fp16_are_not_lost(place):
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize(("frozen", "d"), [(False, 16), (True, 16), (False, 130)])
 def test_sums_that_exceed_the_workspace_are_made_in_parts(place, layout, frozen, d, monkeypatch):
-    """In memory of their own, or in that of a gradient that is written later."""
+    """The sums use separate memory, or the memory of a gradient that is written later."""
     if place.backend == "portable":
         pytest.skip("the portable backend sums in blocks whatever the workspace")
     from lik_ops.families.soft import gpu as soft
@@ -359,7 +359,7 @@ def test_sums_that_exceed_the_workspace_are_made_in_parts(place, layout, frozen,
 
 
 MiB = 2**20
-# Queries, documents, tokens of each and features of steps in bf16, with candidates and without.
+# Numbers of queries and documents, of their tokens, and of features, and the layout of bf16 steps.
 STEPS = [
     (256, 256, 32, 300, 128, False),
     (32, 32, 1024, 1024, 128, False),
@@ -370,7 +370,7 @@ STEPS = [
 
 
 def _bytes_of_a_step(Nq, K, Lq, Ld, d, candidates):
-    """Of the gradients in bf16, of that of D alone, and of the soft maxima."""
+    """Return the bytes of both bf16 gradients, of the gradient of D alone, and of the soft maxima."""
     of_D = 2 * (Nq if candidates else 1) * K * Ld * d
     return 2 * Nq * Lq * d + of_D, of_D, 4 * Nq * K * Lq
 
@@ -378,13 +378,13 @@ def _bytes_of_a_step(Nq, K, Lq, Ld, d, candidates):
 @pytest.mark.parametrize("sizes", STEPS, ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_sums_take_a_twentieth_of_what_a_step_keeps(sizes, frozen):
-    """Or 8 MiB where that is more; nothing if both gradients are wanted, as that of D has room for the sums of Q."""
+    """Frozen D needs a twentieth or 8 MiB. Otherwise the gradient of D has room for the sums of Q."""
     soft = pytest.importorskip("lik_ops.families.soft.gpu", reason="needs Triton")
     Nq, K, Lq, Ld, d, _ = sizes
     of_both, of_D, lse = _bytes_of_a_step(*sizes)
     own = of_both - frozen * of_D + lse
     unwritten = None if frozen else torch.empty(of_D // 2, dtype=torch.bfloat16, device="meta")
-    room = soft.allocate_sum_workspace(Nq, 4 * Lq * d * soft._parts(K, Ld), own, unwritten)
+    room = soft.allocate_sum_workspace(Nq, 4 * Lq * d * soft._count_parts(K, Ld), own, unwritten)
     assert frozen == (room.taken is None)
     assert room.taken is not None or room.size <= max(own / 20, 8 * MiB)
 
@@ -413,13 +413,13 @@ def test_a_step_takes_a_twentieth_beyond_gradients_and_soft_maxima(sizes, normal
     peak = torch.cuda.max_memory_allocated() - before
     of_both, _, lse = _bytes_of_a_step(*sizes)
     assert sum(g.nbytes for g in grads) == of_both
-    sums = 8 * MiB if normalize and d > 128 else 0  # of documents whose tokens no program has whole
+    sums = 8 * MiB if normalize and d > 128 else 0  # for documents whose tokens are spread over programs
     assert peak <= 1.05 * (of_both + lse) + sums + 4 * Nq * K, f"{peak / MiB:.1f} of {(of_both + lse) / MiB:.1f} MiB"
 
 
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
 def test_similarities_are_never_whole():
-    """Memory of a step on a CPU: what is kept and the gradients, and blocks of a few MiB."""
+    """On a CPU, a step needs memory for saved tensors, gradients, and blocks of a few MiB."""
     import resource
 
     Q = torch.randn(32, 64, 16, requires_grad=True)
@@ -428,12 +428,12 @@ def test_similarities_are_never_whole():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     lik_ops.maxsim_soft(Q, D, 0.1).sum().backward()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < 32 * 32 * 64 * 256 * 4 / 3  # of the similarities in fp32
+    assert grown < 32 * 32 * 64 * 256 * 4 / 3  # size of the similarities in fp32
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
 def test_kernels_multiply_where_they_are_tested():
-    """The interpreter runs the kernels, not the portable path."""
+    """The interpreter runs the kernels, not the portable backend."""
     from lik_ops import backends
 
     with lik_ops.use_backend("triton"):
@@ -476,7 +476,7 @@ def test_a_temperature_tensor_that_is_none_gives_nan(place):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_more_than_2_31_elements():
-    """The last of documents that lie behind 2^31 elements, and its gradient."""
+    """Test the last document beyond 2^31 elements, and its gradient."""
     Nd, Ld, d = 2**18 + 3, 64, 128
     D = torch.zeros(Nd, Ld, d, dtype=torch.bfloat16, device="cuda")
     D[-1] = torch.randn(Ld, d)

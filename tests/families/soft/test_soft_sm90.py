@@ -1,4 +1,4 @@
-"""The Gluon kernels of soft gradients: against the formula in fp64 and the plain kernels."""
+"""Test the Gluon kernels of soft gradients against the fp64 formula and the generic kernels."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from lik_ops.families.soft import gpu_sm90 as soft_sm90
 from lik_ops.gpu.runtime import gluon
 
 pytestmark = pytest.mark.gpu
-# Queries, documents, tokens of each, features.
+# Numbers of queries and documents, of their tokens, and of features.
 SIZES = [
     (70, 66, 32, 300, 128),
     (64, 70, 5, 64, 64),
@@ -49,7 +49,7 @@ def without(monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    """Which of the kernels served calls."""
+    """Record which kernels served the calls."""
     found = []
 
     def noted(name, function, *args):
@@ -65,7 +65,7 @@ def served(monkeypatch):
 @at_sizes
 @pytest.mark.parametrize("options", [False, True])
 def test_gradients_are_those_of_the_formula(sizes, options, served):
-    """`options`: weights, of which those of masked query tokens count for nothing in the gradient of Q."""
+    """With `options` there are weights. Weights of masked query tokens do not affect the gradient of Q."""
     Q, D = tokens(sizes)
     Nq, Nd, Lq = sizes[:3]
     w = torch.rand(Nq, Lq, device="cuda") if options else None
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_formula(sizes, options, served):
     leaves = [x.requires_grad_() for x in ((Q, D) if w is None else (Q, D, w))]
     grads = torch.autograd.grad(lik_ops.maxsim_soft(Q, D, 0.5, q_weight=w), leaves, upstream)
     assert served[-2:] == [("into_rows", True), ("into_tokens", True)]
-    step = max(1, 2**26 // (Nd * Lq * D.shape[1]))  # queries at a time: the formula has all similarities in memory
+    step = max(1, 2**26 // (Nd * Lq * D.shape[1]))  # queries per step, because the formula stores all similarities
     expected = [torch.zeros(x.shape, dtype=torch.float64, device="cuda") for x in leaves]
     d = D.detach().double().requires_grad_()
     for i in range(0, Nq, step):
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_formula(sizes, options, served):
 
 @at_sizes
 def test_gradients_beside_those_of_the_plain_kernels(sizes, served, monkeypatch):
-    """Masked query tokens hold NaN, and a document behind the others too; the same bits each time and of each batch."""
+    """Masked query tokens and a document behind the others are NaN. Bits are equal in each run and batch."""
     Q, D = tokens(sizes)
     Nq, Nd, Lq, _, _ = sizes
     q_mask = torch.rand(Nq, Lq, device="cuda") > 0.3
@@ -112,7 +112,7 @@ def test_gradients_beside_those_of_the_plain_kernels(sizes, served, monkeypatch)
 
 
 def test_a_token_behind_a_document_changes_nothing():
-    """That of the next document, with which a last tile is read, may be NaN."""
+    """A last tile also reads the next document, whose first token may be NaN."""
     Q, D = tokens((64, 70, 32, 70, 128))
     D[1] = torch.nan
     upstream = torch.zeros(64, 70, device="cuda")

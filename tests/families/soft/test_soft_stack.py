@@ -1,4 +1,4 @@
-"""Soft MaxSim under torch.compile, torch.export, vmap, torch.func, autocast and FLOP counting."""
+"""Test soft MaxSim under torch.compile, torch.export, vmap, torch.func, autocast, and FLOP counting."""
 
 import math
 
@@ -133,7 +133,7 @@ def test_nothing_is_kept_without_a_gradient():
 
 @at_devices
 def test_training_goes_as_with_the_formula(device):
-    """200 steps of a contrastive loss, temperature included, beside the same with the formula."""
+    """Run 200 steps of a contrastive loss, including the temperature, and compare with the formula."""
 
     def train(score):
         torch.manual_seed(0)

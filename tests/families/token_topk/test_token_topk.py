@@ -1,4 +1,4 @@
-"""Sums of each query token's best document tokens: scores and gradients against the formula, and what torch asks."""
+"""Test token top-k sums against the formula: scores, gradients, and the PyTorch stack."""
 
 import itertools
 from dataclasses import replace
@@ -162,7 +162,7 @@ def test_gradients_alone_are_those_of_all():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_are_rounded_once(dtype):
-    """Of many ranks, whose terms cancel or, each alone, are above what the dtype holds."""
+    """Terms of many ranks cancel, or each exceeds the range of the dtype."""
     Q = torch.randn(2, 3, 8).to(dtype).requires_grad_()
     D = torch.randn(2, 64, 8).to(dtype)
     (found,) = torch.autograd.grad(lik_ops.maxsim_token_topk(Q, D, 64).sum(), Q)
@@ -184,7 +184,7 @@ def test_a_step_keeps_winners_and_nothing_without_a_gradient():
 
 
 def test_workspace_does_not_grow_with_the_call():
-    """Lists of many queries and documents stand in as much memory as maxima do."""
+    """Lists for many queries and documents need no more memory than maxima."""
     for top_k, shape in ((3, (200, 32, 100, 20)), (12, (1, 32, 5000, 3)), (40, (300, 3, 300, 7))):
         Nq, Lq, Nd, Ld = shape
         Q, D = torch.randn(Nq, Lq, 4), torch.randn(Nd, Ld, 4)

@@ -1,4 +1,4 @@
-"""XTR: scores and gradients against the formula, in blocks of any size, and beside what hosts compute."""
+"""Test XTR scores and gradients against the formula and the hosts, in blocks of any size."""
 
 import itertools
 from functools import partial
@@ -65,7 +65,7 @@ def test_scores_and_gradients_are_those_of_the_formula(device, normalizer, top_k
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("Lq", "Ld", "d"), [(1, 7, 64), (2, 30, 8), (4, 180, 128), (32, 20, 100)])
 def test_scores_do_not_depend_on_other_queries(device, Lq, Ld, d):
-    """Bit for bit: BLAS chooses a kernel by the number of rows."""
+    """Scores are equal bit for bit, although BLAS selects a kernel by the number of rows."""
     Q, D, *_ = drawn(device, options=False, shape=(20, 9, Lq, Ld, d))
     for normalizer in ("retrieved", "positive"):
         scores = lik_ops.maxsim_xtr(Q, D, 4, normalizer=normalizer)
@@ -113,7 +113,7 @@ def test_nan_stays_with_its_pairs():
     d_mask[2, 3] = False
     expected = lik_ops.maxsim_xtr(Q, D, 8, None, d_mask)
     D[2, 3] = float("nan")
-    scores = lik_ops.maxsim_xtr(Q, D, 9)  # the NaN takes a place
+    scores = lik_ops.maxsim_xtr(Q, D, 9)  # the NaN uses one of the top-k places
     assert scores[:, 2].isnan().all()
     others = [0, 1, 3, 4]
     assert torch.equal(scores[:, others], expected[:, others])
@@ -158,7 +158,7 @@ def test_empty_sets(sizes):
 
 
 def test_a_step_keeps_no_similarities():
-    """Beside its gradients a step holds winners and blocks: a tenth of the similarities here."""
+    """In addition to gradients, a step keeps argmax values and blocks, here a tenth of the similarities."""
     Q, D = torch.randn(8, 64, 16, requires_grad=True), torch.randn(300, 100, 16, requires_grad=True)
     scores, kept = kept_for_backward(lik_ops.maxsim_xtr, Q, D, 256)
     assert sum(x.nbytes for x in kept) < 4 * 8 * 64 * 300 * 100 / 10

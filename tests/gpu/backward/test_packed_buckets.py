@@ -1,4 +1,4 @@
-"""The gradient of packed documents from lists of winners, and by a walk over all of them, against fp64."""
+"""Test the gradient of packed documents against fp64, from bucketed argmax lists and from dense tiles."""
 
 import itertools
 
@@ -28,16 +28,16 @@ from ..forward.test_packed_kernels import (
 
 __all__ = ["list_few_winners_too"]
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
-BLOCK = 64 if INTERPRETING else 4096  # most query rows that one program lists
+BLOCK = 64 if INTERPRETING else 4096  # maximum query rows listed by one program
 ONE_BLOCK = (3, 0, 35, 2)
 BLOCKS = (3, 0, BLOCK, 2, BLOCK)
-PATHS = {"listed": 16 * 2**20, "walked": 0}  # bytes that lists may take
+PATHS = {"listed": 16 * 2**20, "walked": 0}  # byte limit of the lists
 
 slow_in_interpreter = [pytest.mark.slow] if INTERPRETING else []
 
 
 def cross(place, dtype, queries, documents, tokens, **fields):
-    """A problem of the cross product, of documents at [(first row, length), ..] of `tokens` rows."""
+    """Return a cross product problem of documents at [(first row, length), ..] in `tokens` rows."""
     p = problem(place, "cross", dtype, queries=queries, documents=(tokens,), **fields)
     at = torch.tensor(documents, device=place.device)
     meetings = [(i, j, (i, j)) for i in range(len(queries)) for j in range(len(documents))]
@@ -51,7 +51,7 @@ def check(p, dtype, normalize=False):
     assert gradient_error(p, found, upstream, normalize) < GRADIENT_TOLERANCE[dtype], dtype
 
 
-# One that covers all others, some inside it, equal ones, one of a token, empty ones, one at the end of all rows.
+# One covers all others; some are nested, equal, of one token, or empty; one is at the end of all rows.
 OVERLAPPING = [(0, 90), (3, 20), (3, 7), (40, 50), (89, 1), (5, 0), (60, 20), (3, 20), (3, 20), (0, 90), (90, 0)]
 
 
@@ -69,7 +69,7 @@ def test_documents_may_overlap_and_be_met_many_times(place, queries, path, monke
     ("overlap", "pieces"), [(0, 1), (3, 2), *(pytest.param(*x, marks=slow_in_interpreter) for x in ((3, 1), (64, 2)))]
 )
 def test_lists_are_made_of_as_many_documents_as_there_is_room_for(place, overlap, pieces, monkeypatch):
-    """The rest, tiles that meet too many documents, is walked over."""
+    """The remaining tiles, which have too many documents, read the argmax of all rows."""
     monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", 4 * 5 * (sum(ONE_BLOCK) + MAX_BUCKETS.value + 1))
     monkeypatch.setattr(cuda_ragged_backward, "_BUCKET_OVERLAP_DOCUMENTS", overlap)
     monkeypatch.setattr(cuda_ragged_backward._PackedGradientCall, "_pieces", lambda *_: pieces)
@@ -112,7 +112,7 @@ def test_gradients_of_fp16_keep_their_precision_at_any_scale(place, scale, path,
     "length", [1008, 1009, *(pytest.param(n, marks=slow_in_interpreter) for n in (1007, 2016, 2017, 2100, 17000))]
 )
 def test_documents_longer_than_buckets_of_one_tile(place, length):
-    """Their entries are of several tiles; the documents begin anywhere in a bucket."""
+    """Their entries belong to several tiles, and the documents begin anywhere in a bucket."""
     p = cross(place, torch.float32, (2, 17), [(0, 20), (11, length), (length, 11)], length + 11, options=False)
     check(p, torch.float32)
 
@@ -120,12 +120,12 @@ def test_documents_longer_than_buckets_of_one_tile(place, length):
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("path", PATHS)
 def test_winners_that_no_forward_wrote_are_not_followed(place, path, pieces, monkeypatch):
-    """Behind their document, in the next one, negative; and rows of no query."""
+    """Argmax values are beyond their document, in the next one, or negative, and some rows belong to no query."""
     monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", PATHS[path])
     monkeypatch.setattr(cuda_ragged_backward._PackedGradientCall, "_pieces", lambda *_: pieces)
     p = cross(place, torch.float32, BLOCKS, [(0, 20), (20, 30), (47, 3), (4, 0)], 60, options=False)
     cu = p.r.cu_seqlens_q.clone()
-    cu[0] = 2  # two rows of no query
+    cu[0] = 2  # two rows outside every query
     p = Problem(p.r._replace(cu_seqlens_q=cu), p.meetings)
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)

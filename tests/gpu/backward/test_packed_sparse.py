@@ -1,4 +1,4 @@
-"""The gradient of packed documents of which few rows win, against fp64."""
+"""Test the gradient of packed documents with few argmax rows against fp64."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from ..forward.test_packed_kernels import (
 )
 
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
-# In tiles (of 32 rows in the interpreter, else 256): below one, one, several, two that share one.
+# Lengths in tiles (of 32 rows in the interpreter, else 256): below one, one, several, two that share one.
 TILES = (2.5, 1.0, 1.25, 0.25, 0.0, 3.0)
 
 
@@ -35,8 +35,10 @@ TILE = 32 if INTERPRETING else 256
 
 
 def lookups(place, dtype, rows, met, documents=None, **options):
-    """Queries of `rows` tokens and pairs [(query, document), ..] of documents that lie one after another, or, where
-    `documents` says so in tiles, anywhere: [(first row, length), ..]."""
+    """Return a problem of queries of `rows` tokens and pairs [(query, document), ..].
+
+    Documents follow each other, or are at `documents` [(first row, length), ..], in tiles.
+    """
     lengths = TILES if documents is None else [first + length for first, length in documents]
     tokens = tuple(int(n * TILE) for n in lengths)
     if documents is not None:
@@ -61,7 +63,7 @@ CASES = {
 }
 
 
-# The interpreter takes seconds for each.
+# The interpreter needs seconds for each.
 NORMALIZED = ("short queries", "some documents are met often", "many features")
 WHICH = [(case, normalize) for case in CASES for normalize in (False, True) if case in NORMALIZED or not normalize]
 
@@ -73,7 +75,7 @@ def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch)
     rows, met, options = CASES[case]
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
         p = lookups(place, dtype, rows, met, **options)
-        p.r.D[: len(p.r.D) // 8] *= 4  # tokens that win most
+        p.r.D[: len(p.r.D) // 8] *= 4  # tokens that are the argmax of most rows
         scores, argmax = won(p, normalize)
         upstream = torch.randn(scores.shape, device=scores.device)
         found = gradients(p, upstream, argmax, normalize)[1]
@@ -83,7 +85,7 @@ def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch)
 
 
 def shared_tiles(monkeypatch):
-    """The launches of the kernel that lists such tiles: of each, what it lists them in."""
+    """Return the marks argument of each launch of the kernel that lists shared tiles."""
     marks, launch = [], cuda_ragged_backward.launcher.launch
 
     def watched(kernel, grid, args, options):
@@ -103,7 +105,7 @@ def listed(marks, tiles):
 
 
 MANY = [(0, 0)] * (MAX_PAIRS_PER_DOCUMENT.value + 1)
-# Documents in tiles, who meets them, and the tiles that are shared.
+# Documents in tiles, pairs that score them, and the tiles that are shared.
 SHARED = {
     "disjoint": ([(0, 1), (1, 0.5), (3, 1)], [(0, 0), (1, 1), (2, 2), (1, 0)], set()),
     "overlap": ([(0, 1.5), (1.25, 1), (3, 1)], [(0, 0), (1, 1), (2, 2)], {0, 1, 2}),
@@ -178,7 +180,7 @@ def test_nan_and_inf_reach_only_the_tokens_that_won(place, where, dtype, monkeyp
 
 
 def test_an_infinite_weight_reaches_only_the_token_that_its_row_won(place, monkeypatch):
-    """Of two items that share their other tokens."""
+    """The two pairs share all their other tokens."""
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     rows, d = 14, 500
     p = lookups(place, torch.float16, (rows, rows), [(0, 0), (1, 0)], [(0, 1)], d=d)

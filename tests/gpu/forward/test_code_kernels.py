@@ -1,4 +1,4 @@
-"""The kernel that reads residual codes, as bytes and as words."""
+"""Test the kernel that reads residual codes, as bytes and as words."""
 
 import contextlib
 import dataclasses
@@ -44,13 +44,13 @@ def test_codes_that_are_no_centroids_are_nan_for_their_document(place, format, c
 
 
 def halved(p):
-    """Beside fp16 centroids, as files have them."""
+    """Return the problem with fp16 centroids, as stored in files."""
     return dataclasses.replace(p, stored=p.stored._replace(centroids=p.stored.centroids.half()))
 
 
 @contextlib.contextmanager
 def in_words(monkeypatch):
-    """Residuals are read as words, in the interpreter too."""
+    """Read residuals as words, also in the interpreter."""
     with monkeypatch.context() as patch:
         if INTERPRETING:
             patch.setattr(quantized_calls, "_supports_prmt", lambda device: True)
@@ -74,7 +74,7 @@ WORDS = [
 @pytest.mark.parametrize("format", RESIDUAL_FORMATS)
 @pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
 def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, normalize, monkeypatch):
-    """Residuals that are read as words, where they can be, have the bits of those that are read as bytes."""
+    """Residuals have the same bits read as words, if supported, and read as bytes."""
     for dtype in dtypes(place)[:2]:
         if dtype == torch.float32:
             continue
@@ -98,7 +98,7 @@ def test_bits_beside_fp16_centroids_hang_on_nothing_else(place, format, monkeypa
 def _bits_hang_on_nothing_else(place, format):
     many = (3, 0, 16, 5, 7) if INTERPRETING else (*[32] * 19, 300, 0, 5, 64)
     p = halved(problem("cross", torch.float16, 128, format, queries=many)).to(place.device)
-    p.stored.codes[3] = 7  # no centroid: the document is NaN, and no other
+    p.stored.codes[3] = 7  # no such centroid: only this document is NaN
     whole, _ = p.forward(argmax_dtype=None)
     assert whole[:, 0].isnan().sum() == sum(n > 0 for n in many) and not whole[:, 2:].isnan().any()
     bounds = p.r.cu_seqlens_q
@@ -114,7 +114,7 @@ def _bits_hang_on_nothing_else(place, format):
 @pytest.mark.parametrize("queries", [(3, 16, 5), (3, 18)], ids=["one slot each", "one takes two"])
 @pytest.mark.parametrize("format", ["residual2", "residual4"])
 def test_programs_of_codes_in_words_walk_from_document_to_document(place, format, queries, monkeypatch):
-    """No more are launched than run at a time, and every document has the bits that it has alone."""
+    """The launch has at most the resident programs, and every document has the bits that it has alone."""
     lengths = (5, 0, 9, 20, 1, 0, 33) if INTERPRETING else (180, 0, 33, 1, 300, 64) * 400
     p = halved(problem("cross", torch.float16, 128, format, queries=queries, documents=lengths)).to(place.device)
     grids, launch = [], launcher.launch

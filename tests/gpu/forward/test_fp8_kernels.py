@@ -1,4 +1,4 @@
-"""FP8 documents beside bf16 queries, whose rows are held in fp16 over powers of two: what they keep, and their bits."""
+"""Test the accuracy and bits of FP8 documents with bf16 queries, whose rows are fp16 over powers of two."""
 
 import dataclasses
 
@@ -24,23 +24,23 @@ MOST = torch.finfo(BF16).max
 LEAST = -94 if INTERPRETING else -126  # the interpreter reads bf16 below 2^-126 wrongly
 
 
-EACH = 24 if INTERPRETING else 1  # of so many features one is looked at
+EACH = 24 if INTERPRETING else 1  # check one of this many features
 
 
 def features(format, d, place):
-    """A document for each feature, of one token that has nothing else: a score is the feature itself."""
+    """Return one document of one token for each feature, so that a score is the feature itself."""
     data = torch.eye(d)[::EACH].to(FORMATS[format].dtype)[:, None]
     return Quantized(data, torch.ones(1, 1), format, d, BF16).to(place.device)
 
 
 def alone(rows, documents, place):
-    """Each row as a query of its own, and its scores."""
+    """Return the scores of each row as a separate query."""
     with place.use():
         return maxsim(rows[:, None].to(place.device), documents).cpu()
 
 
 def apart(d, far):
-    """A row whose features lie up to 2^far below its largest."""
+    """Return a row whose features are up to 2^far below its largest."""
     powers = 2.0 ** -(torch.arange(d) * 7 % (far + 1)).float()
     return ((1 + torch.rand(d) * 0.99) * torch.randn(d).sign() * powers).to(BF16)
 
@@ -61,7 +61,7 @@ def test_smaller_features_are_off_by_little(place, format):
 
 
 def test_nan_and_infinities_are_those_of_the_row(place, format):
-    """An infinity beside numbers that are 0 is NaN; nothing else of its row becomes one."""
+    """An infinity times zeros is NaN, and no other element of the row becomes NaN."""
     rows = torch.full((4, 96), MOST, dtype=BF16)
     rows[0, 24], rows[1, 24], rows[2, 24] = float("nan"), float("inf"), -float("inf")
     rows[3, 24], rows[3, 25] = float("inf"), -float("inf")
@@ -100,7 +100,7 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, nor
     p.r.Q.mul_(2.0 ** torch.randint(-60, 60, (len(p.r.Q), 1), device=place.device))
     p.r.q_weight.mul_(p.r.Q.float().abs().amax(1).reciprocal().nan_to_num(0, 0, 0))
     scores, argmax = p.forward(normalize=normalize)
-    # Not beside the portable path: sums of rows so unlike cancel, and what is left of both is off by more than a part.
+    # The portable path is no reference here: sums over such rows cancel, and both results have large errors.
     assert_right(p, scores, argmax, normalize)
 
 

@@ -1,4 +1,4 @@
-"""What goes before and after row maxima of documents with masks: which of their tokens count."""
+"""Test the launches before and after row maxima of masked documents, which handle kept tokens."""
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 
 @pytest.mark.parametrize("Ld", [7, 64, 150, 200])
 def test_what_tiles_leave_out(place, Ld):
-    """Bits of tokens that do not count, in tiles of 64 from a document's first one that does; the last tile ends with
-    the last of them."""
+    """Check the bits of masked tokens in tiles of 64, from the first kept token of a document to the last one.
+
+    The last tile ends at the last kept token.
+    """
     K, BN, step = 6, 64, 2
     mask = torch.rand(Ld, K, generator=torch.Generator().manual_seed(0)).T > 0.3
     mask[0], mask[1], mask[2, : Ld // 2], mask[3, Ld // 3 :] = True, False, False, False

@@ -1,4 +1,4 @@
-"""The kernels for ragged layouts: bit for bit what the dense ones give of each pair, and gradients against fp64."""
+"""Test the ragged kernels: scores bit for bit against the dense kernels, and gradients against fp64."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mar
 pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 
 MODES = ("cross", "candidates", "pairs")
-# The interpreter finds winners one element at a time.
+# The interpreter computes an argmax one element at a time.
 QUERIES, DOCUMENTS = ((3, 0, 35, 2), (5, 0, 20, 1)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
 
 
@@ -36,13 +36,13 @@ def bounds(lengths, device):
 
 @dataclasses.dataclass
 class Problem:
-    """Packed tensors, and the (query, document, place among the scores) that meet."""
+    """Packed tensors and the scored pairs as (query, document, position among the scores)."""
 
     r: RaggedArgs
     meetings: list
 
     def cut(self, i, j):
-        """Q, D, q_mask, d_mask and q_weight of one query and one document."""
+        """Return Q, D, q_mask, d_mask, and q_weight of one query and one document."""
         r = self.r
         first, last = (int(n) for n in r.cu_seqlens_q[i : i + 2])
         begin, length = int(r.d_offsets.view(-1)[j]), int(r.d_lengths.view(-1)[j])
@@ -60,11 +60,11 @@ def problem(place, mode, dtype, d=16, options=True, queries=QUERIES, documents=D
     rows, tokens = sum(queries), sum(documents)
     if values == "normal":
         Q, D = torch.randn(rows, d).to(device, dtype), torch.randn(tokens, d).to(device, dtype)
-    else:  # exact, full of ties
+    else:  # exact, with many ties
         Q, D = (torch.randint(-2, 3, (n, d)).to(device, dtype) for n in (rows, tokens))
     q_mask, d_mask = ((torch.rand(n) > 0.3).to(device) if options else None for n in (rows, tokens))
     weight = torch.randn(rows).to(device) if options else None
-    if options:  # what is masked never matters
+    if options:  # masked tokens never matter
         Q[~q_mask], D[~d_mask] = float("nan"), float("inf")
     cu_q, cu_d = bounds(queries, device), bounds(documents, device)
     offsets, lengths, pairs = cu_d[:-1], cu_d[1:] - cu_d[:-1], None
@@ -86,14 +86,14 @@ def forward(p, normalize=False, argmax_dtype=torch.int32):
 
 
 def padded(tensors, fill):
-    """Tensors of different lengths side by side, filled up with what no result may depend on."""
+    """Return the tensors padded with `fill`, which no result may depend on, and their mask."""
     whole = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
     lengths = torch.tensor([t.shape[0] for t in tensors], device=whole.device)
     return whole, torch.arange(whole.shape[1], device=whole.device) < lengths[:, None]
 
 
 def assert_dense_bits(place, p, normalize=False, winners=not INTERPRETING):
-    """Those of one dense call of padded queries, each with the one padded document that it meets."""
+    """Assert the bits of one dense call of padded queries, each with its single padded document."""
     scores, _ = forward(p, normalize, None)
     Q, D, q_mask, d_mask, weight = zip(*(p.cut(i, j) for i, j, _ in p.meetings), strict=True)
     (Q, q_kept), (D, d_kept) = padded(Q, float("nan")), padded(D, float("inf"))
@@ -143,7 +143,7 @@ def test_they_do_with_other_features(place, d, normalize):
 
 @pytest.mark.parametrize("slot", [4, *(pytest.param(slot, marks=slow_in_interpreter) for slot in (2, 8))])
 def test_sums_are_those_of_dense_calls_however_a_query_is_cut(place, slot, monkeypatch):
-    """The mean length decides how many rows of a query are taken at a time; lengths differ from it."""
+    """The mean length determines the rows per query, and actual lengths differ from the mean."""
     monkeypatch.setattr(forward_configs, "MIN_ROWS_PER_QUERY", slot)
     queries = (1, 2, 3, 5, 7, 12, 17, 31, 33, 41, *[0] * 70)
     assert sum(queries) / len(queries) < slot + 1
@@ -162,7 +162,7 @@ def test_winners_of_16_bits(place):
 
 
 def test_what_lies_outside_scores_nan_and_touches_nothing_else(place):
-    """Offsets, lengths, bounds and pairs that are negative or reach beyond the tensors."""
+    """Test offsets, lengths, bounds, and pairs that are negative or exceed the tensors."""
     good = problem(place, "cross", torch.float16, queries=(3, 1, 0, 4, 2, 5), documents=(5, 0, 1, 4, 7, 2))
     scores, argmax = forward(good)
     offsets, lengths, cu = (t.clone() for t in (good.r.d_offsets, good.r.d_lengths, good.r.cu_seqlens_q))
@@ -206,7 +206,7 @@ def list_few_winners_too(monkeypatch):
 
 
 def kernels_launched(monkeypatch):
-    """A list that every kernel of the backward which is launched from here on is appended to."""
+    """Return a list to which every later backward kernel launch is appended."""
     launched, launch = [], cuda_ragged_backward.launcher.launch
     monkeypatch.setattr(
         cuda_ragged_backward.launcher, "launch", lambda kernel, *args: (launched.append(kernel), launch(kernel, *args))
@@ -215,7 +215,7 @@ def kernels_launched(monkeypatch):
 
 
 def won(p, normalize):
-    """Winners as the reference finds them."""
+    """Return the argmax of the reference."""
     most = int(p.r.cu_seqlens_q.diff().max()) if p.r.pairs is not None else 0
     argmax = torch.full(p.r.argmax_shape(most), -1, dtype=torch.int32, device=p.r.Q.device)
     for i, j, at in p.meetings:
@@ -251,7 +251,7 @@ def expected_gradients(p, upstream, normalize):
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_the_formula(place, mode, options, unified):
     kinds = [(16, False), (16, True), (200, False)]
-    if INTERPRETING:  # in turn: each takes seconds there
+    if INTERPRETING:  # one after the other, because each needs seconds there
         kinds = [kinds[(MODES.index(mode) + options + unified) % 3]]
     for dtype in half_or_fp32(place):
         for d, normalize in kinds:
@@ -305,7 +305,7 @@ def test_rows_of_no_query_and_no_document_get_zeros(place):
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_dense_sides_are_those_of_their_rows(place, mode, unified):
-    """As an eager call keeps them for its backward."""
+    """An eager call keeps dense sides for its backward."""
     p = problem(place, mode, torch.float32, queries=(5, 5, 5, 5), documents=(9, 9, 9))
     scores, argmax = won(p, True)
     upstream = torch.randn(scores.shape, device=scores.device)
@@ -313,7 +313,7 @@ def test_gradients_of_dense_sides_are_those_of_their_rows(place, mode, unified):
     whole = PackedArgs.of(p.r, 5)
     Q, D = whole.Q.view(4, 5, -1), whole.D.view(3, 9, -1)
     cuts = [whole._replace(Q=Q, cu_seqlens_q=None)]
-    if mode != "candidates":  # which name documents
+    if mode != "candidates":  # candidates name documents
         cuts += [whole._replace(D=D, offsets=None, lengths=None)]
         cuts += [whole._replace(Q=Q, D=D, cu_seqlens_q=None, offsets=None, lengths=None)]
     close = functools.partial(torch.testing.assert_close, **({} if unified else {"rtol": 0, "atol": 0}))
@@ -326,7 +326,7 @@ def test_gradients_of_dense_sides_are_those_of_their_rows(place, mode, unified):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_to_meet_gets_zeros(place, mode):
-    """Packed rows without a query or without a document: there is nothing to look an offset up in."""
+    """With packed rows but no query or no document, there is no segment to search."""
     for queries, documents in (((), DOCUMENTS), (QUERIES, ())):
         p = problem(place, mode, torch.float32)
         r = p.r._replace(cu_seqlens_q=p.r.cu_seqlens_q[: len(queries) + 1])
@@ -341,7 +341,7 @@ def test_nothing_to_meet_gets_zeros(place, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_winners_where_no_query_has_tokens_are_not_followed(place, mode):
-    """As of another call: they name rows outside Q, or score gradients outside theirs."""
+    """The argmax of another call may name rows outside Q, or score gradients outside their tensor."""
     p = problem(place, mode, torch.float32, options=False)
     scores, argmax = won(p, False)
     upstream, needs = torch.randn_like(scores), (True, True, False)
@@ -365,7 +365,7 @@ def test_winners_where_no_query_has_tokens_are_not_followed(place, mode):
 
 @pytest.mark.parametrize("bounds", [[0, 2, 2, 5], [3, 5, 0, 3], [1, 4, -1, 4, 7], [6, 2, 3, 3, 99, 5], [-1, 0]])
 def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
-    """Bounds that leave gaps, descend, or lie outside; a batch of samples has such."""
+    """Bounds leave gaps, descend, or exceed the rows, as they do in a batch of samples."""
     Q, cu = torch.zeros(7, 4, device=place.device), torch.tensor(bounds, device=place.device)
     none = torch.zeros(0, dtype=torch.int64, device=place.device)
     expected = [-1] * 7
@@ -376,13 +376,13 @@ def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
     assert cuda_ragged_backward.PairLookup(cut, 7, (1, 1)).query.tolist() == expected
 
 
-HALF_ULP = 2**-8  # of bf16: a token that wins most is most of the norm, and its rounding does not average out
+HALF_ULP = 2**-8  # of bf16: the token with most argmax rows is most of the norm, and its rounding does not average out
 GRADIENT_TOLERANCE = {torch.bfloat16: HALF_ULP, torch.float16: 5e-4, torch.float32: 1e-6}
 FEW = {"all at once": 10**9, "those that win": 0}
 
 
 def gradient_error(p, found, upstream, normalize):
-    """Of the gradient of the documents, relative to its norm."""
+    """Return the error of the document gradient relative to its norm."""
     expected = expected_gradients(p, upstream, normalize)[1]
     return float((found.double() - expected).norm()) / float(expected.norm())
 
@@ -390,7 +390,7 @@ def gradient_error(p, found, upstream, normalize):
 @pytest.mark.parametrize("few", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypatch):
-    """One that covers all others, some inside it, some with equal beginnings, one that most meet."""
+    """One document covers all others, some are nested or share a first row, and one is in most pairs."""
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", few)
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
         p = problem(place, "pairs", dtype, documents=(90,))
@@ -411,7 +411,7 @@ def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypat
 
 @pytest.mark.parametrize("mode", MODES)
 def test_sums_in_pieces(place, mode, monkeypatch):
-    """Few rows of D must not leave a GPU to few programs."""
+    """Few rows of D must not leave a GPU with few programs."""
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPLIT_ROWS", 8)
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPLIT_PAIRS", 2)
     launched = kernels_launched(monkeypatch)
@@ -442,7 +442,7 @@ def test_gradients_keep_their_precision_at_any_scale(place, few, monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_that_is_not_finite_reaches_the_tokens_that_it_won_only(place, mode, few, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", few)
-    if mode == "cross":  # there the other way is a walk over all winners, where lists take too many bytes
+    if mode == "cross":  # if lists exceed the limit, the kernel reads all argmax values
         monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", few)
     p = problem(place, mode, torch.float16, options=False, queries=(3, 0, 5), documents=(5, 0, 20))
     scores, argmax = won(p, False)
@@ -465,7 +465,7 @@ def test_items_are_sorted_and_found_by_tile(place, most, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_MAX_RANKED_PAIRS", most)
     count, rows, tile = 300, 500, 64
     first = torch.randint(0, rows // 8, (count,), device=place.device) * 8
-    first[::7] = rows  # nothing can win there
+    first[::7] = rows  # no argmax is possible there
     length = torch.randint(0, 40, (count,), device=place.device).minimum(rows - first)
     length[5] = rows - first[5]
     items = torch.stack([first, length, *(torch.arange(count, device=place.device) + n for n in range(5))])

@@ -1,4 +1,4 @@
-"""The kernels that read quantised documents: beside fp64 sums of the tokens as they count, and the portable backend."""
+"""Test the kernels that read quantized documents against fp64 sums of dequantized tokens and the portable backend."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, sca
         ("cross", 20, "tensor", True, False, True),
         ("candidates", 256, "token", True, True, False),
         ("pairs", 128, "document", False, True, True),
-        ("cross", 300, "token", False, False, False),  # too many features: rounds no queries
+        ("cross", 300, "token", False, False, False),  # too many features: queries are not rounded
     ],
 )
 def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, options, winners, normalize):
@@ -70,7 +70,7 @@ def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, opt
         assert_right(rounded, scores, argmax if winners else None, normalize)
         if d <= 256:
             with pytest.raises(AssertionError):
-                assert_right(p, scores, None, normalize)  # not as near as two terms are
+                assert_right(p, scores, None, normalize)  # less accurate than two terms
 
 
 def test_a_wrong_scale_would_be_seen(place):
@@ -114,7 +114,7 @@ ODD = (0.0, float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31
 
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "binary"])
 def test_queries_that_terms_cannot_hold(place, format):
-    """Each row is a query of its own; beside plain ones, whose bits they leave alone."""
+    """Each row is a separate query, next to ordinary rows whose bits must not change."""
     d, rows = 20, 3 + len(ODD)
     p = problem("cross", torch.float32, d, format, queries=(1,) * rows, documents=(5, 0, 9))
     plain = p.to(place.device).forward()[0]
@@ -126,12 +126,12 @@ def test_queries_that_terms_cannot_hold(place, format):
             row.mul_(value)
         else:
             row[n] = value
-    if format != "int8":  # numbers times such features are infinite before they are scaled
+    if format != "int8":  # codes times such features overflow before they are scaled
         p.r.Q[[4, 8]] /= 1e5
     scores, argmax = p.to(place.device).forward()
     assert torch.equal(scores[len(ODD) :], plain[len(ODD) :])
     expected, winners = p.forward(portable)
-    # An infinity beside numbers that are 0 is NaN in either.
+    # An infinity times zeros is NaN in either.
     assert torch.equal(scores.cpu().isnan(), expected.isnan())
     torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=1e-37, equal_nan=True)
     for j, n in ((0, 5), (2, 9)) if format == "int8" else ():
@@ -183,7 +183,7 @@ SHORT = {
 
 @pytest.mark.parametrize("name", SHORT)
 def test_the_short_way_has_the_scores_of_the_operator(place, name, monkeypatch):
-    """Dense documents as they are, their scales not made one for each token; and packed ones."""
+    """Dense documents are passed without expanding their scales to one per token. Packed documents also work."""
     format, scale, options = SHORT[name]
     Q, D = torch.randn(2, 3, 16, device=place.device), torch.randn(3, 5, 16, device=place.device)
     made = {
@@ -195,7 +195,7 @@ def test_the_short_way_has_the_scores_of_the_operator(place, name, monkeypatch):
     packed, cu = lik_ops.pack(list(D))
     documents, ragged = quantize(D, format, scale), quantize(packed, format, cu_seqlens_d=cu)
     seen, real = [], eager.try_maxsim_quantized
-    eager.clear_call_caches()  # a call of another test may be of the same description
+    eager.clear_call_caches()  # another test may have made a call with an equal key
     monkeypatch.setattr(eager, "try_maxsim_quantized", lambda *x, **y: seen.append(real(*x, **y)) or seen[-1])
     with lik_ops.use_backend("triton"):
         short = [lik_ops.maxsim(Q, documents, **given), lik_ops.maxsim_varlen(Q, ragged, None, cu)]
@@ -234,7 +234,7 @@ def test_the_last_of_more_than_int32_numbers(place, format):
 
 @pytest.mark.skipif(INTERPRETING, reason="more than 2^31 features")
 def test_the_last_of_more_query_features_than_int32_counts(place):
-    """Of which the kernel reads two terms each, one behind the terms of all rows."""
+    """The kernel reads two terms of each feature. The second terms follow the first terms of all rows."""
     Q = torch.zeros(2**19 + 64, 32, 128, dtype=torch.float16, device=place.device)
     Q[-2:] = torch.randn(2, 32, 128)
     D = quantize(torch.randn(3, 64, 128, device=place.device), "int8")
@@ -245,7 +245,7 @@ def test_the_last_of_more_query_features_than_int32_counts(place):
 
 @every_format
 def test_the_first_of_equal_tokens_wins(place, format):
-    """Tokens repeat, and numbers are small integers whose similarities are exact."""
+    """Tokens repeat, and codes are small integers whose similarities are exact."""
     for dtype in dtypes(place)[:1] if INTERPRETING else dtypes(place):
         p = problem("cross", dtype, 20, format, "tensor", queries=(3, 5), documents=(5, 20, 7))
         data = torch.randint(0, 3, p.stored.data.shape)
@@ -269,7 +269,7 @@ def test_the_first_of_equal_tokens_wins(place, format):
 
 @pytest.mark.parametrize("format", ["int8", "uint8", "fp8_e5m2"])
 def test_data_that_begins_anywhere(place, format):
-    """No descriptor reads it: its rows are odd, or it begins between two multiples of 16 bytes."""
+    """No descriptor can read the data: its rows are odd, or it begins between multiples of 16 bytes."""
     for d in (33, 96):
         p = problem("cross", torch.float16, d, format, queries=(3,), documents=(5, 0, 9)).to(place.device)
         expected = p.forward()
@@ -285,7 +285,7 @@ def test_data_that_begins_anywhere(place, format):
 
 
 def test_calls_of_other_scales_by_turns(place):
-    """Scales for each token or one for all, that begin anywhere or lie apart, of formats whose data look alike."""
+    """Scales are per token or shared, begin anywhere, or have gaps, for formats whose data look alike."""
     p = {f: problem("cross", torch.float16, 96, f, queries=(3,), documents=(5, 9)) for f in ALL_FORMATS}
     calls = []
     for (format, x), kind in itertools.product(p.items(), ("each", "one", "moved", "apart", "both moved")):
@@ -312,7 +312,7 @@ def test_calls_of_other_scales_by_turns(place):
 
 
 def test_plans_tell_tensors_apart(place):
-    """What decides which kernel is compiled is in the key of a plan."""
+    """The key of a plan holds everything that determines the compiled kernel."""
     cuda_ragged.clear_plans()
     for format in ALL_FORMATS:
         problem("cross", torch.float16, 96, format, queries=(3,), documents=(5,)).to(place.device).forward()
@@ -322,7 +322,7 @@ def test_plans_tell_tensors_apart(place):
     for codes, centroids in itertools.product((torch.int32, torch.int64), (torch.float16, torch.float32)):
         coded = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
         dataclasses.replace(p, stored=coded).to(place.device).forward()
-    assert len(cuda_ragged._plans) == len(ALL_FORMATS) + 3  # one of these was there
+    assert len(cuda_ragged._plans) == len(ALL_FORMATS) + 3  # one of these existed
 
 
 @every_format_and_codes
@@ -357,7 +357,7 @@ def test_lengths_beyond_the_tokens_are_nan(place):
 
 @pytest.mark.parametrize(("query", "step"), [("half", TERMS), ("int8", ONE_TERM)])
 def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place, query, step):
-    """A query whose every feature but one is nearly half a step, and documents that int8 keeps exactly."""
+    """All features of the query but one are nearly half a step, and int8 represents the documents exactly."""
     Q, D = torch.full((1, 1, 128), 0.49 * 2 * step), torch.ones(2, 3, 128)
     Q[0, 0, 5] = 1
     made = lik_ops.quantize(D.to(place.device), query=query)

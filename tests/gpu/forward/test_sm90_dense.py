@@ -1,4 +1,4 @@
-"""The Gluon kernels against the oracle, and bit for bit against `maxsim_forward`, which serves elsewhere."""
+"""Test the Gluon kernels against the oracle, and bit for bit against the generic kernel `maxsim_forward`."""
 
 import dataclasses
 import itertools
@@ -72,7 +72,7 @@ def test_few_rows_are_one_product_if_normalising_or_with_winners():
 
 
 def test_which_tiles_are_large():
-    """Where a group's way round a tile is longer than its products, and the last one of a document wastes little."""
+    """Large tiles are used if the other work of a tile exceeds its products and the last tile wastes little."""
 
     def tokens(Ld, **options):
         found = choice(Ld=Ld, **options).config
@@ -84,12 +84,12 @@ def test_which_tiles_are_large():
     assert [tokens(Ld, **winners) for Ld in (64, 127, 128, 300, 340, 1024)] == [64, 64, 128, 64, 128, 128]
     assert [tokens(Ld, **norms) for Ld in (64, 127, 128, 900, 1024)] == [64, 64, 128, 64, 128]
     assert tokens(1024, **winners, **norms) == 128
-    assert [tokens(1024, Nq=40, **options) for options in (norms, winners | norms)] == [64, 64]  # norms are found
+    assert [tokens(1024, Nq=40, **options) for options in (norms, winners | norms)] == [64, 64]  # norms are precomputed
 
 
 @pytest.mark.parametrize("step", [1, 2**24, 2**25, 2**40])
 def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
-    """Queries that are columns: the Gluon kernels find features with 32 bits."""
+    """The features of these queries are columns, and Gluon kernels use 32-bit feature offsets."""
     Q = torch.empty_strided((64, 32, 128), (32, 1, step), dtype=torch.bfloat16, device="meta")
     D = torch.empty(1000, 180, 128, dtype=torch.bfloat16, device="meta")
     mask, scale = (torch.empty(1000, 180, dtype=x, device="meta") for x in (torch.bool, torch.float32))
@@ -113,7 +113,7 @@ def test_many_row_tiles_pay_for_a_launch_that_finds_norms():
 
 @pytest.fixture(params=[0, 2**31], ids=["norms given", "norms found"])
 def norms(request, monkeypatch):
-    """Which way the norms of document tokens take, whatever the number of row tiles."""
+    """Select how the norms of document tokens are computed, for any number of row tiles."""
     from lik_ops.gpu import backend
 
     backend.forget()
@@ -142,7 +142,7 @@ def test_wide_features_take_tiles_by_length():
 
 
 def cases(normalize=False):
-    """Tiles that end anywhere; queries that fill a slot or do not, in one part or several; features likewise."""
+    """Yield tiles that end anywhere. Queries and features fill their padding or not, in one or several parts."""
     for n, (Nq, Nd, Lq, Ld, d) in enumerate(
         [
             (40, 70, 32, 180, 128),
@@ -160,7 +160,7 @@ def cases(normalize=False):
         for values in ("integer", "negative", "normal"):
             q_mask, weight = ("none", "holes", "empty_some")[n % 3], n % 2 == 1
             strides = "sliced" if n % 4 == 3 else "transposed" if n % 4 == 2 else "contiguous"
-            if normalize and (d % 16 or n % 4 == 2):  # rows that are loaded feature by feature take another kernel
+            if normalize and (d % 16 or n % 4 == 2):  # rows loaded feature by feature use another kernel
                 d, strides = architectures.cdiv(d, 16) * 16, "sliced"
             problem = Problem(
                 Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, dtype=HALF[n % 2], q_mask=q_mask, weight=weight, values=values, seed=n
@@ -169,7 +169,7 @@ def cases(normalize=False):
 
 
 def plain(x, argmax_dtype, normalize=False):
-    """Scores and winners of `maxsim_forward`, which the plans of few rows use."""
+    """Return scores and argmax of `maxsim_forward`, which plans of few rows use."""
     from lik_ops.gpu.forward.generic import make_generic_plan
 
     plan = make_generic_plan(x.Q, x.D, normalize, argmax_dtype)
@@ -178,7 +178,7 @@ def plain(x, argmax_dtype, normalize=False):
 
 
 def specialized(x, argmax_dtype, normalize=False):
-    """The same of the specialised kernel, which is an error to be without."""
+    """Return scores and argmax of the specialized kernel, and fail if it is not selected."""
     from lik_ops.gpu.forward.dense import make_plan
     from lik_ops.gpu.forward.sm90_dense import Sm90Plan
 
@@ -192,7 +192,7 @@ def specialized(x, argmax_dtype, normalize=False):
 @pytest.mark.parametrize(("Lq", "d", "options"), [(129, 16, {}), (65, 144, {}), (32, 16, {"normalize": True})])
 @pytest.mark.parametrize("format", [None, "int8", "fp8_e4m3"])
 def test_more_queries_than_a_grid_has_rows(Lq, d, options, format):
-    """Sums of several parts, or of some documents at a time."""
+    """Sums have several parts, or cover some documents at a time."""
     Q, D = (torch.randn(n, L, d, dtype=torch.bfloat16, device="cuda") for n, L in ((2**16 + 5, Lq), (200, 64)))
     D = D if format is None else lik_ops.quantize(D, format)
     assert torch.equal(lik_ops.maxsim(Q, D, **options)[-70:], lik_ops.maxsim(Q[-70:], D, **options))
@@ -214,7 +214,7 @@ def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("p", "strides"), list(cases(normalize=True)), ids=str)
 def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides, norms):
-    """Tokens of any norm, some of zeros."""
+    """Tokens have any norm, and some are zero."""
     x = build(p, "cuda")
     x.Q, x.D = x.Q * torch.rand_like(x.Q[..., :1]), x.D * 9 * torch.rand_like(x.D[..., :1])
     x.Q[0, 1], x.D[2, 5] = 0, 0
@@ -258,7 +258,7 @@ def test_few_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, 
 
 
 def odd_fp32(x):
-    """Some rows and tokens that two fp16 terms cannot hold, and some of zeros."""
+    """Return the inputs with some rows and tokens that two fp16 terms cannot represent, and some zeros."""
     Q, D = x.Q, x.D
     Q[0, 1], D[2, 5], D[3, :9] = 0, 0, 0
     D[5, 7, 2], D[6, -1, 1], D[7, 3, 0], D[8, 4] = 1e-12, 1e15, float("inf"), float("nan")
@@ -288,7 +288,7 @@ def test_few_fp32_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq,
 
 
 def wide_cases():
-    """Steps of features and tiles of tokens that end anywhere; queries in one part or several."""
+    """Yield feature steps and token tiles that end anywhere, with queries in one part or several."""
     for n, (Nq, Nd, Lq, Ld, d) in enumerate(
         [
             (40, 70, 32, 180, 144),
@@ -329,7 +329,7 @@ def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, 
     scores = plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, None, x.q_weight, None)
     assert torch.equal(scores, plain(x, None, normalize)[0])
     assert_scores(p, x, scores)
-    # Rows of queries that lie apart, and ones that the memory access unit cannot read.
+    # Query rows with gaps, and query rows that TMA cannot read.
     apart = torch.cat([x.Q, x.Q], dim=2)[:, :, : p.d]
     odd = torch.empty(x.Q.numel() + 1, dtype=p.dtype, device="cuda")[1:].view_as(x.Q).copy_(x.Q)
     for Q in (apart, odd):
@@ -359,7 +359,7 @@ def test_wide_features_with_nan_and_infinities(normalize, Ld):
 @pytest.mark.gpu
 @pytest.mark.parametrize("Lq", [32, 300])
 def test_norms_that_are_no_numbers(Lq, norms):
-    """Where a norm overflows its inverse is 0, and infinite similarities become NaN."""
+    """If a norm overflows, its inverse is 0, and infinite similarities become NaN."""
     p = Problem(Nq=20, Nd=150, Lq=Lq, Ld=200, d=64, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
     x.D[3, 150] = float("nan")
@@ -388,7 +388,7 @@ def test_norms_that_are_no_numbers(Lq, norms):
 @pytest.mark.gpu
 @pytest.mark.parametrize("Lq", [32, 300])
 def test_nan_and_infinities(Lq):
-    """NaN wins at its first token; where every similarity is -inf the first token wins."""
+    """The argmax is the first NaN. If every similarity is -inf, it is the first token."""
     p = Problem(Nq=20, Nd=150, Lq=Lq, Ld=200, d=64, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
     x.D[3, 150] = float("nan")

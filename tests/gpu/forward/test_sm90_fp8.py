@@ -1,4 +1,4 @@
-"""Dense FP8 documents on sm_90, in the ring that is converted: bit for bit as the kernel of packed ones."""
+"""Test dense FP8 documents on sm_90, whose pipeline converts tiles, bit for bit against the packed kernel."""
 
 from dataclasses import replace
 
@@ -118,7 +118,7 @@ def test_bits_hang_on_nothing_else_in_the_call(format):
 def test_nan_infinities_and_scales_below_zero(format, dtype):
     D = documents(140, 132, 128, format, "token")
     D.scale[3], D.scale[7, -1], D.scale[9], D.scale[11:20] = 0, float("nan"), float("nan"), -D.scale[11:20]
-    D.data.view(torch.uint8)[20, 5, 6] = 0x7F  # NaN of either
+    D.data.view(torch.uint8)[20, 5, 6] = 0x7F  # NaN in either format
     Q = torch.randn(9, 32, 128, device="cuda", dtype=dtype)
     Q[2, 3, 4], Q[3, 3, 4], Q[4, 3] = float("nan"), float("inf"), 0
     scores = fast(Q, D)
@@ -131,7 +131,7 @@ def test_nan_infinities_and_scales_below_zero(format, dtype):
 
 @pytest.mark.gpu
 def test_documents_in_chunks(monkeypatch):
-    """The sums of the parts of a query lie in a workspace."""
+    """A workspace holds the partial sums of a query."""
     from lik_ops.gpu import backend
     from lik_ops.gpu.forward import sm90_dense
 

@@ -1,4 +1,4 @@
-"""Dense int8 documents on sm_90: bit for bit as the kernel of packed ones has them, within what terms may be off."""
+"""Test dense int8 documents on sm_90 against the packed kernel and the error bound of the terms."""
 
 import itertools
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_sums_are_the_trees_of_the_kernel_of_packed_documents(stored, Nq, Lq, d,
 
 
 def test_scales_that_documents_share_are_no_row_of_scales_for_all():
-    """A descriptor reads one for each token of each document: of ``[1, Ld]`` it would read on behind the last."""
+    """A descriptor reads one scale for each token of each document, so with ``[1, Ld]`` it would read past the end."""
     Q, data = torch.empty(3, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
 
     def chosen(*shape):
@@ -116,7 +116,7 @@ def documents(Nd, Ld, d, scale, seed=0, query="half"):
 
 
 def fast(Q, D, q_mask=None, q_weight=None):
-    """The scores of the kernel that is tested, which it is an error to be without."""
+    """Return the scores of the tested kernel, and fail if it is not selected."""
     from lik_ops.gpu.forward import sm90_quantized
 
     (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
@@ -127,7 +127,7 @@ def fast(Q, D, q_mask=None, q_weight=None):
 
 
 def packed(Q, D, q_mask=None, q_weight=None):
-    """Those of the kernel of packed documents."""
+    """Return the scores of the packed kernel."""
     from lik_ops.gpu.forward import quantized
 
     stand_in = torch.empty((), dtype=Q.dtype, device=Q.device).expand(D.shape)
@@ -136,7 +136,7 @@ def packed(Q, D, q_mask=None, q_weight=None):
 
 
 def bound(Q, D, q_mask, q_weight):
-    """Scores of the tokens as they count, fp64, and how far those of kernels may be off."""
+    """Return fp64 scores of dequantized tokens, and the error bound for kernels."""
     tokens, Q = D.dequantize(torch.float32).double(), Q.double()
     sizes, rows = tokens.abs(), Q.abs()
     if q_mask is not None:
@@ -209,7 +209,7 @@ def test_bits_hang_on_nothing_else_in_the_call(scale, query):
 @pytest.mark.parametrize("scale", SCALES[:2])
 @pytest.mark.parametrize("Lq", [11, 32, 100])
 def test_negative_and_equal_similarities(Lq, scale, query):
-    """Maxima below zero, which what lies beyond a document or a row would beat; the largest sums."""
+    """Maxima are negative, so tokens beyond a document or row would win. The sums are the largest possible."""
     for number in (-128, 127):
         D = documents(140, 68, 128, scale, query=query)
         D.data.fill_(number)
@@ -228,7 +228,7 @@ def test_negative_and_equal_similarities(Lq, scale, query):
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("Nq", [1, 9])
 def test_rows_that_terms_cannot_hold(Nq, scale, query):
-    """They are multiplied in fp32, and leave the bits of other queries alone."""
+    """Such rows are multiplied in fp32 and do not change the bits of other queries."""
     odd = (float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31)
     D = documents(80, 132, 96, scale, query=query)
     plain = torch.randn(Nq, 20, 96, device="cuda")
@@ -248,7 +248,7 @@ def test_rows_that_terms_cannot_hold(Nq, scale, query):
 @pytest.mark.gpu
 @pytest.mark.parametrize("Nq", [1, 9])
 def test_documents_with_nan_and_zeros(Nq):
-    """A scale that is NaN, and one that is 0."""
+    """One scale is NaN, and another is 0."""
     for scale in SCALES[:2]:
         D = documents(140, 132, 128, scale)
         D.scale[3], D.scale[7, -1], D.scale[9] = 0, float("nan"), float("nan")
@@ -264,7 +264,7 @@ def test_documents_with_nan_and_zeros(Nq):
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("Nq", [1, 9])
 def test_negative_scales(Nq, scale, query):
-    """Of such a document the least product counts. Masked rows hold NaN, and there are rows of no query."""
+    """With a negative scale the smallest product is the maximum. Masked rows hold NaN, and some rows are padding."""
     D = documents(140, 132, 96, scale, query=query)
     D.scale[::3] *= -1
     Q = torch.randn(Nq, 20, 96, device="cuda", dtype=torch.bfloat16)
@@ -276,7 +276,7 @@ def test_negative_scales(Nq, scale, query):
 
 @pytest.mark.gpu
 def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
-    """Scales or numbers that begin anywhere, masks of documents, winners: the same scores."""
+    """Unaligned scales or codes, document masks, and argmax use the packed kernel and score the same."""
     Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)
     for scale in SCALES:
         D = documents(140, 132, 128, scale)
@@ -297,7 +297,7 @@ def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES)
 def test_documents_in_chunks(scale, query, monkeypatch):
-    """The sums of the parts of a query lie in a workspace."""
+    """A workspace holds the partial sums of a query."""
     from lik_ops.gpu import backend
     from lik_ops.gpu.forward import sm90_dense
 

@@ -1,4 +1,4 @@
-"""The way over row maxima (sm_90): bit for bit the plain kernels, for documents with masks and of any length."""
+"""Test row maxima on sm_90 bit for bit against the generic kernels, for masked documents and any lengths."""
 
 import dataclasses
 
@@ -94,7 +94,7 @@ def test_tokens_are_not_copied_where_maxima_of_a_document_leave_no_room_for_them
 
 
 def masked_cases():
-    """Row tiles and tiles of tokens that end anywhere; documents of no token, of masks with holes and without."""
+    """Yield row and token tiles that end anywhere, empty documents, and masks with holes and without."""
     for n, (Nq, Nd, Lq, Ld, d) in enumerate(
         [
             (40, 70, 32, 180, 128),
@@ -123,13 +123,13 @@ def masked_cases():
                 d_mask=d_mask,
                 weight=weight,
                 values=values,
-                poison=values != "normal",  # else what does not count would often win
+                poison=values != "normal",  # otherwise masked tokens would often win
                 seed=n,
             )
 
 
 def plain(x, argmax_dtype):
-    """Scores and winners of `maxsim_forward`."""
+    """Return scores and argmax of `maxsim_forward`."""
     from lik_ops.gpu.forward.generic import make_generic_plan
 
     plan = make_generic_plan(x.Q, x.D, False, argmax_dtype)
@@ -139,7 +139,7 @@ def plain(x, argmax_dtype):
 
 @pytest.fixture(params=["patches", "copies"])
 def way(request, monkeypatch):
-    """How masks are dealt with, whatever the sizes."""
+    """Select how masks are applied, for any sizes."""
     from lik_ops.gpu.forward import sm90_packed as cuda_rows
 
     monkeypatch.setattr(cuda_rows, "_MIN_COPY_ROWS", 0 if request.param == "copies" else 2**31)
@@ -148,7 +148,7 @@ def way(request, monkeypatch):
 
 
 def by_rows(x, argmax_dtype, way):
-    """The same by way of row maxima, which is an error to be without."""
+    """Return scores and argmax by row maxima, and fail if that plan is not selected."""
     from lik_ops.gpu.forward.dense import make_plan
     from lik_ops.gpu.forward.sm90_packed import MaskedPlan
 
@@ -187,7 +187,7 @@ def test_masks_and_what_is_not_finite(value, way):
 
 
 def packed(Nq, Nd, Lq, Ld, d, seed, dtype=torch.bfloat16, values="normal"):
-    """Packed tensors of queries of up to Lq and documents of up to Ld tokens, some empty, with a gap before each."""
+    """Return packed queries of up to Lq and documents of up to Ld tokens, some empty, with a gap before the first."""
     g = torch.Generator().manual_seed(seed)
 
     def side(count, most):
@@ -244,7 +244,7 @@ def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld
 
     r = packed(1, Nd, 1, Ld, d, seed=Lq, values=values)
     bounds = torch.cat([r.d_offsets, r.d_offsets[-1:] + r.d_lengths[-1:]])
-    bounds[7], bounds[11] = bounds[6] - 2, r.D.shape[0] + 9  # documents that are not there, beside each of them one
+    bounds[7], bounds[11] = bounds[6] - 2, r.D.shape[0] + 9  # two invalid documents, each next to a changed one
     g = torch.Generator().manual_seed(Nq)
     Q = torch.randint(-2, 3, (Nq, Lq, d), generator=g) if values == "integer" else torch.randn(Nq, Lq, d, generator=g)
     Q = Q.to("cuda", torch.bfloat16)

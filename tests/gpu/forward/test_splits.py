@@ -1,4 +1,4 @@
-"""Few long documents in sections: bit for bit the scores and winners of kernels that do not cut, wherever cuts are."""
+"""Test splits of few long documents bit for bit against kernels without splits, for any split positions."""
 
 from dataclasses import replace
 
@@ -23,13 +23,13 @@ from lik_ops.gpu.tuning import architectures
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 in_place = pytest.mark.parametrize("place", PLACES, ids=str)
 NAN, INF = float("nan"), float("inf")
-# Tokens of a document, of which a section has 32 or more in the interpreter and 128 elsewhere.
+# Tokens of a document. A split has at least 32 tokens in the interpreter and 128 elsewhere.
 LONG, LEAST = (150, 32) if INTERPRETING else (1500, 128)
 
 
 @pytest.fixture
 def cuts(monkeypatch):
-    """Whether documents of these sizes are cut, as calls were told last."""
+    """Yield a list: element 0 says whether to split, and each call appends its choice."""
     found = []
     by_choice = choose.choose_document_splits
 
@@ -46,7 +46,7 @@ def cuts(monkeypatch):
 
 
 def both(cuts, place, call):
-    """What a call returns in sections, and what without."""
+    """Return the results of a call with splits and without."""
     results = []
     for wanted in (True, False):
         cuts[:] = [wanted]
@@ -59,7 +59,7 @@ def both(cuts, place, call):
 
 
 def assert_same(cuts, place, call):
-    """The results, which are the same."""
+    """Assert equal results with splits and without, and return them."""
     found, expected = both(cuts, place, call)
     for x, y in zip(found, expected, strict=True):
         same_bits(x, y) if x.dtype.is_floating_point else torch.testing.assert_close(x, y, rtol=0, atol=0)
@@ -108,7 +108,7 @@ def bounds(lengths, device):
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_packed_documents(place, cuts, normalize, everything):
-    """Of any length, none at all among them, and some that are not inside the tensor."""
+    """Documents have any length, some are empty, and some are not inside the tensor."""
     documents, queries = (LONG, 0, 3, 2 * LONG + 1, 64), (3, 0, 33)
     for dtype in place.some_dtypes(normalize + 2 * everything):
         if dtype == torch.float64:
@@ -166,7 +166,7 @@ def test_nan_of_any_section_is_the_score_and_its_first_token_wins(place, cuts):
 
 @in_place
 def test_sections_without_a_token_that_counts(place, cuts):
-    """Some of a document, all of one; and tokens that count but are infinitely far."""
+    """Some splits of one document and all splits of another are masked, and some kept similarities are -inf."""
     Q, D = drawn(place, torch.float16, 1, 8, 16), drawn(place, torch.float16, 3, LONG, 16)
     mask = torch.zeros(3, LONG, dtype=torch.bool, device=place.device)
     mask[0, LONG - 2] = mask[2, 9] = mask[2, LONG - 1] = True
@@ -234,7 +234,7 @@ def test_the_workspace_is_bounded(arch):
 
 def test_info_says_so():
     said = info.describe_kernel(SM_90, torch.bfloat16, 1, 1, 32, 65536, 128)
-    assert said.startswith("maxsim_forward_ragged on sm_90") and "sections" in said
+    assert said.startswith("maxsim_forward_ragged on sm_90") and "splits" in said
 
 
 def test_an_architecture_without_early_launches_has_none():

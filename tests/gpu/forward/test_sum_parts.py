@@ -1,4 +1,4 @@
-"""The launch that adds up the parts of long queries: as a tree of so many, then these one after the other."""
+"""Test the launch that sums the parts of long queries: a tree of some parts, then the trees in order."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ BLOCK = 256
 
 
 def found(partial, parts, tree, stride):
-    """Scores [Nq, K], which lie `stride` apart."""
+    """Return scores [Nq, K] with row stride `stride`."""
     Nq, K = len(partial) // parts, partial.shape[1]
     scores = torch.full((Nq, stride), float("nan"), device=partial.device)
     with use_device(partial.device):
@@ -27,7 +27,7 @@ def found(partial, parts, tree, stride):
 
 
 def summed(leaves):
-    """The sum of a tree of tensors."""
+    """Return the tree sum of a list of tensors."""
     while len(leaves) > 1:
         leaves = [a + b for a, b in zip(leaves[::2], leaves[1::2], strict=True)]
     return leaves[0]

@@ -1,4 +1,4 @@
-"""The launch that finds inverse norms of tokens for kernels that read them."""
+"""Test the launch that precomputes inverse token norms."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ BN = 64
 
 
 def found(Q, D, BD):
-    """What the launch leaves of documents and of queries, poisoned before."""
+    """Return the norms of documents and queries, written to buffers of NaN."""
     tiles = architectures.cdiv(D.shape[1], BN)
     documents = torch.full((len(D), tiles, BN), float("nan"), device=D.device)
     queries = torch.full(Q.shape[:2], float("nan"), device=D.device)
@@ -61,4 +61,4 @@ def test_inverse_norms_of_every_token(Nq, Lq, Nd, Ld, d, BD, place):
     torch.testing.assert_close(queries.double(), inverse(Q), rtol=3e-7, atol=0)
     assert documents[1, 0, 3].item() == pytest.approx(1e12) and documents[2, 0, 5] == 0
     alone, _ = found(Q[:1], D[1:2], BD)
-    assert torch.equal(alone[0], documents[1])  # the bits do not hang on the batch
+    assert torch.equal(alone[0], documents[1])  # the bits do not depend on the batch

@@ -1,4 +1,4 @@
-"""The kernel that finds the best of scores: the bits of plain torch, whatever they are and however many."""
+"""Test that the top-k kernel has the bits of plain torch for all kinds and numbers of scores."""
 
 import math
 
@@ -19,7 +19,7 @@ KINDS = ("normal", "special", "equal", "falling", "few")
 
 
 def drawn(kind: str, rows: int, n: int) -> Tensor:
-    """Scores; 0.0 beside -0.0, and NaN of several bits, where they are special."""
+    """Return scores. The kind "special" has 0.0, -0.0, and NaN with several bit patterns."""
     if kind == "equal":
         return torch.full((rows, n), -1.5)
     if kind == "falling":
@@ -41,7 +41,7 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -
 
 
 class Launches(list):
-    """The blocks of the launches made, of which each keeps its kind."""
+    """List of the block size and the grid of each launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         launch = cuda_topk.launcher.launch
@@ -117,7 +117,7 @@ class TestInterpreted:
         check_parts(kind, 3, 1, 100, 30, "cpu")  # more than a block
 
     def test_who_is_asked(self, monkeypatch):
-        """The kernel, unless torch was asked for; fp64, and more than are kept in registers, by torch."""
+        """The kernel runs unless torch was selected. fp64 and a k beyond the registers use torch."""
         launches, scores = Launches(monkeypatch), drawn("special", 2, 300)
         for backend, count in (("triton", 2), ("portable", 0)):
             launches.clear()
@@ -132,7 +132,7 @@ class TestInterpreted:
 
 
 def kernels(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
-    """What decides which kernels the best k of n scores take: the arguments that are compiled in."""
+    """Return the arguments that are compiled into the kernels for the best k of n scores."""
     found = set()
 
     def launch(kernel, grid, args, options):
@@ -158,7 +158,7 @@ def test_warmup_takes_the_kernel_that_merges_the_results_of_processes(k, monkeyp
     merging, launches = [], []
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(cuda_topk.launcher, "launch", lambda kernel, grid, args, options: launches.append(args[4:]))
-    monkeypatch.setattr(lik_ops.ops.topk.backends, "select", lambda *_: cuda_topk)
+    monkeypatch.setattr(lik_ops.ops.topk.backends, "select_backend", lambda *_: cuda_topk)
     lik_ops.ops.topk.warm_up(torch.device("cpu"), torch.float32, k)
     warmed = set(launches)
     for processes, rows in ((2, 1), (2, 3), (4, 1), (8, 2)):
@@ -172,7 +172,7 @@ def test_warmup_takes_the_kernel_that_merges_the_results_of_processes(k, monkeyp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("counts", [[3, 3], [3, 1, 2], [0, 3], [0, 0]])
 def test_parts_of_any_length(counts, dtype):
-    """What a shorter part does not fill is not looked at."""
+    """Elements past the end of a shorter part are ignored."""
     width, integers = max(counts), torch.int64 if dtype == torch.float64 else torch.int32
     received = torch.full((len(counts), 2, 2, width), -1)
     each, first = [], 0

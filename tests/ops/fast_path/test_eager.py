@@ -1,4 +1,4 @@
-"""The short way of an eager call: taken where nobody watches, seen by whoever does, and the same in all it does."""
+"""Test the eager fast path: used without watchers, not used with them, and equal to the operators in all results."""
 
 import contextlib
 import warnings
@@ -16,7 +16,7 @@ from ...support.common import INTERPRETING, PLACES, Problem, build
 
 
 class Seen(TorchDispatchMode):
-    """Records the operators that pass the dispatcher; under it the short way is not taken."""
+    """Mode that records operators in the dispatcher. The fast path is off under it."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class FunctionSeen(torch.overrides.TorchFunctionMode):
 
 
 class Wrapped(torch.Tensor):
-    """A subclass that does nothing of its own."""
+    """Subclass without behavior of its own."""
 
 
 def inputs():
@@ -119,7 +119,7 @@ def test_errors_are_those_of_the_operator_each_time(bad, grad):
     args, options = BAD[bad](Q, D)
     if grad and Q.is_floating_point():
         Q.requires_grad_()
-    lik_ops.maxsim(Q, D)  # a call that is known to be right
+    lik_ops.maxsim(Q, D)  # a call that is known to be valid
     errors = []
     for mode in (Seen(), torch.no_grad(), torch.enable_grad(), torch.enable_grad()):
         with mode, pytest.raises(Exception) as error:
@@ -201,7 +201,7 @@ def test_tensors_that_are_not_plain_memory_take_the_long_way():
 
 @pytest.mark.parametrize("first", ["fake mode", "grad"])
 def test_a_watched_first_call_teaches_nothing_wrong(first, monkeypatch):
-    """What ordinary tensors look like is learned once a process, of a new one, which modes and transforms wrap."""
+    """The traits of plain tensors are learned once per process from a new tensor, which modes and transforms wrap."""
     monkeypatch.setattr(watchers, "_usual_keys", set())
     monkeypatch.setattr(watchers, "_known_devices", set())
     Q, D = inputs()
@@ -223,11 +223,11 @@ def test_a_watched_first_call_teaches_nothing_wrong(first, monkeypatch):
 
 
 def test_each_kind_of_watcher_is_enough():
-    """One at a time: what is left of the guard without any of its conditions would let the call through."""
+    """Test one kind at a time, because the guard must not pass if any of its conditions is missing."""
     Q, D = inputs()
     ways = []
     torch.func.functionalize(lambda q: ways.append(short(q, D)) or q + 1)(Q)
-    with forward_ad.dual_level():  # though nothing carries a tangent
+    with forward_ad.dual_level():  # although no tensor carries a tangent
         ways.append(short(Q, D))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         ways.append(short(Q, D))
@@ -258,7 +258,7 @@ def test_compiled_callers_keep_the_operator():
 
 
 def test_recompute_leaves_finding_the_winners_to_the_backend(monkeypatch):
-    """It finds them in parts that need no more memory than a constant."""
+    """The backend computes the argmax in parts that need only constant memory."""
     backend = backends.select_backend(torch.device("cpu"), torch.float32)
     run, given = backend.backward_lowmem, []
 

@@ -1,7 +1,8 @@
-"""What was found out about a call never serves another one: every argument of every function, changed in many ways.
+"""Test that cached knowledge of one call never serves another, by changing each argument of every function.
 
-After a valid call, a changed one must end as it does where nothing is known: the same bits, or the same error. And the
-valid call must end as before, by the same way. Arguments come from signatures: a new one needs changes of its own.
+After a valid call, a changed call must end as it does with empty caches: with the same bits or the same error. The
+valid call must then end as before, on the same path. Arguments come from signatures, so a new argument needs its own
+changes.
 """
 
 import inspect
@@ -23,21 +24,22 @@ from lik_ops.gpu.forward import packed as cuda_ragged
 from lik_ops.gpu.runtime import capture, launcher, memory
 
 PLACE = INTERPRETER if INTERPRETING else PORTABLE
-# The interpreter takes 0.1 s for a call: of few functions one of so many changes, each time another.
+# The interpreter needs 0.1 s for a call, so it runs one of this many changes for few functions, a different one each
+# time.
 SAMPLED, EVERY = ["maxsim_candidates_varlen", "maxsim_pair_list of dense", "maxsim_varlen"], 83
 OPERATORS = ("maxsim", "maxsim_fwd", "maxsim_ragged_fwd")
 
 
 class Text(str):
-    """Equal to a str, with its hash."""
+    """String subclass that is equal to a str and has its hash."""
 
 
 class Number(int):
-    """Equal to an int, with its hash."""
+    """Integer subclass that is equal to an int and has its hash."""
 
 
 def values(grad):
-    """An argument of every name, of two queries and three documents."""
+    """Return an argument of every name, for two queries and three documents."""
     found = {name: torch.randn(shape) for name, shape in {"Q": (2, 3, 8), "D": (3, 5, 8), "w": (2, 3)}.items()}
     found |= {"candidates": torch.randn(2, 2, 5, 8), "one_each": torch.randn(2, 5, 8)}
     found |= {"packed_q": torch.randn(5, 8), "packed_d": torch.randn(10, 8), "packed_w": torch.randn(5)}
@@ -65,7 +67,7 @@ PAIRS = {**CUTS, "pairs": "pairs", "q_mask": "packed_q_mask", "d_mask": "packed_
 PADDED = {"Q": "Q", "D": "candidates", "query_lengths": "n_q", "doc_lengths": "n_d", "q_weight": "w"}
 RECOMPUTE = {**OPTIONS, "recompute": False}
 SAVE = {**RECOMPUTE, "save": None}
-# Of each function a valid call: arguments by the names in `values`, options, and the tensors that may be left out.
+# A valid call of each function: arguments by the names in `values`, options, and the tensors that may be omitted.
 VALID = {
     "maxsim": (DENSE, SAVE),
     "maxsim of candidates": ({**DENSE, "D": "candidates", "d_mask": "c_mask"}, SAVE),
@@ -92,14 +94,14 @@ VALID = {
     ),
 }
 LEFT_OUT = ("q_mask", "d_mask", "q_weight")
-# By which way: of operators called raw there is none; of ragged ones only plans.
+# The fast path of each function. Raw operators have none, and ragged operators only have plans.
 DENSE_WAY = {"maxsim", "maxsim of candidates", "maxsim_pairs", "torch.ops.lik.maxsim"}
-BARE_WAY = {"maxsim_with_argmax", "maxsim_padded_with_argmax"}  # where no gradient is wanted
+BARE_WAY = {"maxsim_with_argmax", "maxsim_padded_with_argmax"}  # without gradients
 RAGGED_WAY = {name for name in VALID if "_varlen" in name or "_pair_list" in name} | {"maxsim_padded"}
 
 
 def function_of(name):
-    """The function, and the names of its arguments."""
+    """Return the function and the names of its arguments."""
     name = name.split(" of ")[0]
     if name.startswith("torch.ops.lik."):
         operator = getattr(torch.ops.lik, name.removeprefix("torch.ops.lik."))
@@ -109,7 +111,7 @@ def function_of(name):
 
 
 def call_of(name, bare):
-    """The function and its valid call; `bare` without masks and weights, and without gradients."""
+    """Return the function and its valid call. With `bare`, omit masks, weights, and gradients."""
     function, names = function_of(name)
     tensors, options = VALID[name]
     x = values(grad=not bare)
@@ -119,7 +121,7 @@ def call_of(name, bare):
 
 
 def strided(x):
-    """The same values, every other one in memory."""
+    """Return equal values with a stride of two elements."""
     wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
     return wide.copy_(x.detach())
 
@@ -155,7 +157,7 @@ def changed_tensors(x):
 
 
 def changes_of(value, given):
-    """Other values for an argument: (what it is, value). `given` is what it may be where it is None."""
+    """Yield other values for an argument as (description, value). `given` replaces an argument that is None."""
     if isinstance(value, torch.Tensor):
         yield from changed_tensors(value)
     elif value is None:
@@ -183,7 +185,7 @@ def changes_of(value, given):
 
 
 def outcome(function, call):
-    """What a call ends with, gradients included: the bits of its results, or its error."""
+    """Return the bits of the results and gradients of a call, or its error."""
     try:
         results = function(**call)
         results = [results] if isinstance(results, torch.Tensor) else list(results)
@@ -202,9 +204,9 @@ def _bits(t):
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Of each call, whether one of the short ways was taken."""
+    """Record for each call whether a fast path was used."""
     taken = []
-    for name in ("maxsim", "maxsim_with_argmax", "maxsim_ragged"):
+    for name in ("try_maxsim", "try_maxsim_with_argmax", "try_maxsim_ragged"):
         real = getattr(eager, name)
 
         def spy(*args, real=real, **options):
@@ -217,7 +219,7 @@ def ways(monkeypatch):
 
 
 def test_every_scoring_function_is_here():
-    # `maxsim_streamed` calls two of these, part by part; the others always take their operators, or plans of their own.
+    # `maxsim_streamed` calls two of these part by part. The others always use their operators, or their own plans.
     others = {"maxsim_streamed", "maxsim_soft", "maxsim_xtr", "maxsim_token_topk", "maxsim_cross_entropy"}
     others.add("maxsim_from_hidden")
     scoring = {name for name in lik_ops.__all__ if name.startswith("maxsim")} - others
@@ -226,7 +228,7 @@ def test_every_scoring_function_is_here():
 
 
 class Launches:
-    """Stands for a GPU's launches: keeps what was launched, as the C function below Triton is given it."""
+    """Stand-in for the launches of a GPU. It records the arguments of the C function below Triton."""
 
     def __init__(self):
         self.found = []
@@ -236,7 +238,7 @@ class Launches:
         return Bound(self, (kernel.__name__, sorted(options.items()))), launcher.describe_args(kernel, args)[1]
 
     def named(self, x):
-        """A pointer into an argument by its name, another one as new; what is absent is 0."""
+        """Return a pointer into an argument by its name, another pointer as new, and an absent tensor as 0."""
         if isinstance(x, (tuple, list)):
             return [self.named(y) for y in x]
         if not isinstance(x, int) or x < 2**40:
@@ -248,7 +250,7 @@ class Launches:
 
 
 class Bound:
-    """Stands for a compiled kernel."""
+    """Stand-in for a compiled kernel."""
 
     def __init__(self, launches, kernel):
         self.launches, self.kernel = launches, kernel
@@ -273,7 +275,7 @@ def flat(values):
 
 
 def compare(name, bare, ways, is_short, called, stride=1):
-    """Change each argument of the valid call; `called` gives what a call ends with."""
+    """Change each argument of the valid call and compare. `called` returns the outcome of a call."""
     function, valid, given = call_of(name, bare)
 
     def is_as_ever():
@@ -321,7 +323,7 @@ def test_pairs_of_another_shape_are_refused_after_valid_ones():
 @pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.parametrize("name", VALID)
 def test_nor_is_another_launched(name, bare, ways, monkeypatch):
-    """The plans of the Triton backend, and the direct launches that they know: none was made for other arguments."""
+    """Plans and direct launches of the Triton backend must not serve other arguments either."""
     launches = Launches()
     monkeypatch.setattr(launcher, "get_compiled_kernel", launches.bind)
     monkeypatch.setattr(

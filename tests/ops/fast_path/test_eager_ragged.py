@@ -1,4 +1,4 @@
-"""The short way of ragged calls: taken where nobody watches, the same in all it does, nothing made of what is given."""
+"""Test the fast path of ragged calls: used without watchers, equal in all results, and without extra tensors."""
 
 import contextlib
 from types import SimpleNamespace
@@ -23,12 +23,12 @@ from lik_ops.gpu.runtime import launcher, memory
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 somewhere = pytest.mark.parametrize("place", PLACES, ids=str)
 without_kernels = pytest.mark.skipif(INTERPRETING, reason="stands for a GPU's launches")
-# The interpreter finds winners one element at a time.
+# The interpreter computes an argmax one element at a time.
 QUERIES, DOCUMENTS = ((3, 0, 8, 1, 4), (5, 0, 1, 9, 2, 3)) if INTERPRETING else ((3, 0, 20, 1, 7), (5, 0, 1, 30, 2, 11))
 
 
 def inputs(device="cpu", dtype=torch.float32, d=16):
-    """Packed, dense and padded tokens of five queries and six documents, with all that says how they are cut."""
+    """Return packed, dense, and padded tokens of five queries and six documents, with all segment arrays."""
 
     def draw(*shape):
         return torch.randn(*shape, d).to(device, dtype)
@@ -44,7 +44,7 @@ def inputs(device="cpu", dtype=torch.float32, d=16):
     chosen = torch.randint(6, (5, 3), device=device)
     x.offsets, x.lengths = x.cu_d[:-1][chosen], x.cu_d.diff()[chosen]
     x.pairs = torch.stack([torch.randint(n, (9,), device=device) for n in (5, 6)], 1)
-    # Two queries and some candidates whose length is not one.
+    # Two queries and some candidates have an invalid length.
     x.q_lengths = torch.tensor([9, 0, 3, 10, -1], device=device)
     x.d_lengths = torch.randint(-1, 14, (5, 3), device=device)
     return x
@@ -79,7 +79,7 @@ WINNERS = {
     "candidates": lambda x: lik_ops.maxsim_candidates_varlen_with_argmax(x.dense_q, x.D, x.offsets, x.lengths),
     "pairs": lambda x: lik_ops.maxsim_pair_list_with_argmax(x.dense_q, x.D, x.pairs, cu_seqlens_d=x.cu_d),
 }
-# What no kernel is needed for: all but packing.
+# All calls but packing, which needs a kernel.
 LAID_OUT = [name for name in CALLS if not name.startswith("list")]
 
 
@@ -94,7 +94,7 @@ def assert_same(a, b):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Of each call that may take the short way, whether it did."""
+    """Record for each call whether it used the fast path."""
     ways, real = [], eager.try_maxsim_ragged
 
     def spy(*args, **options):
@@ -184,7 +184,7 @@ def test_second_derivatives_raise_and_saved_tensors_are_guarded(place):
 
 
 class Bound:
-    """Stands for a compiled kernel: keeps what it is launched with."""
+    """Stand-in for a compiled kernel that records its launches."""
 
     def __init__(self):
         self.launched = []
@@ -198,7 +198,7 @@ class Bound:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The Triton backend on CPU tensors, with its launches: what `launcher.launch` was given, and what it returned."""
+    """Run the Triton backend on CPU tensors, and record the arguments and results of `launcher.launch`."""
     found = []
 
     def launch(kernel, grid, args, options):
@@ -216,7 +216,7 @@ def launches(monkeypatch):
 
 
 def flat(values):
-    """Arguments as C takes them: what is absent does not count, nor do outputs, which are new each time."""
+    """Yield arguments in the form of C, with 0 for absent ones and without outputs, which are new in each call."""
     for value in values:
         if isinstance(value, (tuple, list)) and not (value and value[0] == "descriptor"):
             yield from flat(value)
@@ -224,11 +224,11 @@ def flat(values):
             yield 0 if value is None else value
 
 
-_OUT = 6  # among the arguments of `maxsim_forward_ragged`: memory that each call has of its own
+_OUT = 6  # index in the arguments of `maxsim_forward_ragged` of memory that each call allocates
 
 
 def as_launched(values, bound):
-    """Arguments of `launcher.launch` as it passes them on."""
+    """Return the arguments of `launcher.launch` in the form that it passes on."""
     values = [bound.encoded(0, v) if hasattr(v, "block_shape") else v for v in values]
     return list(flat([*values[:_OUT], *values[_OUT + 1 :]]))
 
@@ -252,7 +252,7 @@ def test_the_direct_launch_is_given_what_the_general_one_is(name, launches):
 @pytest.mark.parametrize("name", LAID_OUT)
 @torch.no_grad()
 def test_nothing_runs_before_the_launch(name, launches, monkeypatch):
-    """One operation, which allocates the scores: every other one would take as long as the launch."""
+    """Only the allocation of the scores may run. Any other operation would cost as much as the launch."""
     x = inputs(dtype=torch.bfloat16)
     CALLS[name](x)
     monkeypatch.setattr(eager, "is_dispatch_idle", lambda: True)
@@ -265,7 +265,7 @@ def test_nothing_runs_before_the_launch(name, launches, monkeypatch):
 @without_kernels
 @torch.no_grad()
 def test_other_rows_are_launched_directly_too(launches):
-    """Ragged calls seldom have the same rows twice: with as many queries of like lengths nothing is worked out anew."""
+    """Ragged calls seldom repeat their rows. Calls with equal query counts and similar lengths reuse the plan."""
     for lengths in ((5, 7, 2), (30, 1, 4), (90, 8, 6, 4, 0), (1,)):
         D, cu_d = lik_ops.pack([torch.randn(n, 16) for n in lengths])
         for queries in ((3, 9), (5, 16), (0, 30)):
@@ -293,7 +293,7 @@ def test_tensors_that_begin_anywhere_are_launched_with_kernels_of_their_own(laun
 @pytest.mark.parametrize("format", ["int8", "uint8"])
 @torch.no_grad()
 def test_quantised_documents_are_launched_directly_too(format, launches):
-    """Int8 by two kernels, of which the first makes terms of the query rows; both are given what they were before."""
+    """int8 uses two kernels, and the first writes terms of the query rows. Both get the same arguments as before."""
     x = inputs(dtype=torch.bfloat16)
     made = lik_ops.quantize(x.D, format)
     for _ in range(3):
@@ -301,7 +301,7 @@ def test_quantised_documents_are_launched_directly_too(format, launches):
     assert len(launches) == (2 if format == "int8" else 1)
     for grid, args, bound in launches:
         assert len(bound.launched) == 2
-        new = (1, 2) if len(args) == 6 else (3, 5, _OUT)  # memory of each call: of lengths too
+        new = (1, 2) if len(args) == 6 else (3, 5, _OUT)  # memory of each call, including lengths
         for direct_grid, direct in bound.launched:
             assert direct_grid == grid
             kept = [list(flat([y for n, y in enumerate(values) if n not in new])) for values in (direct, args)]
@@ -409,7 +409,7 @@ def test_what_does_not_fit_takes_the_long_way(launches):
     assert eager.try_maxsim_ragged(x.dense_q, x.padded, **even) is not None
     assert eager.try_maxsim_ragged(x.dense_q, x.padded[:, :2], **even) is None
     assert eager.try_maxsim_ragged(x.dense_q, x.padded[:, :, ::2], **even) is not None
-    assert eager.try_maxsim_ragged(x.dense_q[:, :5], x.padded, **even) is None  # rows that do not lie evenly
+    assert eager.try_maxsim_ragged(x.dense_q[:, :5], x.padded, **even) is None  # rows with uneven spacing
     assert eager.try_maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths, q_lengths=x.q_lengths[:3]) is None
     assert eager.try_maxsim_ragged(x.dense_q, x.padded, lengths=x.d_lengths) is None
     assert eager.try_maxsim_ragged(x.dense_q, x.dense_d, q_lengths=x.q_lengths) is None

@@ -1,4 +1,4 @@
-"""Scores that hosts change in place, as `s /= temperature`: under autograd with the gradients of a changed copy."""
+"""Test scores that hosts modify in place, such as `s /= temperature`: gradients match a modified copy."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ LEAVES = ("Q", "D", "C", "E", "PQ", "PD", "w")
 
 @pytest.fixture(params=PLACES, ids=str)
 def x(request):
-    """Tensors of every layout on a device, with the backend of that place in use."""
+    """Yield tensors of every layout on a device, and use the backend of that place."""
     device = request.param.device
     shapes = {
         "Q": (2, 3, 8),
@@ -83,7 +83,7 @@ RECOMPUTES = (
     "MaxSimScorer",
     "compiled",
     "compiled, changed inside too",
-)  # those that take recompute
+)  # those that accept recompute
 EDITS = {
     "divided": lambda s: s.div_(0.05),
     "masked": lambda s: s.masked_fill_(s > 0, -2.0),
@@ -124,7 +124,7 @@ def test_scores_can_be_changed_in_place(x, name, edit, long_way):
         for a, b in zip(found, gradients(x, expected), strict=True):
             if option.get("backward") == "lowmem":
                 assert torch.equal(a, b)
-            else:  # sums in the order that atomics take, so off by the rounding of the largest of them
+            else:  # atomics change the order of sums, so the error is the rounding of their largest term
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * float(b.abs().max()))
 
 

@@ -1,6 +1,6 @@
-"""The last call of a function is recognised when it comes again; no other call is, and nobody who watches is passed by.
+"""Test that the last call of a function is recognized if it repeats, and no other call, with or without watchers.
 
-That no argument may differ is what `test_eager_keys` shows, of calls that are recognised.
+`test_eager_keys` shows for recognized calls that no argument may differ.
 """
 
 import contextlib
@@ -53,17 +53,17 @@ class Ragged(Dense):
 
 @pytest.fixture(params=[Dense, WithWinners, Ragged], ids=lambda layout: layout.name)
 def layout(request, monkeypatch):
-    """A call that is recognised."""
+    """Yield a call that is recognized."""
     made = request.param()
     eager.clear_call_caches()
-    if made.name == "ragged":  # whose short way leads to the Triton backend alone
+    if made.name == "ragged":  # whose fast path only leads to the Triton backend
         monkeypatch.setattr(eager, "_make_packed_call", lambda c, *_: Found(c))
     yield made
     eager.clear_call_caches()
 
 
 class Found:
-    """Stands for what is known of a ragged call."""
+    """Stand-in for the cached state of a ragged call."""
 
     argmax_dtype, differentiable = None, False
 
@@ -82,7 +82,7 @@ def recognise(layout):
 
 
 def is_recognised(layout, *args, **options):
-    """Whether this call is found without a description of it."""
+    """Return whether this call is found without computing its dispatch key."""
     described = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("make_call_key", "make_rowless_key"):
@@ -98,7 +98,7 @@ WATCHERS = {
     "function mode": FunctionSeen,
     "device": lambda: torch.device("cpu"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "dual level": forward_ad.dual_level,  # though nothing carries a tangent
+    "dual level": forward_ad.dual_level,  # although no tensor carries a tangent
     "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
     "autograd's profiler": torch.autograd.profiler.profile,
 }
@@ -148,7 +148,7 @@ def test_calls_of_other_arguments_are_not_recognised(layout):
 
 
 def test_nor_other_masks(layout):
-    """Of the same shape, in another place."""
+    """The masks have the same shape and another position."""
     if layout.name == "maxsim":
         x, mask = [torch.randn(5, 6, 4), torch.randn(5, 6, 4)], torch.ones(5, 6, dtype=torch.bool)
         options = {"normalize": False, "backward": "auto", "recompute": False}
@@ -216,7 +216,7 @@ def test_what_differs_from_call_to_call_is_never_recognised(layout):
 
 
 def test_indices_of_more_rows_are_contiguous_or_not_recognised():
-    """One row of any stride is contiguous; more rows are not."""
+    """One row is contiguous for any stride, but several rows are not."""
     with PLACE.use():
         layout = Ragged()
         eager.clear_call_caches()
@@ -248,7 +248,7 @@ def test_this_version_of_torch_has_guards():
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Calls whose arguments were checked, of quantised documents that a stand-in for the Triton backend scores."""
+    """Record the calls whose arguments were checked. A stand-in for the Triton backend scores quantized documents."""
     seen, real = [], inputs.prepare_args
     by_kernels = {"forward_quantized_cut": lambda c, *_: (c.Q.new_zeros(c.queries, c.columns), None)}
     backend = SimpleNamespace(**{**vars(backends.portable), **by_kernels})
@@ -320,7 +320,7 @@ def test_quantised_documents_are_recognised(checked, format, packed):
 
 
 def test_features_that_bytes_do_not_tell_are_told_apart(checked):
-    """Bits of 12 features take as many bytes as those of 16."""
+    """Bits of 12 features need as many bytes as bits of 16 features."""
     Q, D = torch.randn(2, 3, 16), lik_ops.quantize(torch.randn(5, 6, 16), "binary")
     other = lik_ops.quantize(torch.randn(5, 6, 12), "binary")
     assert other.data.shape == D.data.shape
@@ -331,7 +331,7 @@ def test_features_that_bytes_do_not_tell_are_told_apart(checked):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_alternating_shapes_of_quantized_documents_are_checked_once_each(checked, packed):
-    """Each shape costs its checks once, in whatever order the calls come."""
+    """Each shape is checked once, in any order of the calls."""
     Q = torch.randn(2, 3, 16)
     documents = [lik_ops.quantize(torch.randn(n, length, 16)) for n, length in ((5, 6), (4, 7), (5, 9))]
 

@@ -1,4 +1,4 @@
-"""Selective activation checkpoints around compiled code, whose kernels write to buffers that the checkpoint caches."""
+"""Test selective activation checkpoints around compiled code, whose kernels write to cached buffers."""
 
 import functools
 
@@ -42,7 +42,7 @@ def assert_same(x, expected, is_atomic):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", LIK)
 def test_the_cache_shares_no_memory_with_the_caller(name, device):
-    """Write to the outputs as compiled code does, without a new version. The cache still holds the right values."""
+    """Write to the outputs like compiled code, without a new version. The cache must keep the correct values."""
     op = getattr(torch.ops.lik, name).default
     args = OPERATORS[name].sized((3, 5, 4, 6), False, device)
     expected = as_tuple(op(*args))
@@ -121,7 +121,7 @@ twice.register_autograd(lambda ctx, grad, _: grad * 2)
 
 
 def test_torch_shares_cached_outputs_with_compiled_code():
-    """Fails once torch is right for operators of its own: then remove `lik_ops.ops.stack.checkpointing`."""
+    """This test fails once torch handles custom operators correctly. Then remove `lik_ops.ops.stack.checkpointing`."""
     tensors = [torch.rand(16, requires_grad=True)]
     f = powers(lambda x: twice(x)[0])
     (actual,), (expected,) = (gradients(g, tensors) for g in (checkpointed(torch.compile(f)), f))

@@ -1,4 +1,4 @@
-"""`torch.compile` of every function and operator: no graph break, the bits of eager, few compilations, no old code."""
+"""Test `torch.compile` of every function and operator: no graph break, eager bits, few compilations, no stale code."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def _fresh_compiler():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiled_calls_have_the_bits_of_eager_ones(name, mode, device):
-    """So they run the same kernel; in every mode, with sizes dynamic, without a graph break."""
+    """Equal bits mean equal kernels, in every mode, with dynamic sizes and without a graph break."""
     function = FUNCTIONS[name]
     compiled = torch.compile(function, mode=mode, dynamic=True, fullgraph=True)
     for sizes in ((3, 5, 4, 6), (2, 9, 31, 70)):
@@ -79,8 +79,8 @@ def _loss(Q, D, reduction):
     return lik_ops.maxsim_cross_entropy(Q[:, None], D[:, None], normalize=True, reduction=reduction)
 
 
-# Functions of `[777, 16]` and `[780, 16]`, and whether compiled code has the bits of eager: Inductor sums in an order
-# of its own, and on a GPU adds to a product before it is rounded. docs/pytorch.md has the list.
+# Functions of `[777, 16]` and `[780, 16]`, and whether compiled code has the bits of eager. Inductor uses another order
+# of sums, and on a GPU it adds to a product before rounding. docs/pytorch.md has the list.
 REDUCTIONS = {
     "losses": (partial(_loss, reduction="none"), True),
     "sum of losses": (partial(_loss, reduction="sum"), False),
@@ -138,7 +138,7 @@ def test_compiled_gradients_have_the_bits_of_eager_ones(name, mode, device):
 @pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [n for n in FUNCTIONS if n not in ("maxsim unified", "operator")])
 def test_one_dynamic_compilation_serves_all_sizes(name, dynamic, candidates):
-    """With ``dynamic=None`` torch takes the first sizes for fixed, and compiles for any when the second come."""
+    """With ``dynamic=None`` torch treats the first sizes as static and compiles for any size when the second arrive."""
     compilations = Compilations()
     compiled = torch.compile(FUNCTIONS[name], backend=compilations, fullgraph=True, dynamic=dynamic)
     for sizes in ((3, 5, 4, 6), (2, 9, 31, 70), (7, 2, 8, 3), (4, 4, 4, 4), (2, 3, 100, 2), (5, 33, 2, 257)):
@@ -193,7 +193,7 @@ def test_a_compiled_encoder_and_scorer_train_as_eager_ones_do(device, mode):
 
 
 def test_pointwise_work_around_the_operator_is_fused():
-    """One kernel before it, one after it, however many operators there are."""
+    """One kernel runs before the operator and one after it, for any number of pointwise operators."""
 
     def around(Q, D):
         Q = (Q.tanh() * 2 + 1).sigmoid()
@@ -207,7 +207,7 @@ def test_pointwise_work_around_the_operator_is_fused():
 
 @pytest.mark.gpu
 def test_reduce_overhead_records_cuda_graphs():
-    """The operators neither split the graph nor keep it from being recorded."""
+    """The operators neither split the graph nor prevent its capture."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -254,15 +254,15 @@ def run_step(directory: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_an_edited_backward_is_not_served_from_the_cache(tmp_path):
-    """Processes share a cache directory; between them the backward, then the composite body, is edited.
+    """Processes share a cache directory. Between them the backward is edited, then the composite body.
 
-    Without `compile_cache.tag` the third process trains with the first one's backward (torch 2.13).
+    Without `compile_cache.tag_cache_key` the third process trains with the first one's backward (torch 2.13).
     """
     source = copied_package(tmp_path)
     assert run_step(tmp_path) == [2 * 5 * 3 * 4, 5, 0]
     assert run_step(tmp_path) == [2 * 5 * 3 * 4, 5, 1]  # nothing changed: the cache serves
     text = source.read_text()
-    edited = text.replace("return gradient(backward)(grad_scores,", "return gradient(backward)(grad_scores * 2,")
+    edited = text.replace("choose_backward(backward)(grad_scores,", "choose_backward(backward)(grad_scores * 2,")
     assert edited != text
     source.write_text(edited)
     assert run_step(tmp_path) == [2 * 5 * 3 * 4, 10, 0]
@@ -276,7 +276,7 @@ def test_the_cache_key_names_the_code_once_and_keeps_what_was_there():
     code = (
         "import torch.compiler.config as c; c.cache_key_tag = 'mine'\n"
         "import lik_ops; from lik_ops.ops.stack import compile_cache\n"
-        "compile_cache.tag(); print(c.cache_key_tag, compile_cache.digest())"
+        "compile_cache.tag_cache_key(); print(c.cache_key_tag, compile_cache.hash_sources())"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""`torch.compile` of packed functions, retrieval, every operator and training steps."""
+"""Test `torch.compile` of packed functions, retrieval, every operator, and training steps."""
 
 import functools
 
@@ -86,7 +86,7 @@ def dense(sizes):
 
 
 def counting():
-    """A backend that counts the forwards and the backwards that it is given."""
+    """Return a backend that counts the compiled forwards and backwards, and its counts."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -101,8 +101,9 @@ def counting():
 
 
 def test_one_dynamic_compilation_serves_training_steps_of_all_sizes():
-    """Forward and backward, long documents included, whose winners need 32 bits; at most one more of each for an axis
-    of size 1 or 0.
+    """Compile forward and backward once, also for long documents with 32-bit argmax.
+
+    An axis of size 1 or 0 may cost one more compilation of each.
     """
     backend, counts = counting()
     step = torch.compile(dense_step, backend=backend, fullgraph=True, dynamic=True)
@@ -126,7 +127,7 @@ def test_one_dynamic_compilation_serves_training_steps_of_all_sizes():
 
 @pytest.mark.parametrize("name", ["varlen", "candidates", "pair_list"])
 def test_one_dynamic_compilation_serves_ragged_training_steps(name):
-    """Whatever the lengths; at most one more of each where nothing, or one of a kind, is left."""
+    """Compile once for any lengths. Axes with zero or one element may cost one more compilation of each."""
     backend, counts = counting()
 
     def eager(*args):

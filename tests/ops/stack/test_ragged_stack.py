@@ -1,4 +1,4 @@
-"""Ragged functions and the rest of torch: bad calls, fakes, compiled and exported code, transforms; packing helpers."""
+"""Test ragged functions with the rest of torch: invalid calls, fakes, compile, export, transforms, and packing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Nq, Nd, d = 3, 4, 8
 
 
 def arguments(q_lengths=(3, 1, 7), d_lengths=(5, 2, 8, 1), device="cpu", grad=False):
-    """Packed Q, D, cu_seqlens_q, cu_seqlens_d and weights."""
+    """Return packed Q, D, cu_seqlens_q, cu_seqlens_d, and weights."""
     b = build(q_lengths, d_lengths, "cross", d, torch.float32, device, options=False, exact=False)
     weight = torch.rand(b.Q.shape[0], device=device)
     return b.Q.requires_grad_(grad), b.D.requires_grad_(grad), b.cu_q, b.cu_d, weight.requires_grad_(grad)
@@ -65,7 +65,7 @@ def finite(scores):
     return torch.where(scores.isfinite(), scores, 0).sum()
 
 
-# Bad calls.
+# Invalid calls.
 
 Q3, D3, D4 = torch.randn(Nq, 5, d), torch.randn(Nd, 6, d), torch.randn(Nq, 2, 6, d)
 Q2, D2, CU_Q, CU_D, W = (t.detach() for t in arguments())
@@ -117,14 +117,14 @@ def test_bad_arguments_are_named(op, name, change):
     function, given_ = CALLS[op]
     function(**given_)
     make, error = CHANGES[change]
-    # An argument that decides for others may be found through them: another d, device or number of queries.
+    # An argument that constrains others may be reported through them: another d, device, or number of queries.
     related = {
         "Q": "Q|D|q_weight|query_lengths",
         "D": "Q|D|d_mask|doc_lengths",
         "cu_seqlens_q": "cu_seqlens_q|doc_offsets",
     }
     related["doc_offsets"] = "doc_offsets|doc_lengths"
-    # Of a list the first element is named.
+    # For a list, the error names the first element.
     with pytest.raises(error, match=rf"^{op}: ({related.get(name, name)})(\[0\])?: expected .*(got|found)"):
         function(**{**given_, name: make(given_[name])})
 
@@ -195,7 +195,7 @@ def test_the_operators_check_what_they_are_given():
     dtype=st.sampled_from((torch.int32, torch.int64)),
 )
 def test_any_geometry_scores_what_lies_inside_and_nan(device, data, kind, dtype):
-    """Whatever the integers: cells that lie inside score what they hold, all others NaN; gradients stay finite."""
+    """For any integers, cells inside the tensors score their tokens, other cells are NaN, and gradients are finite."""
     Tq, Td = 9, 20
 
     def integers(n, low, high):
@@ -248,7 +248,7 @@ def test_compiled_calls_and_gradients_have_the_bits_of_eager_ones(name, device):
         actual = torch.autograd.grad(compiled(*args), leaves)
         expected = torch.autograd.grad(finite(function(*args)), leaves)
         for a, e in zip(actual, expected, strict=True):
-            # A GPU sums compiled and eager calls in orders of their own: some roundings of the largest sum.
+            # On a GPU, compiled and eager calls sum in different orders, with some roundings of the largest sum.
             torch.testing.assert_close(a, e, rtol=0, atol=0 if device == "cpu" else 1e-6 * max(1, e.abs().max().item()))
     assert compilations.count == 1
 

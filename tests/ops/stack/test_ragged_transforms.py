@@ -1,4 +1,4 @@
-"""Ragged operators under `torch.vmap`, batched gradients and torch's FLOP counter."""
+"""Test ragged operators under `torch.vmap`, batched gradients, and torch's FLOP counter."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ from lik_ops.ops.stack import batching
 from ...support.common import Calls
 from ...support.ragged import DEVICES, KINDS, build, same_bits
 
-# torch warns where it loops over an operator that has no rule.
+# torch warns if it loops over an operator without a batching rule.
 pytestmark = pytest.mark.filterwarnings("error:.*batching rule.*")
 
 B, Nq, Nd, K, P, Tq, Td, d = 3, 3, 4, 2, 5, 9, 14, 8
@@ -25,7 +25,7 @@ fwd, bwd = torch.ops.lik.maxsim_ragged_fwd, torch.ops.lik.maxsim_ragged_bwd
 
 
 def each_geometry(kind):
-    """Of three samples: with tokens of no query, segments and indices outside, bounds that descend."""
+    """Return segments of three samples, with tokens outside queries, invalid segments, and descending bounds."""
     ends = torch.tensor([[0, 2, 2, 8], [1, 4, 10, 9], [3, 5, 1, 3]])
     offsets = torch.tensor([[0, 3, 12, 5], [13, 0, -1, 2], [1, 1, 4, 6]])
     lengths = torch.tensor([[3, 0, 3, 4], [1, 5, 2, -2], [13, 14, 6, 1]])
@@ -39,7 +39,7 @@ def each_geometry(kind):
 
 
 def arguments(kind, batched, device="cpu"):
-    """The operator's tensors, those of `batched` with an axis of samples at the front; and the in_dims."""
+    """Return the operator's tensors, with a leading sample axis for the `batched` ones, and the in_dims."""
     generator = torch.Generator().manual_seed(0)
     Q, D, weight = (torch.randn(B, *s, generator=generator) for s in ((Tq, d), (Td, d), (Tq,)))
     masks = [torch.rand(B, n, generator=generator) > 0.2 for n in (Tq, Td)]
@@ -49,7 +49,7 @@ def arguments(kind, batched, device="cpu"):
 
 
 def subsets(kind, count):
-    """Each tensor alone, each with Q and with D, all, and some others."""
+    """Return each tensor alone, each with Q and with D, all tensors, and some other subsets."""
     there = [i for i in range(9) if kind == "pairs" or NAMES[i] != "pairs"]
     found = [(i,) for i in there] + [c for c in itertools.combinations(there, 2) if c[0] < 2] + [tuple(there)]
     rng = random.Random(0)
@@ -64,7 +64,7 @@ def one_by_one(function, args, in_dims):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_over_any_tensors_is_one_call_with_the_same_bits(kind, device):
-    """Tensors that the samples share and those that differ, lengths and indices included; so do winners."""
+    """Samples share some tensors and differ in others, including lengths, indices, and argmax."""
     for batched in subsets(kind, 20):
         args, in_dims = arguments(kind, batched, device)
         for argmax_dtype in (None, torch.int32):
@@ -82,7 +82,7 @@ def test_vmap_over_any_tensors_is_one_call_with_the_same_bits(kind, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmap_over_quantised_documents_has_the_same_bits(kind, device):
-    """In one call where the samples share the documents' tokens; else sample by sample."""
+    """Samples that share the document tokens run in one call, and other samples run one by one."""
 
     def call(*tensors):
         return torch.ops.lik.maxsim_quantized_fwd(
@@ -104,7 +104,7 @@ def test_vmap_over_quantised_documents_has_the_same_bits(kind, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_vmapped_backwards(kind, device):
-    """Of each sample's own upstream gradients, and of one that all share."""
+    """Upstream gradients differ for each sample, or all samples share one."""
     for batched in subsets(kind, 10):
         args, in_dims = arguments(kind, batched, device)
         scores, argmax = torch.vmap(lambda *t: fwd(*t, True, torch.int16, LONGEST, "auto"), in_dims)(*args)
@@ -177,7 +177,7 @@ def test_empty_batches_and_nested_vmap(kind):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batched_upstream_gradients(kind, device):
-    """What `torch.autograd.functional.jacobian(vectorize=True)` does; torch takes the samples one by one there."""
+    """`torch.autograd.functional.jacobian(vectorize=True)` does this, and torch runs the samples one by one there."""
     b = build((3, 1, 4), (5, 2, 6, 1), kind, d, torch.float32, device, options=False)
     leaves = [b.Q.requires_grad_(), b.D.requires_grad_()]
     scores = b.call()[0]
@@ -223,7 +223,7 @@ def test_flops_of_packed_documents_are_those_of_dense_ones():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_scores_nothing_is_no_work(kind):
-    """Segments, indices and queries that make a score NaN."""
+    """Segments, indices, and queries with a NaN score count no FLOPs."""
     (Q, D, ends, offsets, lengths, pairs, *_), _ = arguments(kind, range(9))
     for sample in range(B):
         geometry = [x if x is None else x[sample] for x in (ends, offsets, lengths, pairs)]
@@ -245,7 +245,7 @@ def test_what_scores_nothing_is_no_work(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flops_where_no_length_can_be_read_are_the_most_there_can_be(kind):
-    """Fake tensors have no values. Nothing is lost where every document meets every query."""
+    """Fake tensors have no values. The maximum is exact if every document is scored against every query."""
     b = build(Q_LENGTHS, D_LENGTHS, kind, d, torch.float32, options=False)
     tokens, document_tokens, longest = sum(Q_LENGTHS), sum(D_LENGTHS), max(Q_LENGTHS)
     rows = {"cross": tokens * 4, "candidates": tokens * 5, "pairs": 20 * longest}[kind]

@@ -1,4 +1,4 @@
-"""The rest of torch around the operators: FLOP counts, checkpoints, pickles, threads, subclasses, determinism."""
+"""Test the rest of torch around the operators: FLOP counts, checkpoints, pickles, threads, subclasses, determinism."""
 
 import copy
 import functools
@@ -74,7 +74,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_a_checkpoint_policy_can_keep_the_scores():
-    """A checkpoint runs the forward twice; one that must save ``maxsim_fwd``, once."""
+    """A checkpoint runs the forward twice, or once if it must save ``maxsim_fwd``."""
     Q, D = inputs(grad=True)
 
     def block(q, x):
@@ -157,11 +157,11 @@ def test_threads(device):
 
 
 class Named(torch.Tensor):
-    """Takes part through ``__torch_function__``."""
+    """Subclass that participates through ``__torch_function__``."""
 
 
 class Wrapper(torch.Tensor):
-    """Takes part through ``__torch_dispatch__``, around a tensor that it holds."""
+    """Wrapper subclass that participates through ``__torch_dispatch__``."""
 
     seen: tuple = ()
 
@@ -201,7 +201,7 @@ def test_subclasses_stay_what_they_are():
 
 
 def test_deterministic_algorithms_take_the_reproducible_backward():
-    """``auto`` and ``lowmem`` give the same bits each time, whether asked to be deterministic or not."""
+    """``auto`` and ``lowmem`` give the same bits each time, with the deterministic flag or without."""
     Q, D = inputs(grad=True)
     torch.use_deterministic_algorithms(True)
     grads = [torch.autograd.grad(lik_ops.maxsim(Q, D, backward=b).sum(), (Q, D)) for b in ("auto", "lowmem", "auto")]
@@ -232,7 +232,7 @@ def test_profiles_name_forward_and_backward():
 
 @pytest.mark.gpu
 def test_cuda_graph_capture_and_replay():
-    """Scores and a training step: no synchronisation, no allocation outside the graph's pool."""
+    """Capture scores and a training step: no synchronization, and no allocation outside the graph's pool."""
     Q, D = inputs("cuda", grad=True)
 
     def step():

@@ -1,4 +1,4 @@
-"""`torch.fx.symbolic_trace` and `torch.func.functionalize` of the functions."""
+"""Test `torch.fx.symbolic_trace` and `torch.func.functionalize` of the functions."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize("function", [FUNCTIONS["maxsim"], lambda q, x: maxsim(q, x)], ids=["attribute", "name"])
 def test_symbolic_tracing_keeps_the_call(function):
     model = Model(function)
-    for _ in range(5):  # a call of the same options that is known by then does not matter
+    for _ in range(5):  # an already known call with the same options does not matter
         model(Q, D)
     traced = torch.fx.symbolic_trace(model)
     assert maxsim in [node.target for node in traced.graph.nodes]

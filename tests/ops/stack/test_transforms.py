@@ -1,4 +1,4 @@
-"""`torch.vmap` and `torch.func` through the public functions and the operators; autocast; what they refuse."""
+"""Test `torch.vmap`, `torch.func`, and autocast of the functions and operators, and what they refuse."""
 
 import inspect
 import itertools
@@ -23,7 +23,7 @@ B, Nq, K, Lq, Ld, d = 3, 2, 4, 5, 6, 8
 
 @pytest.fixture(autouse=True)
 def _no_loop_fallback():
-    """torch warns once a process where it loops over an operator that has no rule."""
+    """torch warns once per process if it loops over an operator without a batching rule."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*batching rule.*")
         yield
@@ -40,7 +40,7 @@ def documents_shape(layout):
 
 
 def arguments(layout, batched, dims=(0, 0, 0, 0, 0), device="cpu", dtype=torch.float32, seed=0):
-    """Q, D, q_mask, d_mask, q_weight, those of `batched` with a batch axis at `dims`; and the in_dims."""
+    """Return Q, D, q_mask, d_mask, q_weight, with a batch axis at `dims` for the `batched` ones, and the in_dims."""
     generator = torch.Generator().manual_seed(seed)
     q_shape, d_shape = (Lq, d) if layout in ("flat_q", "flat") else (Nq, Lq, d), documents_shape(layout)
     shapes = (q_shape, d_shape, q_shape[:-1], d_shape[:-1], q_shape[:-1])
@@ -108,7 +108,7 @@ def test_vmapped_gradients(layout, recompute):
 
     for n, batched in enumerate(SUBSETS):
         args, in_dims = arguments(layout, batched)
-        for argnums in ((0, 1, 4), ((0, 1, 4)[n % 3],)):  # one alone by turns: no more is computed, nothing else
+        for argnums in ((0, 1, 4), ((0, 1, 4)[n % 3],)):  # one alternating argument: no other gradient is computed
             actual = vmap(grad(step, argnums), in_dims)(*args)
             expected = one_by_one(grad(step, argnums), args, in_dims)
             for a, e in zip(actual, expected, strict=True):
@@ -116,7 +116,7 @@ def test_vmapped_gradients(layout, recompute):
 
 
 def test_a_batch_that_copies_too_much_is_computed_one_by_one(monkeypatch):
-    """With the same bits, from the tensors as they are."""
+    """The bits are equal, and the tensors are not copied."""
     calls = []
     real = batching._VmapBatch.one_by_one
     monkeypatch.setattr(batching._VmapBatch, "one_by_one", lambda *a: calls.append(1) or real(*a))
@@ -289,7 +289,7 @@ def test_gradients_that_only_autograd_has(name):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_tangents_are_never_zeros_without_a_word(name, compiled):
-    """Of any argument that has a gradient."""
+    """Test any argument that has a gradient."""
     function, Q, D = DIFFERENTIABLE[name], torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
     given = {"Q": Q, "D": D, "T": D.flatten(0, 1), "H": D[..., :6], "P": Q, "R": D[:Nq]}
     given |= {"w": torch.rand(Nq, Lq), "tau": TAU, "W": HEAD, "b": D[0, 0]}
@@ -411,7 +411,7 @@ def test_derivatives_of_a_search_raise(search, what, of):
 
 @pytest.mark.parametrize("search", SEARCHED)
 def test_a_search_inside_a_derivative_takes_what_is_detached(search):
-    """Hard negatives, found and then scored."""
+    """Hard negatives are retrieved and then scored."""
     Q, D, w = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d), torch.rand(Nq, Lq)
     search = SEARCHED[search]
 
@@ -465,6 +465,6 @@ def test_a_backward_refuses_dual_gradients(backward, ragged):
 
 @pytest.mark.parametrize("name", OPAQUE)
 def test_jvp_of_a_raw_operator_drops_tangents(name):
-    """As all of torch's custom operators do. If this fails, torch has changed: docs/pytorch.md says otherwise."""
+    """Custom operators of torch drop tangents. If this test fails, torch has changed and docs/pytorch.md is wrong."""
     Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
     assert not jvp(lambda q: OPAQUE[name](q, D)[0], (Q,), (Q,))[1].any()

@@ -1,4 +1,4 @@
-"""`lik_ops.Corpus`: what is appended can be read, whatever happens to who appends."""
+"""Test that documents appended to a `lik_ops.Corpus` can be read, even if a writer fails."""
 
 import itertools
 import json
@@ -85,7 +85,7 @@ def test_a_range_of_one_shard_is_mapped_not_copied(tmp_path):
 
 
 def test_what_callers_write_to_is_their_own(tmp_path):
-    """Neither the files nor what the same handle gives later change, of one shard or of several."""
+    """Writes of a caller change neither the files nor later results of the same handle, with one shard or several."""
     corpus = Corpus.create(tmp_path, d=8, dtype=torch.float32)
     documents = draw((3, 5, 0, 4))
     corpus.append(documents[:3])
@@ -192,7 +192,7 @@ def test_a_second_writer_is_refused(tmp_path):
     assert len(Corpus.open(tmp_path)) == 2
 
 
-# what is wrong
+# errors
 
 
 BAD = {
@@ -241,7 +241,7 @@ def test_a_corpus_made_anew_is_not_appended_to(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     (tmp_path / "manifest.json").unlink()
     Corpus.create(tmp_path, 8, torch.float16)
-    with pytest.raises(ValueError, match="made anew"):
+    with pytest.raises(ValueError, match="created again"):
         corpus.append(draw([1]))
 
 
@@ -279,7 +279,7 @@ def test_a_flipped_bit_is_found(tmp_path_factory, where, bit, what):
 
 
 def _same_json(a, b):
-    """White space may change: nothing is lost with it."""
+    """Return whether JSON texts are equal. White space may change, because nothing is lost with it."""
     try:
         return json.loads(bytes(a)) == json.loads(b)
     except ValueError:
@@ -294,11 +294,11 @@ def test_a_later_format_is_refused(tmp_path):
         Corpus.open(tmp_path)
 
 
-# writers that do not come to the end
+# interrupted writers
 
 
 def test_a_writer_that_fails_at_any_step_changes_nothing(tmp_path, monkeypatch):
-    """Each call that reaches the disk fails once: what had been there is there, and the next append succeeds."""
+    """Each call that reaches the disk fails once. Previous documents remain, and the next append succeeds."""
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     documents = draw((2, 3))
     corpus.append(documents[:1])
@@ -367,7 +367,7 @@ def test_retrieving_from_a_corpus(device, chunk, dtype, tmp_path, monkeypatch):
 
 
 def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
-    """To a device, with a CPU in its place: from the mapped files into the staging buffer, and never joined before."""
+    """Copies to a device, simulated by a CPU, go from the mapped files to the staging buffer and are never joined."""
 
     def on_device(parts, device, nbytes):
         return copying.DoubleBuffer(device, nbytes, copying.CopyLanes()).copied(parts)
@@ -375,7 +375,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     def joined(part):
         raise AssertionError("joined in memory")
 
-    monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
+    monkeypatch.setattr("lik_ops.retrieval._streamed.iterate_on_device", on_device)
     monkeypatch.setattr(sources.DocumentPart, "whole", joined)
     documents = draw([i % 9 for i in range(60)], 16)
     corpus = Corpus.create(tmp_path, 16, torch.float32)
@@ -394,7 +394,7 @@ def test_what_does_not_go_with_a_corpus_is_named(tmp_path):
     assert lik_ops.retrieve(Q, corpus, 5)[0].shape == (2, 0)
     corpus.append(draw([3, 4]))
     for name, value in (("d_mask", torch.ones(7)), ("cu_seqlens_d", corpus.cu_seqlens)):
-        with pytest.raises(ValueError, match=f"retrieve: {name}: expected None beside a Corpus"):
+        with pytest.raises(ValueError, match=f"retrieve: {name}: expected None with a Corpus"):
             lik_ops.retrieve(Q, corpus, 5, **{name: value})
     with pytest.raises(TypeError, match="D: expected the dtype of Q"):
         lik_ops.retrieve(Q.half(), corpus, 5)

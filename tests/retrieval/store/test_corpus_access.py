@@ -1,4 +1,4 @@
-"""Documents of a corpus by their index: taken, walked through, scored and reranked."""
+"""Test documents of a corpus by index: selection, iteration, scores, and reranking."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def same(found, expected):
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-# taking documents
+# selecting documents
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,7 +66,7 @@ def test_every_array_of_integers_is_one(tmp_path):
 @pytest.mark.parametrize("index", [8, -9, [0, 8], np.array([-9])])
 def test_an_index_of_no_document_is_an_index_error(index, tmp_path):
     corpus, _ = written(tmp_path)
-    with pytest.raises(IndexError, match=r"Corpus: index: expected that of one of 8 documents, got (8|-9)"):
+    with pytest.raises(IndexError, match=r"Corpus: index: expected an index of 8 documents, got (8|-9)"):
         corpus[index]
 
 
@@ -116,7 +116,7 @@ def test_walking_gives_copies_of_one_document_each(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("budget", [1, 300, 1 << 20])
 def test_scores_of_chosen_documents(device, dtype, budget, tmp_path, monkeypatch):
-    """Those of the reference, and to the bit those of `retrieve`, whatever the parts that documents come in."""
+    """Scores equal the reference, and have the bits of `retrieve`, for any part sizes."""
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: budget)
     corpus, documents = written(tmp_path, dtype, 16)
     Q = torch.randn(3, 5, 16).to(device, dtype)
@@ -189,7 +189,7 @@ def test_reranking_all_documents_is_retrieving(tmp_path):
 
 
 def test_a_second_stage(tmp_path):
-    """Candidates of a coarser search, as the documentation has it."""
+    """Candidates come from a coarser search, as in the documentation."""
     corpus, documents = written(tmp_path)
     Q = torch.randn(2, 4, 8)
     _, candidates = lik_ops.retrieve(Q[:, :1], corpus, 5)
@@ -258,7 +258,7 @@ BAD = {
     "Q integers": (dict(Q=torch.zeros(2, 3, 8).int()), TypeError, "Q: expected float16"),
     "d": (dict(Q=torch.zeros(2, 3, 7)), ValueError, r"D: expected d = 7 as in Q \[2, 3, 7\], got \[28, 8\]"),
     "indices": (dict(indices=[[0, 8], [1, 1]]), ValueError, r"indices: .* 8 documents, or -1, got 8 at \[0, 1\]"),
-    "below": (dict(indices=[0, -2]), ValueError, r"indices: expected those of 8 documents, or -1, got -2 at \[1\]"),
+    "below": (dict(indices=[0, -2]), ValueError, r"indices: expected indices of 8 documents, or -1, got -2 at \[1\]"),
     "rows": (dict(indices=[[0]]), ValueError, r"indices: expected \[2, K\] or \[K\], got \[1, 1\]"),
     "flat": (dict(Q=torch.zeros(3, 8), indices=[[0], [1]]), ValueError, r"indices: expected \[K\], got \[2, 1\]"),
     "fractions": (dict(indices=torch.zeros(2, 2)), TypeError, "indices: expected integers, got torch.float32"),

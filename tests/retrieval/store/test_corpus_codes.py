@@ -1,4 +1,4 @@
-"""`lik_ops.Corpus` of residual codes: what it holds, its codec's file, and the bits of its scores."""
+"""Test a `lik_ops.Corpus` of residual codes: its contents, the file of its codec, and the bits of its scores."""
 
 import itertools
 import os
@@ -75,7 +75,9 @@ def test_codes_are_taken_as_they_are(tmp_path):
     corpus.append(odd, lengths=LENGTHS)
     found, _ = Corpus.open(tmp_path, verify=True).documents()
     assert torch.equal(found.codes, torch.cat([made.codes, torch.where(codes < 7, codes, -1).int()]))
-    with pytest.raises(ValueError, match="documents: expected codes of the codec of the corpus, got those of another"):
+    with pytest.raises(
+        ValueError, match="documents: expected codes of the codec of the corpus, got codes of another codec"
+    ):
         corpus.append(in_memory(documents, random_codec(20, 4, n_centroids=6))[0], lengths=LENGTHS)
     with pytest.raises(TypeError, match=r"documents: expected residual4 of torch.float32, as in the corpus, got int8"):
         corpus.append(quantize(torch.cat(documents), "int8", cu_seqlens_d=cu_seqlens), lengths=LENGTHS)
@@ -107,7 +109,7 @@ def test_searches_have_the_bits_of_documents_in_memory(device, nbits, tmp_path, 
 
 
 def test_a_plain_corpus_beside_its_codes(tmp_path):
-    """An exact search that reads few tokens in full; and a conversion goes on as the corpus grows."""
+    """An exact search reads few tokens in full, and a conversion continues as the corpus grows."""
     documents = draw([7] * 60, 20)
     corpus = Corpus.create(tmp_path / "corpus", 20, torch.float32)
     corpus.append(documents[:40])
@@ -215,7 +217,7 @@ def test_what_callers_write_to_a_codec_is_their_own(tmp_path):
     assert torch.equal(made[0], corpus[0])
 
 
-# what is wrong
+# errors
 
 
 def test_what_is_wrong_with_a_codec_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""A `lik_ops.Corpus` converted to another format: what it holds, and what a conversion does that is cut short."""
+"""Test the conversion of a `lik_ops.Corpus` to another format: its result, and interrupted conversions."""
 
 import contextlib
 import os
@@ -40,7 +40,7 @@ def test_what_is_complete_is_opened_and_what_is_new_is_added(tmp_path):
     corpus, documents = plain(tmp_path / "corpus")
     small = corpus.quantize(tmp_path / "small", "int8")
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in small.path.iterdir()}
-    with files.lock_corpus(small.path):  # whoever only opens it needs no lock
+    with files.lock_corpus(small.path):  # opening a corpus needs no lock
         assert len(corpus.quantize(tmp_path / "small", "int8")) == 10
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in small.path.iterdir()} == before
     more = draw([2, 3], 20)
@@ -60,7 +60,7 @@ def test_a_second_conversion_at_a_time_is_refused(tmp_path):
 
 @pytest.mark.parametrize("committed", range(5))
 def test_a_conversion_that_fails_goes_on_where_it_ended(committed, tmp_path, monkeypatch):
-    """Also in the middle of a shard, where somebody else appended the first documents."""
+    """The failure may be within a shard, and another process may have appended the first documents."""
     corpus, documents = plain(tmp_path / "corpus", ids=list(range(10)))
     expected = in_memory(documents, "uint8", "document")[0]
     written, inner = [], files.write_shard
@@ -99,7 +99,7 @@ def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path, mon
 
     @contextlib.contextmanager
     def late(path):
-        """Another conversion takes the lock first, and comes to the end."""
+        """Let another conversion take the lock first and finish."""
         if (path / "manifest.json").exists() and not waiting:
             waiting.append(path)
             corpus.quantize(path)
@@ -124,7 +124,7 @@ def test_only_a_shard_is_in_memory(tmp_path, monkeypatch):
 
 
 def others(path, change):
-    """A corpus that differs from `plain`."""
+    """Return a corpus that differs from `plain`, and the other corpus."""
     torch.manual_seed(0)
     corpus, documents = plain(path / "corpus", ids=list(range(10)))
     kept, ids = change(documents)
@@ -166,7 +166,7 @@ def test_where_a_conversion_cannot_go(tmp_path):
     (tmp_path / "full" / "notes").write_text("mine")
     with pytest.raises(FileExistsError, match="expected an empty directory"):
         corpus.quantize(tmp_path / "full")
-    with pytest.raises(ValueError, match=r"Corpus.quantize: expected a corpus of tokens as they were, got one in int8"):
+    with pytest.raises(ValueError, match=r"Corpus.quantize: expected a corpus of unquantized tokens, got one in int8"):
         small.quantize(tmp_path / "smaller", "binary")
 
 

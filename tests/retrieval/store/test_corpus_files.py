@@ -1,4 +1,4 @@
-"""The files of a corpus: what is removed and what is not, damage, disks that are full, forks, threads."""
+"""Test the files of a corpus: removal, damage, full disks, forks, and threads."""
 
 import errno
 import json
@@ -28,11 +28,11 @@ def run(code, *arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
-# what is the user's stays
+# files of the user stay
 
 
 def foreign(path):
-    """Names like those of a writer, of a file, a directory with something in it, and links."""
+    """Create files, directories, and links with names that resemble a writer's."""
     (path / "shard-000007.safetensors").write_bytes(b"mine")
     (path / "shard-000001-0123456789abcdef.safetensors").write_bytes(b"mine")
     (path / "writing-plans").mkdir()
@@ -75,7 +75,7 @@ def test_after_a_lost_manifest_nothing_is_removed(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append(draw([1]))
     (shard,) = tmp_path.glob("shard-*")
-    # As a writer leaves it that is killed between the manifest and the end of its append.
+    # A writer killed between the manifest and the end of its append leaves this state.
     (tmp_path / "append.lock").write_text(f"{shard.name}\n")
     (tmp_path / "manifest.json").unlink()
     content = shard.read_bytes()
@@ -163,7 +163,7 @@ import os, sys, time, torch, lik_ops
 from pathlib import Path
 from lik_ops.retrieval.store import files
 path, how = Path(sys.argv[1]), sys.argv[2]
-with files.locked(path):
+with files.lock_corpus(path):
     child = os.fork()
     if child == 0:
         time.sleep(100)
@@ -181,9 +181,9 @@ with files.locked(path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.parametrize("how", ["lives", "dies"])
 def test_a_forked_child_does_not_keep_the_lock(how, tmp_path):
-    """A process forks while it appends, and its child lives on; the process may end by accident."""
+    """A process forks during an append, and its child survives. The process may be killed."""
     Corpus.create(tmp_path / "corpus", 8, torch.float32)
-    log = tmp_path / "log"  # not a pipe, which the child would hold open
+    log = tmp_path / "log"  # not a pipe, which the child would keep open
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("w") as file:
         command = [sys.executable, "-c", FORKED, str(tmp_path / "corpus"), how]
@@ -193,7 +193,7 @@ def test_a_forked_child_does_not_keep_the_lock(how, tmp_path):
     try:
         assert rest == (["locked"] if how == "lives" else [])
         Corpus.open(tmp_path / "corpus").append(draw([1]))
-        os.kill(int(child), 0)  # it is still there
+        os.kill(int(child), 0)  # it still exists
     finally:
         os.kill(int(child), signal.SIGKILL)
 
@@ -219,7 +219,7 @@ def test_a_forked_child_that_ends_removes_nothing_of_its_parent(tmp_path):
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_shard_that_is_corrupt_raises_nothing_else(tmp_path_factory, where, bit):
-    """Nobody compares checksums here: what is found has to be found by looking."""
+    """Checksums are not compared here, so damage must be found in the contents."""
     path = tmp_path_factory.mktemp("corpus")
     Corpus.create(path, 4, torch.float32).append(draw([2] * 3, 4), ids=["1", "2", "3"])
     (at,) = path.glob("shard-*")
@@ -261,11 +261,11 @@ def test_a_mapped_shard_that_was_emptied_is_named(tmp_path):
         corpus.documents()
 
 
-# what an append costs
+# cost of an append
 
 
 def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
-    """The time of the 400th is that of the 10th, but for a manifest of 400 lines."""
+    """The 400th append costs as much as the 10th, except for a manifest of 400 lines."""
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     other = Corpus.open(tmp_path)
     opened, inner = [], reading.ShardFile.check
@@ -289,7 +289,7 @@ def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
 
 
 def test_a_search_beside_appends_sees_one_moment(tmp_path):
-    """Each search gives what one of the corpora gives that there were: all of its documents, none of the next."""
+    """Each search returns the result of one existing corpus: all of its documents and none of the next."""
     corpus = Corpus.create(tmp_path, 4, torch.float32)
     corpus.append(draw([1] * 5, 4))
     stop, errors, seen = threading.Event(), [], set()

@@ -1,4 +1,4 @@
-"""Manifests of a corpus that are wrong: each is a ValueError with its path and the field."""
+"""Test that each invalid corpus manifest raises a ValueError with its path and the field."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
 
 
 def edited(path, edit):
-    """Change the manifest as somebody would who also knows its checksum."""
+    """Change the manifest and update its checksum."""
     at = path / "manifest.json"
     content = json.loads(at.read_text())
     del content["sha256"]
@@ -46,7 +46,7 @@ WRONG = {
     "no object": (lambda c: c.update(shards=[3]), r"shards\[0\]: expected an object"),
     "no list": (lambda c: c.update(shards={}), "shards: expected list, got dict"),
     "twice": (lambda c: c.update(shards=c["shards"] * 2), "shards: expected files of different names"),
-    "count": (lambda c: c.update(documents=7), "documents: expected those of all shards, 2, got 7"),
+    "count": (lambda c: c.update(documents=7), "documents: expected the sum over all shards, 2, got 7"),
     "d": (lambda c: c.update(d="8"), "d: expected int, got str"),
     "no d": (lambda c: c.pop("d"), "d: expected int, got nothing"),
     "zero": (lambda c: c.update(d=0), "d: expected 1 or more"),

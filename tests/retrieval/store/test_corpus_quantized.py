@@ -1,4 +1,4 @@
-"""`lik_ops.Corpus` of quantised documents: what it holds, in how many bytes, and the bits of its scores."""
+"""Test a `lik_ops.Corpus` of quantized documents: its contents, its size, and the bits of its scores."""
 
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[re
 LENGTHS = (3, 0, 7, 1, 0, 5, 2, 4, 6, 0)
 SHARDS = (3, 1, 4, 2)
 SCALES = ("token", "document")
-BYTES = {"int8": 20 + 4, "uint8": 20 + 8, "fp8_e4m3": 20 + 4, "fp8_e5m2": 20 + 4, "binary": 3 + 4}  # of 20 features
+BYTES = {"int8": 20 + 4, "uint8": 20 + 8, "fp8_e4m3": 20 + 4, "fp8_e5m2": 20 + 4, "binary": 3 + 4}  # for 20 features
 every_format = pytest.mark.parametrize("format", FORMATS)
 every_scale = pytest.mark.parametrize("scale", SCALES)
 
@@ -46,7 +46,7 @@ def written(path, format, scale="token", dtype=torch.float32, d=20, lengths=LENG
 
 
 def assert_same_documents(found, expected):
-    """The same tensors, but for the form that scales have."""
+    """Assert equal tensors, up to the shape of the scales."""
     assert (found.format, found.d, found.dtype) == (expected.format, expected.d, expected.dtype)
     pairs = [(found.data.view(torch.uint8), expected.data.view(torch.uint8))]
     pairs += zip(found.per_token(), expected.per_token(), strict=True)
@@ -56,7 +56,7 @@ def assert_same_documents(found, expected):
         assert x is None or torch.equal(x.expand(y.shape), y)
 
 
-# what it holds
+# contents
 
 
 @every_format
@@ -129,7 +129,7 @@ def test_no_more_bytes_than_the_format_needs(format, scale, tmp_path):
     (shard,) = tmp_path.glob("shard-*")
     scales = 4 * (2 if format == "uint8" else 1)
     tokens = BYTES[format] - (0 if scale == "token" else scales)
-    # The documents' lengths, errors and norms, and the names of the tensors.
+    # Lengths, errors, and norms of the documents, and the names of the tensors.
     assert shard.stat().st_size <= 5000 * tokens + 50 * (16 + (scales if scale == "document" else 0)) + 1000
     with safetensors.safe_open(shard, framework="pt") as file:
         kept = {name: list(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
@@ -171,7 +171,7 @@ def test_a_pickled_handle_and_one_of_a_plain_corpus_of_before(tmp_path):
     plain.append(draw([3]))
     manifest = plain.__getstate__()["manifest"]
     for name in ("format", "scale"):
-        del manifest.__dict__[name]  # as it was pickled before it had these
+        del manifest.__dict__[name]  # like a pickle from before these existed
     found = pickle.loads(pickle.dumps(plain))
     assert found.format is None and torch.equal(found[0], plain[0])
 
@@ -201,7 +201,7 @@ def test_a_corpus_without_a_format_has_the_files_that_it_had(tmp_path):
 
 
 def test_the_manifest_names_the_format(tmp_path):
-    """With a version that a lik_ops without formats refuses."""
+    """The version makes a lik_ops without formats refuse the file."""
     corpus, _ = written(tmp_path, "fp8_e5m2", "document")
     content = json.loads((corpus.path / "manifest.json").read_text())
     assert content["version"] == 2 and content["quantized"] == {"format": "fp8_e5m2", "scale": "document"}
@@ -275,7 +275,7 @@ def test_a_shard_that_is_corrupt_is_named(case, tmp_path):
         _ = Corpus.open(tmp_path)[0]
 
 
-# what is wrong
+# errors
 
 
 def bad(documents=None, lengths=(2, 3), scale="token", format="int8", **changes):
@@ -302,7 +302,7 @@ BAD = {
     "sum": (bad(lengths=[2, 2]), ValueError, r"lengths: expected \[n\], not negative, that add up to 5 tokens"),
     "error": (bad(error=None), ValueError, "documents: expected the error of 2 documents, as `quantize` finds .* None"),
     "norm": (bad(norm=torch.zeros(3)), ValueError, r"documents: expected the norm of 2 documents, .* got \[3\]"),
-    "scales": (bad(scale="document"), ValueError, "documents: expected one scale for each document, got others"),
+    "scales": (bad(scale="document"), ValueError, "documents: expected one scale for each document, got several"),
     "meta": (bad(quantize(torch.empty(5, 8, device="meta"))), ValueError, "documents: expected embeddings, got meta"),
     "tokens": (bad(torch.randn(5, 8).half()), TypeError, r"documents: expected torch.float32, got torch.float16: conv"),
 }
@@ -343,5 +343,7 @@ def test_a_corpus_made_anew_in_another_format_is_not_appended_to(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32, "int8")
     (tmp_path / "manifest.json").unlink()
     Corpus.create(tmp_path, 8, torch.float32, "int8", "document")
-    with pytest.raises(ValueError, match=r"expected a corpus of d=8, torch.float32, int8 with a scale .* made anew"):
+    with pytest.raises(
+        ValueError, match=r"expected a corpus of d=8, torch.float32, int8 with a scale .* created again"
+    ):
         corpus.append(draw([1]))

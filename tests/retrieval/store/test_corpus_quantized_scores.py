@@ -1,4 +1,4 @@
-"""Scores of a `lik_ops.Corpus` of quantised documents: the bits of documents in memory."""
+"""Test that scores of a `lik_ops.Corpus` of quantized documents have the bits of documents in memory."""
 
 import itertools
 
@@ -70,7 +70,7 @@ def test_documents_by_their_index_have_the_bits_of_searches(device, format, scal
 
 
 def test_the_short_way_of_full_documents_is_not_taken(tmp_path, monkeypatch):
-    """It would read the stand-in for their tokens."""
+    """The fast path would read the placeholder for their tokens."""
     corpus, _ = written(tmp_path, "int8")
     taken = []
     monkeypatch.setattr(eager, "try_maxsim_ragged", lambda *args, **kwargs: taken.append(args))
@@ -81,7 +81,7 @@ def test_the_short_way_of_full_documents_is_not_taken(tmp_path, monkeypatch):
 
 
 def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
-    """To a device, with a CPU in its place: never joined before, and scales of documents as they are kept."""
+    """Copies to a device, simulated by a CPU, are never joined, and document scales are copied as stored."""
     copied = []
 
     class Counting(copying.CopyLanes):
@@ -92,7 +92,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     def on_device(parts, device, nbytes):
         return copying.DoubleBuffer(device, nbytes, Counting()).copied(parts)
 
-    monkeypatch.setattr("lik_ops.retrieval._streamed.on_device", on_device)
+    monkeypatch.setattr("lik_ops.retrieval._streamed.iterate_on_device", on_device)
     monkeypatch.setattr(sources.DocumentPart, "whole", joined)
     lengths = [i % 9 for i in range(60)]
     Q = torch.randn(3, 5, 20)
@@ -152,7 +152,7 @@ def test_queries_are_of_the_dtype_of_the_tokens_or_in_a_region(tmp_path):
 def test_scores_have_no_gradient(tmp_path):
     corpus, _ = written(tmp_path, "int8")
     Q = torch.randn(2, 3, 20, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"Corpus.score: scores of quantised documents have no gradient"):
+    with pytest.raises(NotImplementedError, match=r"Corpus.score: scores of quantized documents have no gradient"):
         corpus.score(Q, [1, 2])
     with torch.no_grad():
         assert torch.equal(corpus.score(Q, [1, 2]), corpus.score(Q.detach(), [1, 2]))
@@ -160,7 +160,7 @@ def test_scores_have_no_gradient(tmp_path):
 
 
 def test_two_stages(tmp_path):
-    """A corpus on disk, of which small documents in memory say what to read: those that its conversion holds."""
+    """The converted documents in memory, which are small, select what to read from a corpus on disk."""
     documents = [torch.nn.functional.normalize(x, dim=-1) for x in draw([3, 0, 7, 1, 5] * 8, 16)]
     corpus = Corpus.create(tmp_path / "corpus", 16, torch.float32)
     for first in range(0, 40, 15):
@@ -175,7 +175,7 @@ def test_two_stages(tmp_path):
     message = "coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus"
     with pytest.raises(TypeError, match=message):
         lik_ops.retrieve(Q, corpus, 6, coarse=small)
-    with pytest.raises(TypeError, match="D: expected tokens as they were beside coarse, got a Corpus in binary"):
+    with pytest.raises(TypeError, match="D: expected unquantized tokens with coarse, got a Corpus in binary"):
         lik_ops.retrieve(Q, small, 6, coarse=small.documents()[0])
 
 

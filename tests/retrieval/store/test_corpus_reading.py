@@ -1,4 +1,4 @@
-"""How a corpus is read: shards are opened on the first read, few of them are mapped, and a damaged one is an error."""
+"""Test how a corpus is read: shards open on the first read, few are mapped, and damage raises an error."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def mapped_shards():
     return {line.split()[-1] for line in lines if "/shard-" in line}
 
 
-# shards that are opened when they are read
+# shards that open when they are read
 
 
 @linux
@@ -57,7 +57,7 @@ def test_opening_a_corpus_opens_no_shard(tmp_path, monkeypatch):
 @linux
 @pytest.mark.parametrize("format", FORMATS)
 def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
-    """Results have the bits of a corpus of which everything may be mapped."""
+    """Results have the bits of a corpus without a limit on mapped shards."""
     corpus = created(tmp_path / "corpus", format)
     documents = draw([i % 5 for i in range(40)])
     for document in documents:
@@ -90,7 +90,7 @@ def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
     if format is None:
         made = few.quantize(tmp_path / "made")
         assert torch.equal(made.lengths, few.lengths)
-    assert 3 <= max(most) <= 8, most  # three, and those that a part of a search has
+    assert 3 <= max(most) <= 8, most  # three, and the shards of a part of a search
     del few
     if format is None:
         del made
@@ -208,7 +208,7 @@ print("done")
 
 @pytest.mark.parametrize("size", [0, 5000])
 def test_a_shard_that_is_truncated_later_is_an_error(size, tmp_path):
-    """In every call. A read of a page that is no longer there ends the process, so another process reads."""
+    """Every call raises. A read of a missing page ends the process, so another process reads."""
     corpus = Corpus.create(tmp_path / "corpus", 64, torch.float32)
     documents = draw([200] * 8, 64)
     corpus.append(documents[:4], ids=list("abcd"))
@@ -234,7 +234,7 @@ def test_a_shard_that_was_removed_is_read_where_it_is_mapped(tmp_path):
 
 
 def test_a_shard_that_was_replaced_is_mapped_anew(tmp_path):
-    """As a tool that restores a file does it: by a rename."""
+    """A restore tool replaces a file by a rename."""
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     documents = draw((3, 4))
     corpus.append(documents)

@@ -27,12 +27,12 @@ TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS)
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
 	@echo "make test      tests and operator checks that need no GPU (PYTEST_ARGS=... in place of -n 2 --dist worksteal)"
-	@echo "make test-kernels   what those leave out: kernels in Triton's interpreter, and each compiled ahead of time (CI runs both)"
+	@echo "make test-kernels   the tests that make test leaves out: kernels in Triton's interpreter and compiled ahead of time (CI runs both)"
 	@echo "make test-all  make test with the slow ones"
 	@echo "make test-gpu  the tests that need a GPU, by GPU_PYTHON (PART=1/2: those of half the files)"
 	@echo "make test-oldest    make test with the oldest torch and Triton, in an environment of its own"
-	@echo "make test-newest    make test with the newest of everything that pip finds, likewise"
-	@echo "make test-triton    what hangs on Triton alone, with each Triton: $(TRITONS)"
+	@echo "make test-newest    make test with the newest of everything that pip finds"
+	@echo "make test-triton    tests that depend on Triton alone, with each Triton: $(TRITONS)"
 	@echo "make test-compiled  of that what is compiled ahead of time"
 	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
 	@echo "make hub       the folder for the Hugging Face kernels hub, build/hub, and its tests with the package kernels"
@@ -60,7 +60,7 @@ $(OLDEST)/.stamp: pyproject.toml constraints-oldest.txt
 		--no-build-isolation --editable '.[test,demo,onnx,retrieval]'
 	@touch $@
 
-# Apart, because one of the peers has wheels for fewer platforms than the rest.
+# A separate stamp, because one of the peers has wheels for fewer platforms than the rest.
 $(VENV)/.stamp-bench: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[bench]'
 	@touch $@
@@ -86,7 +86,7 @@ test-kernels: $(VENV)/.stamp
 test-oldest: $(OLDEST)/.stamp
 	@$(OLDEST)/bin/python -m pytest -q $(TEST) $(PYTEST_ARGS)
 
-# What a GPU's torch and Triton run: with the Python that is there. Compiling is most of it. PART=1/2 takes half the files.
+# Tests on a GPU use the installed Python. Compiling is most of their time. PART=1/2 runs half of the files.
 GPU_PYTHON ?= python3
 PART ?= 1/1
 test-gpu:
@@ -98,7 +98,7 @@ test-newest:
 	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,demo,onnx,retrieval]'
 	@$(NEWEST)/bin/python -m pytest -q $(TEST) $(PYTEST_ARGS)
 
-# Triton alone changes: torch on a CPU does not need its own. The interpreter of 3.6 fails with numpy 2.4.
+# Only Triton changes. torch on a CPU does not need a Triton of its own. The interpreter of 3.6 fails with numpy 2.4.
 test-triton: TESTED := $(COMPILED) $(INTERPRETED)
 test-compiled: TESTED := $(COMPILED)
 test-triton test-compiled: $(VENV)/.stamp
@@ -109,8 +109,8 @@ test-triton test-compiled: $(VENV)/.stamp
 		PYTHONPATH=$(CURDIR)/.triton/$$v $(PYTEST) -m "not gpu and not slow" $(TESTED) $(PYTEST_ARGS) || exit 1; \
 	done
 
-# Environments of their own below .hosts, and the suites of the hosts' sdists. HOSTS picks some; HOSTS_ARGS=
-# "--sentence-transformers-tests CHECKOUT" says where the repository is that has the tests of sentence-transformers.
+# Environments in .hosts, and the test suites of the hosts' sdists. HOSTS selects some. HOSTS_ARGS=
+# "--sentence-transformers-tests CHECKOUT" names the repository that has the tests of sentence-transformers.
 test-hosts:
 	@$(PYTHON) tests/hosts/run.py $(HOSTS) $(HOSTS_ARGS)
 
@@ -131,7 +131,7 @@ format: $(VENV)/.stamp
 	@$(BIN)/python -m ruff check --fix
 	@$(BIN)/python -m ruff format
 
-# With --quiet the build would not count warnings. The theme would print news of its own.
+# With --quiet the build would not count warnings. The theme would print news.
 docs: $(VENV)/.stamp-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

@@ -101,18 +101,31 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 LONG_CODE = re.compile(r"(?<!<pre>)(?<!</span>)(<code>)([^<>\s]{40,})(?=</code>)")
 # Shapes such as [Nq, Lq, d], which docs/site.css keeps on one line.
 SHORT_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>(?=[^<>]{1,24}</code>)")
+# Paths and qualified names, which a phone may break.
+PATH_CODE = re.compile(r"(?<!<pre>)(?<!</span>)(<code>)([\w./]{16,})(?=</code>)")
+# Benchmark shapes in tables, such as 16 x 1000, 32, 300, 128. They break after the number of documents only.
+SHAPE = re.compile(r"(?<=<td>)(\d+ x \d+,) (\d+, [^<]*)(?=</td>)")
+# The end of a parameter's default, where the theme's template breaks the line.
+DEFAULT_END = re.compile(r"(?<=</code>)\s+(?=\)\s)")
 # Names in headings of the API and in tables of contents.
 LONG_NAME = re.compile(r"(<span class=\"(?:doc doc-object-name [^\"]*|md-ellipsis)\">\s*)([^<>\s]{16,})(?=<|\s)")
 
 
 def add_breaks(match: re.Match[str]) -> str:
-    """Let a name break after a dot, an underscore, a slash or a colon."""
-    return match[1] + re.sub(r"([._/]|::)(?=\w)", r"\1<wbr>", match[2])
+    """Let a name break after a dot, an underscore, a slash or a colon, but not before the ending of a file."""
+    return match[1] + re.sub(r"(\.(?!py\b)|[_/]|::)(?=\w)", r"\1<wbr>", match[2])
+
+
+def add_narrow_breaks(match: re.Match[str]) -> str:
+    """Let a path or a qualified name break after a slash or a dot, on the narrow screens that docs/site.css selects."""
+    return match[1] + re.sub(r"(\.(?!py\b)|/)(?=\w)", r'\1<wbr class="narrow">', match[2])
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Let long names break between words to fit a narrow column, and keep short code on one line."""
+    """Let long names break between words to fit a narrow column, and keep short code and shapes on one line."""
     output = LONG_NAME.sub(add_breaks, LONG_CODE.sub(add_breaks, output))
+    output = PATH_CODE.sub(add_narrow_breaks, output)
+    output = SHAPE.sub(r'<span class="short">\1</span> <span class="short">\2</span>', DEFAULT_END.sub("", output))
     return SHORT_CODE.sub('<code class="short">', output)
 
 

@@ -89,8 +89,9 @@ def chamfer_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Ties go to the lowest index. A NaN or infinite coordinate makes the distance NaN or infinite.
 
-    Returns: ``(distances, nearest, distances_R, nearest_R)``. The first two are ``[B, N]`` and search R for each point
-        of P. The last two are ``[B, M]`` and search P for each point of R. Distances are fp32 (fp64 for fp64), and
+    Returns:
+        ``(distances, nearest, distances_R, nearest_R)``. The first two are ``[B, N]`` and search R for each point of
+        P. The last two are ``[B, M]`` and search P for each point of R. Distances are fp32 (fp64 for fp64), and
         indices are int32. Points beyond the length of a cloud have distance 0 and index -1. If the other cloud is
         empty, the distance is infinite and the index -1. If a length of either cloud is invalid, both clouds have
         distance NaN and index -1.

@@ -52,7 +52,8 @@ def maxsim_xtr_fwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     - ``top_k``: the number of document tokens of the batch that each query token retrieves.
     - ``normalizer``: ``"retrieved"`` or ``"positive"``.
 
-    Returns: ``(scores, argmax, normalizers)``. The scores and normalizers are fp32 (fp64 for fp64) ``[Nq, Nd]``. The
+    Returns:
+        ``(scores, argmax, normalizers)``. The scores and normalizers are fp32 (fp64 for fp64) ``[Nq, Nd]``. The
         argmax is int32 ``[Nd, Nq, Lq]``, and -1 if no token of the document was retrieved.
     """
     x, (top_k, normalizer) = DenseArgs(*args[:5]), args[5:]

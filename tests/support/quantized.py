@@ -181,7 +181,7 @@ def assert_right(p, scores, argmax, normalize):
         assert error <= 1, (i, j, float(scores[at]), float(score), float(error))
         if argmax is None:
             continue
-        found = p.argmax(argmax, i, at).long()
+        found = p.winners(argmax, i, at).long()
         assert torch.equal(found < 0, won < 0), (i, j)
         if normalize:
             q, x = (y / y.norm(dim=1, keepdim=True).clamp_min(1e-12) for y in (q, x))

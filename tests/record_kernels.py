@@ -193,7 +193,7 @@ def stripped(assembly: str) -> str:
     text = _DROPPED.sub("", _DEBUG.sub("", assembly))
     numbers: dict[str, str] = {}
     text = _SYMBOL.sub(lambda found: numbers.setdefault(found[0], f"@{len(numbers)}"), text)
-    return "\n".join(line.strip() for line in text.splitlines() if line.strip())
+    return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
 
 
 def pytest_addoption(parser: Any) -> None:

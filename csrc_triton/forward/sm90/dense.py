@@ -439,7 +439,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
         parts: Groups of each query.
         C: `Sm90Config`.
     """
-    gl.static_assert(C.SMALL_M or C.MMA_ROWS == 64)
+    gl.static_assert(C.SMALL_M or C.MMA_ROWS * (2 if C.INT8_TERMS == 2 else 1) == 64)
     gl.static_assert(not (C.SMALL_M and C.OPERAND_IN_REGISTERS))
     gl.static_assert(not C.SPLIT_FP32 or (C.SMALL_M and not C.NORMALIZE and not C.ARGMAX))
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, ACCUMULATORS * C.MMA_ROWS)

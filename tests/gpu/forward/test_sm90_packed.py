@@ -153,7 +153,7 @@ def by_rows(x, argmax_dtype, way):
     from lik_ops.gpu.forward.sm90_packed import MaskedPlan
 
     plan = make_plan(x.Q, x.D, x.d_mask, False, argmax_dtype)
-    assert isinstance(plan, MaskedPlan) and plan.score_part.__name__ == f"_by_{way}"
+    assert isinstance(plan, MaskedPlan) and plan.score_part.__name__ == f"_score_by_{way}"
     argmax = None if argmax_dtype is None else plan.allocate_argmax().fill_(-7)
     return plan.scores(plan.scores_shape, x.Q, x.D, x.q_mask, x.d_mask, x.q_weight, argmax), argmax
 

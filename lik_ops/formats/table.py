@@ -85,7 +85,9 @@ class Format(NamedTuple):
     each: int = 1  # features in one element
     nbits: int = 0  # bits of a bucket, for residual codes
     affine: bool = False  # numbers are offsets from the minimum; else symmetric about 0
-    kernel: Any = "number"  # `Config.STORED` of the kernel: a name, or a function that loads a tile of numbers
+    # `KernelConfig.ENCODING`: a name, or a function that loads a tile of numbers. For "e4m3" and "e5m2", GPUs with FP8
+    # use "fp8" instead (`gpu/forward/quantized.py`).
+    kernel: Any = "number"
     size: Callable[[Tensor], Tensor] = _max_abs  # size of tokens ``[n, d]`` that the scale maps to `largest`
     # Encodes tokens, given the inverse scales. None rounds to the nearest number.
     encode: Callable[[Tensor, Tensor], Tensor] | None = None

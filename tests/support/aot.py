@@ -64,7 +64,7 @@ from lik_ops.gpu.tuning.architectures import Architecture, KernelKey, LaunchConf
 from .machine_code import compile_as_launched, cuda_resources, target
 
 _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-# `Config.STORED` by the pointer type of quantized documents.
+# `KernelConfig.ENCODING` by the pointer type of quantized documents.
 _STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "fp8", "*fp8e5": "fp8"}
 _WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
 _READ = _WORDS | {INT8_QUERIES: "*i8"}
@@ -99,7 +99,8 @@ class Case:
     sections: bool = False  # forward of few long documents, dense or with bounds
     int32: bool = False  # backward: int32 argmax instead of int16
     parts: bool = False  # finish: sums come in parts
-    # Ragged forward: `Config.STORED` of quantized documents, or the type of their codes. Backward: only the type.
+    # Ragged forward: `KernelConfig.ENCODING` of quantized documents, or the type of their codes. Backward: only the
+    # type.
     stored: str = ""
     fp32_centroids: bool = False  # of residual codes
 

@@ -7,6 +7,8 @@ score[i, k] = sum_s q_weight[i, s] * max_t <Q[i, s], D[k, t]>
 A row tile has `BM` rows and packs `BM // ROWS_PER_QUERY` queries. A program of `maxsim_forward` scores one row tile
 against one document. With `KernelConfig.PERSISTENT` it scores the row tile against every n-th document.
 
+Without PERSISTENT (`score_tile_pair`, `score_rows`, and `compute_row_maxima` for the loop over tiles):
+
 ```text
 program = (document k, row tile), row tile fastest    # neighboring programs share a document
 q = load_query_rows()                                 # [BM, BD]
@@ -14,18 +16,35 @@ best, where = -inf, NO_TOKEN                          # one value for each lane:
 mask = prefetch_tile_mask(0)
 for t0 in range(0, length, BN):
     ahead = prefetch_tile_mask(t0 + BN)
-    S = dot(q, D[k, t0 : t0 + BN].T)                  # [BM, BN], or [BN, BM] with TOKENS_FIRST
-    S = S * inverse_norm(document tokens)             # NORMALIZE
-    S = where(mask, S, -inf)
-    m, tokens = lane_max(S)
+    S = dot(q, D[k, t0 : t0 + BN].T)                  # compute_tile: [BM, BN], or [BN, BM] with TOKENS_FIRST
+    S = S * inverse_norm(document tokens)             # compute_tile, NORMALIZE
+    S = where(mask, S, -inf)                          # compute_tile
+    m, tokens = lane_max(S)                           # _update_maxima, this line and the next two
     where = tokens where m > best                     # with argmax
     best = nan_max(best, m)
     mask = ahead
 row_best, row_where = merge_lanes(best, where)        # with 4 lanes, the only exchange between threads
-row_where = second pass for rows whose maximum is NaN or -inf
-row_best = row_best * inverse_norm(q)                 # NORMALIZE
-score = tree_sum(q_weight * row_best)                 # for each query of the tile
-if the document keeps no token: score = -inf, or 0 if the query keeps no token either
+row_where = second pass for NaN or -inf maxima        # _search_argmax
+row_best = row_best * inverse_norm(q)                 # normalize_maxima, NORMALIZE
+score = tree_sum(q_weight * row_best)                 # sum_in_order, for each query of the tile
+if the document keeps no token:                       # store_scores
+    score = -inf, or 0 if the query keeps no token either
+```
+
+With PERSISTENT and without an argmax (`_score_persistent`), one loop covers the tiles of all documents of the program:
+
+```text
+program = (first document k0, row tile)
+q, weight = query rows and their weights              # loaded once
+best = -inf
+for n in range(documents of the program * tiles of a document):
+    k, t0 = k0 + n // tiles * step, n % tiles * BN
+    S = similarities of the tile of document k        # compute_tile
+    best = nan_max(best, lane_max(S))                 # reduce_lane_maxima
+    if this is the last tile of document k:
+        row_best = merge_lanes(best) * inverse_norm(q)    # merge_lane_maxima, normalize_maxima
+        score[k] = tree_sum(weight * row_best)        # sum_in_order, store_scores
+        best = -inf
 ```
 
 With LONG_QUERIES a tile has rows of one query. The program repeats this for each block of `ROWS_PER_QUERY` tokens and

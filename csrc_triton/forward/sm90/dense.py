@@ -1,4 +1,7 @@
-"""sm_90 forward kernel for dense documents without a mask and many query rows (`d <= 128`).
+"""sm_90 forward kernel for dense documents without a mask (`d <= 128`): many query rows, or few with C.SMALL_M.
+
+This file has the main loop for many query rows. With C.SMALL_M, `maxsim_forward_specialized` runs `consume_small_m` of
+`small_m.py` instead of `_consume`, and `small_m.py` describes its loop, warp roles, and barriers.
 
 Math, with an argmax over t if asked for:
 
@@ -41,6 +44,18 @@ consumer warp group g:
         epilogue of the last document
 ```
 
+Names in the code:
+
+```text
+pseudo-code                      code
+producer loop, TMA               `_produce`, `_copy_tile`
+consumer loop                    `_consume`
+q0, q1                           `_load_queries`, which returns `q[0]` and `q[1]`
+both waits, S0, S1, the arrive   `issue_products`, whose products are `S_a` and `S_b`
+lane_max, best0, best1           `_reduce_accumulators`; the maxima are `halves[0].best` and `halves[1].best`
+epilogue                         `_store_scores`, with `_finish_rows` for each accumulator
+```
+
 `lane_max` reduces within a thread. A row is spread over 4 lanes, which exchange values in the epilogue only. With
 C.ARGMAX the epilogue runs at the end of its own document. A row whose maximum is NaN or -inf then has no argmax yet,
 and `_resolve_argmax` searches for it after the last pair.
@@ -60,7 +75,7 @@ Barriers:
 ```text
 barrier             count  arriving                              waiting
 full[stage]         1      TMA, with the bytes of the copies     consumers, and norm warps if there are any
-empty[stage]        2      each consumer, after both products    producer
+empty[stage]        2      each consumer, after both products    producer (count 1 with C.SMALL_M)
 turn[g]             1      consumer 1 - g, products issued       consumer g, before issuing products (ping-pong)
 norms.ready[stage]  1      norm warps                            consumers, before issuing products
 raw.full[stage]     1      TMA, FP8 only                         conversion warps
@@ -68,6 +83,9 @@ raw.empty[stage]    1      conversion warps, FP8 only            producer
 search[g]           1      TMA, argmax search only               consumer g
 search[2]           2      each consumer, after its last tile    both consumers, before the argmax search
 ```
+
+No warp group hands the first turn to group 0. `_consume` starts with `turn = 1 - g`, and a wait for phase 1 of a new
+barrier returns at once. Group 0 therefore issues first, and group 1 waits until group 0 has issued.
 
 With FP8 the producer fills a second pipeline, `raw`, with bytes. The conversion warps then act as the producer of the
 fp16 pipeline. They wait at its `empty` barriers and arrive at its `full` barriers, without TMA.

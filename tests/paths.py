@@ -79,12 +79,12 @@ def ways() -> Iterator[tuple[str, list[str]]]:
     yield "maxsim", recorded(lambda: lik_ops.maxsim(Q, D))
     yield "maxsim_varlen", recorded(lambda: lik_ops.maxsim_varlen(Q, packed, None, cu_seqlens))
     small = lik_ops.quantize(D, "int8")
-    yield "quantised maxsim", recorded(lambda: lik_ops.maxsim(Q, small))
+    yield "quantized maxsim", recorded(lambda: lik_ops.maxsim(Q, small))
     yield "compiled maxsim", recorded(lambda: compiled(Q, D))
     yield "retrieve", recorded(lambda: lik_ops.retrieve(Q, D, 2))
-    leaf = Q.clone().requires_grad_()
-    total = lik_ops.maxsim(leaf, D).sum()
-    yield "gradient", recorded(lambda: torch.autograd.grad(total, leaf, retain_graph=True))
+    leaves = Q.clone().requires_grad_(), D.clone().requires_grad_()
+    total = lik_ops.maxsim(*leaves).sum()
+    yield "gradient", recorded(lambda: torch.autograd.grad(total, leaves, retain_graph=True))
 
 
 SCRIPT = """

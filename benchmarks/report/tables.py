@@ -106,7 +106,8 @@ def machine(document: dict, *packages: str, cases: Iterable[str] | None = None) 
         if "commit" in record and (cases is None or record["case"]["name"] in cases):
             where = f" on {record['gpus'][0]}" if "gpus" in record else ""
             others.setdefault(record["commit"][:7] + where, []).append(record["case"]["name"])
-    return text + "".join(f"; {run} of {', '.join(names)}" for run, names in others.items())
+    rows = (f"row{'s' * (len(names) > 1)} {', '.join(map(repr, names))}: {run}" for run, names in others.items())
+    return text + (f" ({'; '.join(rows)})" if others else "")
 
 
 def label(case: dict) -> str:
@@ -205,14 +206,16 @@ def lead(results: Path = RESULTS) -> str:
     text = (
         "lik_ops computes MaxSim, the late-interaction score of ColBERT and ColPali, as differentiable PyTorch"
         " operators (`torch.ops.lik`) with Triton kernels. Plain PyTorch stores the similarity of every query token and"
-        " every document token, `[Nq, Nd, Lq, Ld]`. lik_ops stores none of them, forward or backward."
-        f" On an {gpus['forward']}, {serve['case']['Nq']} queries score {serve['case']['Nd']:,} documents of"
-        f" {serve['case']['Ld']} tokens in {serve_ms:.3f} ms, {peer_ms / serve_ms:.1f} times as fast as the fastest"
+        " every document token, `[Nq, Nd, Lq, Ld]`. lik_ops never stores this tensor, forward or backward."
+        f" On an {gpus['forward']}, scoring {serve['case']['Nd']:,} documents of {serve['case']['Ld']} tokens against"
+        f" {serve['case']['Nq']} queries of {serve['case']['Lq']} tokens ({DTYPES[serve['case']['dtype']]}, d"
+        f" {serve['case']['d']}) takes {serve_ms:.3f} ms, {peer_ms / serve_ms:.1f} times as fast as the fastest"
         f" alternative ({peer}). Forward and backward of {step['case']['Nq']} queries and {step['case']['Nd']}"
         f" documents need {ours['ms']:.2f} ms and {ours['peak_mb']:.0f} MiB, compared with {kernels['ms']:.2f} ms and"
-        f" {kernels['peak_mb']:.0f} MiB in {COLUMNS[1]} and {eager['ms']:.2f} ms and {eager['peak_mb']:,.0f} MiB in"
-        f" plain PyTorch. On an {gpus['hosts']}, a step of PyLate's cached contrastive loss ({loss['case']['Nq']}"
-        f" queries, documents of {loss['case']['Ld']:,} tokens, without the encoder) needs {fast['ms']:.0f} ms and"
+        f" {kernels['peak_mb']:.0f} MiB in the library {COLUMNS[1]} and {eager['ms']:.2f} ms and"
+        f" {eager['peak_mb']:,.0f} MiB in plain PyTorch. On an {gpus['hosts']}, a step of PyLate's cached"
+        f" contrastive loss ({loss['case']['Nq']} queries, documents of {loss['case']['Ld']:,} tokens, without the"
+        f" encoder) needs {fast['ms']:.0f} ms and"
         f" {fast['peak_mb']:,.0f} MiB instead of {slow['ms']:.0f} ms and {slow['peak_mb']:,.0f} MiB."
     )
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
@@ -232,7 +235,7 @@ def training(results: Path = RESULTS) -> str:
         rows.append([*row, f"{record['own_mb']:.0f}", f"{case['goal_ms']}" if case["goal_ms"] else ""])
     text = (
         f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Forward with argmax, and both gradients. In brackets:"
-        " peak MiB beyond the inputs. `own`: MiB of gradients, winners and scores. `*`: other winners, because the"
+        " peak MiB beyond the inputs. `own`: MiB of gradients, argmax and scores. `*`: another argmax, because the"
         " similarities were rounded."
     )
     return f"{text}\n\n{table(['case', 'shape', *names, 'own', 'goal'], rows)}"
@@ -261,8 +264,8 @@ def cpu(results: Path = RESULTS) -> str:
         rows.append([*row, f"{others[name]['gflops']:.0f}", f"{others[name]['of_sgemm']:.2f}"])
     text = (
         f"{machine(document, 'torch', 'maxsim-cpu')}. Last two columns: {machine(intel, 'torch')}. GFLOP/s of the best"
-        f" of {document['settings']['rounds']} and {intel['settings']['rounds']} rounds. `of sgemm`: share of the"
-        " machine's own 2048^3 fp32 product, timed in the same rounds."
+        f" round, of {document['settings']['rounds']} on AMD and {intel['settings']['rounds']} on Intel. `of sgemm`:"
+        " share of the machine's own 2048^3 fp32 product, timed in the same rounds."
     )
     header = ["case", "shape", OURS, "of sgemm", "maxsim-cpu", "eager", f"{OURS}, Intel", "of sgemm, Intel"]
     return f"{text}\n\n{table(header, rows)}"
@@ -374,8 +377,8 @@ def ragged(results: Path = RESULTS) -> str:
         " these. `dense`: the dense kernel on as many scores of documents that all have the mean length. `ratio`:"
         " lik_ops to `dense`, each divided by its operations (goal 1.15). `of roofline`: the roofline of the kept"
         " tokens, divided by the time of lik_ops. Other contenders: their time divided by the time of lik_ops. `peak`:"
-        " MiB beyond the inputs. `host`: host microseconds of the call. `*`: other winners, because the similarities"
-        " were rounded."
+        " MiB beyond the inputs. `host`: host microseconds of the call. `*`: another argmax, because the"
+        " similarities were rounded."
     )
     header = ["case", "shape", OURS, "dense", "ratio", "of roofline", *RAGGED.values(), "peak", "host"]
     text = f"{text}\n\n{table(header, ragged_rows(document['records']))}"
@@ -615,7 +618,7 @@ def head(results: Path = RESULTS) -> str:
         (OURS, "by hand", COLUMNS[1], "unfused", "linear", "read"),
         (
             ". 768 features are projected to 128, unless the case says otherwise. `by hand`: `F.linear`, `F.normalize`"
-            " and `lik_ops.maxsim`. `unfused`: tokens in a launch of their own, as for winners. `linear`: the linear"
+            " and `lik_ops.maxsim`. `unfused`: tokens in a launch of their own, as for argmax. `linear`: the linear"
             " layer alone. `read`: the hidden states read once."
         ),
     )

@@ -105,7 +105,7 @@ def test_code_of_the_notebook_and_of_docstrings_fits_the_window():
 def test_names_break_between_words_and_code_blocks_stay_as_they_are():
     name = "tests/ops/fast_path/test_eager.py::test_modes_see_the_operators"
     page = f"<p><code>{name}</code> <code>[Nq, Lq, d]</code></p><pre><span></span><code>{name}</code></pre>"
-    broken = "tests/<wbr>ops/<wbr>fast_<wbr>path/<wbr>test_<wbr>eager.<wbr>py"
+    broken = "tests/<wbr>ops/<wbr>fast_<wbr>path/<wbr>test_<wbr>eager.py"
     broken += "::<wbr>test_<wbr>modes_<wbr>see_<wbr>the_<wbr>operators"
     assert building.on_post_page(page) == page.replace(
         f"<p><code>{name}</code> <code>", f'<p><code>{broken}</code> <code class="short">'

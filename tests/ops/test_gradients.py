@@ -126,9 +126,11 @@ def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
 
 def _cut_small(monkeypatch, **constants):
     """Set module constants so that small problems use the code paths of large ones."""
-    modules = [
-        pytest.importorskip(f"lik_ops.gpu.{name}") for name in ("backward", "backward_configs", "backward_documents")
-    ]
+    pytest.importorskip("triton", reason="the constants belong to Triton launches")
+    from lik_ops.gpu.backward import dense, documents
+    from lik_ops.gpu.tuning import backward_configs
+
+    modules = dense, documents, backward_configs
     for name, value in constants.items():
         (module,) = (module for module in modules if hasattr(module, name))
         monkeypatch.setattr(module, name, value)
@@ -138,11 +140,17 @@ def _cut_small(monkeypatch, **constants):
 # in pieces, listed by larger tiles, or listed by a sort.
 WAYS = {
     "few": {},
-    "unlisted": {"SPARSE_ROWS": 0},
-    "lists": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0},
-    "pieces": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LIST_BYTES": 200, "_PIECE_ROWS": 8},
-    "long": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "LEAST_LONG": 0, "_PIECE_ROWS": 8},
-    "sorted": {"SPARSE_ROWS": 0, "LEAST_LISTED": 0, "_LEAST_SORTED": 0, "_LEAST_SORTED_ROWS": 0, "_SORT_BYTES": 0},
+    "unlisted": {"MAX_SPARSE_ROWS": 0},
+    "lists": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0},
+    "pieces": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0, "_MAX_BUCKET_BYTES": 200, "_MIN_SPLIT_ROWS": 8},
+    "long": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0, "MIN_LONG_DOCUMENT_TOKENS": 0, "_MIN_SPLIT_ROWS": 8},
+    "sorted": {
+        "MAX_SPARSE_ROWS": 0,
+        "MIN_BUCKETED_ROWS": 0,
+        "_MIN_SORTED_TILES": 0,
+        "_MIN_SORTED_ROWS": 0,
+        "_SORT_BYTES_PER_ROW": 0,
+    },
 }
 
 
@@ -173,7 +181,7 @@ def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkey
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
     """Some tokens are the argmax of no row or of all rows, some rows have none, and tiles and blocks are several."""
-    _cut_small(monkeypatch, SPARSE_ROWS=0, LEAST_LISTED=0, _SORT_BYTES=0, _LIST_BYTES=200)
+    _cut_small(monkeypatch, MAX_SPARSE_ROWS=0, MIN_BUCKETED_ROWS=0, _SORT_BYTES_PER_ROW=0, _MAX_BUCKET_BYTES=200)
     p = Problem(layout, 3, 2, 70, 150, 17, torch.float32, "holes", "holes", True, False)
     x = build(p, place.device)
     with place.use():
@@ -181,7 +189,7 @@ def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
         upstream = torch.randn_like(scores)
         found = []
         for least in (0, 10**9):
-            _cut_small(monkeypatch, _LEAST_SORTED=least, _LEAST_SORTED_ROWS=0)
+            _cut_small(monkeypatch, _MIN_SORTED_TILES=least, _MIN_SORTED_ROWS=0)
             found.append(_gradients(p, x, upstream, backward="lowmem")[1])
     for ours, counted in zip(*found, strict=True):
         assert torch.equal(ours, counted)
@@ -237,7 +245,7 @@ def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkey
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_recompute_in_parts_gives_the_same_bits(place, layout, monkeypatch):
-    _cut_small(monkeypatch, _ARGMAX_BYTES=60)
+    _cut_small(monkeypatch, _MAX_ARGMAX_BYTES=60)
     p = Problem(layout, 3, 3, 9, 17, 16, torch.float32, "holes", "holes", True, True, "normal")
     x = build(p, place.device)
     with place.use():

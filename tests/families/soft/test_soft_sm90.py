@@ -57,7 +57,7 @@ def served(monkeypatch):
         found.append((name, served))
         return served
 
-    for name in ("into_rows", "into_tokens"):
+    for name in ("try_sum_rows", "try_sum_tokens"):
         monkeypatch.setattr(soft_sm90, name, partial(noted, name, getattr(soft_sm90, name)))
     return found
 
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_formula(sizes, options, served):
     upstream = torch.randn(Nq, Nd, device="cuda")
     leaves = [x.requires_grad_() for x in ((Q, D) if w is None else (Q, D, w))]
     grads = torch.autograd.grad(lik_ops.maxsim_soft(Q, D, 0.5, q_weight=w), leaves, upstream)
-    assert served[-2:] == [("into_rows", True), ("into_tokens", True)]
+    assert served[-2:] == [("try_sum_rows", True), ("try_sum_tokens", True)]
     step = max(1, 2**26 // (Nd * Lq * D.shape[1]))  # queries per step, because the formula stores all similarities
     expected = [torch.zeros(x.shape, dtype=torch.float64, device="cuda") for x in leaves]
     d = D.detach().double().requires_grad_()
@@ -103,7 +103,7 @@ def test_gradients_beside_those_of_the_plain_kernels(sizes, served, monkeypatch)
         return torch.autograd.grad(scores, q, upstream[own])[0]
 
     found = gradients()
-    assert served[-1] == ("into_rows", True)
+    assert served[-1] == ("try_sum_rows", True)
     assert torch.equal(found, gradients()) and torch.equal(gradients(slice(1, 2))[0], found[1])
     assert not found[~q_mask].any()
     without(monkeypatch)

@@ -234,13 +234,13 @@ class KernelConfig(NamedTuple):
     BM: int  # query rows of a tile
     BN: int  # document tokens of a tile
     BD: int  # features of a step
-    ROWS_PER_QUERY: int  # forward: rows of each query in a tile, a power of two <= BM
-    LANES: int  # forward: threads that share a row, 4 if tensor cores leave rows in quads as WGMMA does, else 1
-    CANDIDATES: bool
-    SINGLE_STEP: bool  # BD covers d
-    NORMALIZE: bool
-    WIDE_OFFSETS: int  # 64-bit offsets of: 0 whole documents and queries, 1 also tokens, 2 also features
-    PRECISION: str  # of tl.dot on fp32 operands
+    ROWS_PER_QUERY: int = 1  # forward: rows of each query in a tile, a power of two <= BM
+    LANES: int = 1  # forward: threads that share a row, 4 if tensor cores leave rows in quads as WGMMA does, else 1
+    CANDIDATES: bool = False
+    SINGLE_STEP: bool = True  # BD covers d
+    NORMALIZE: bool = False
+    WIDE_OFFSETS: int = 0  # 64-bit offsets of: 0 whole documents and queries, 1 also tokens, 2 also features
+    PRECISION: str = "ieee"  # of tl.dot on fp32 operands
     # Backward: query rows are evenly spaced. Unless SOFT, offsets of elements of Q also fit 32 bits.
     EVEN_ROW_STRIDE: bool = False
     TOKENS_FIRST: bool = False  # forward: a tile is [BN, BM], not [BM, BN]

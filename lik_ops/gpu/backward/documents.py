@@ -14,12 +14,12 @@ from ...csrc_triton.backward.documents.sparse import maxsim_grad_sparse_document
 from ..runtime import launcher
 from ..runtime.arguments import check_grid
 from ..tuning import backward_configs
-from ..tuning.architectures import LaunchConfig, cdiv
+from ..tuning.architectures import MEASURED_SMS, LaunchConfig, cdiv
 from .call import GradientCall
 
 _MAX_BUCKET_BYTES = 16 * 2**20  # argmax lists, which are built for some documents at a time
 _MAX_PARTIAL_BYTES = 8 * 2**20  # partial sums of splits
-_TARGET_PROGRAMS = 264  # two for each SM of an H100 or H200
+_TARGET_PROGRAMS = 2 * MEASURED_SMS
 # Limit if lists of many tiles are split, because most programs then find nothing in their split.
 _MAX_PROGRAMS = 8 * _TARGET_PROGRAMS
 _MIN_UNSPLIT_DOCUMENTS = 100  # with so many documents in a launch, no list is split

@@ -30,7 +30,7 @@ from ..runtime.arguments import (
 )
 from ..runtime.capture import Calls
 from ..tuning import backward_configs
-from ..tuning.architectures import LaunchConfig, cdiv
+from ..tuning.architectures import MEASURED_SMS, LaunchConfig, cdiv
 from .call import GradientCall
 from .dense import Gradients, allocate_gradients, require_nondeterminism_allowed
 
@@ -45,8 +45,8 @@ _MAX_RANKED_PAIRS = 8192  # sorted by comparing each pair with each other pair
 # Rows of D for each argmax, beyond which most rows of D are no argmax.
 _MIN_SPARSE_RATIO = 2
 # Programs that write zeros. They are many more than run at a time, so that they end together.
-_FILL_PROGRAMS = 2112
-_TARGET_PROGRAMS = 264  # two for each SM of an H100 or H200
+_FILL_PROGRAMS = 16 * MEASURED_SMS
+_TARGET_PROGRAMS = 2 * MEASURED_SMS
 _MAX_PARTIAL_BYTES = 16 * 2**20  # partial sums of splits
 _MAX_BUCKET_BYTES = 16 * 2**20  # argmax lists, which are built for some documents at a time
 _BUCKET_OVERLAP_DOCUMENTS = 64  # documents that two chunks both list, for tiles with documents of both chunks

@@ -305,7 +305,7 @@ def make_terms_config(BD: int, wide: int) -> KernelConfig:
 
     Fields that the kernel ignores are constant, so that it is compiled once.
     """
-    return KernelConfig(_TERM_ROWS, 16, BD, _TERM_ROWS, 1, False, True, False, wide, "ieee")
+    return KernelConfig(BM=_TERM_ROWS, BN=16, BD=BD, ROWS_PER_QUERY=_TERM_ROWS, WIDE_OFFSETS=wide)
 
 
 def _get_pointers(group: tuple) -> tuple:

@@ -147,10 +147,11 @@ def _make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
     return CodecDequantArgs(*found, codes, centroids, len(centroids), weights)
 
 
-def make_unit_norm_config(d: int, wide: int, kept: Any) -> KernelConfig:
+def make_unit_norm_config(d: int, wide: int, kept: Any, normalize: bool = True) -> KernelConfig:
     """Return the configuration of `maxsim_unit_counts`."""
     BD = min(max(next_power_of_2(d), 16), _TILE_FEATURES)
-    return KernelConfig(16, _TILE_TOKENS, BD, 16, 1, False, d <= BD, True, wide, "ieee", ENCODING=kept)
+    rows = KernelConfig(BM=16, BN=_TILE_TOKENS, BD=BD, ROWS_PER_QUERY=16, SINGLE_STEP=d <= BD)
+    return rows._replace(NORMALIZE=normalize, WIDE_OFFSETS=wide, ENCODING=kept)
 
 
 def _normalize_dequant_args(
@@ -170,7 +171,7 @@ def _normalize_dequant_args(
 
 def make_quantize_config(d: int, wide: int) -> KernelConfig:
     """Return the configuration of `maxsim_keep_int8`."""
-    return make_unit_norm_config(d, wide, "")._replace(NORMALIZE=False)
+    return make_unit_norm_config(d, wide, "", normalize=False)
 
 
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,25 @@
 """Common parts of all configuration tables: architectures, launch configurations, and kernel keys.
 
-The tables are in `forward_configs`, `sm90_configs`, and `backward_configs`. They are static, so no call benchmarks
-anything. Every configuration is correct for every shape. The tables select one that is fast and fits the device.
+The tables are in `forward_table`, `forward_configs`, `sm90_configs`, and `backward_configs`. They are static, so no
+call benchmarks anything. Every configuration is correct for every shape. The tables select one that is fast and fits
+the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ...csrc_triton.common.arguments import KernelConfig
-from .forward_table import TileRule
+
+if TYPE_CHECKING:
+    from .forward_table import TileRule
+
+# SMs of the H100 and H200 on which the tables were measured. Counts of programs in tables and launches are multiples of
+# it on every GPU. Some of them split sums, so a gradient has the same bits on all GPUs of an architecture.
+MEASURED_SMS = 132
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,11 @@ class Architecture:
         Later architectures have TMA too, but were not measured.
         """
         return self.name in ("sm_90", "interpreter")
+
+    @property
+    def lanes(self) -> int:
+        """Return `KernelConfig.LANES`: the threads that share a row of an accumulator."""
+        return 4 if self.unit in ("wgmma", "interpreter") else 1
 
     @property
     def is_amd(self) -> bool:
@@ -90,9 +102,9 @@ class KernelKey(NamedTuple):
 
     def config(self, BM: int, BN: int, BD: int, **more: Any) -> KernelConfig:
         """Return a kernel configuration with products of fp32 sums unless `more` overrides `PRECISION`."""
-        usual = {"ROWS_PER_QUERY": 1, "LANES": 1, "PRECISION": choose_precision(torch.float32, self.arch, False)}
-        own = {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE_OFFSETS": self.wide}
-        return KernelConfig(BM=BM, BN=BN, BD=BD, SINGLE_STEP=self.d <= BD, **{**usual, **own, **more})
+        own: dict[str, Any] = {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE_OFFSETS": self.wide}
+        own |= {"SINGLE_STEP": self.d <= BD, "PRECISION": choose_precision(torch.float32, self.arch, False)}
+        return KernelConfig(BM=BM, BN=BN, BD=BD, **{**own, **more})
 
 
 @dataclass(frozen=True)
@@ -117,9 +129,16 @@ class LaunchConfig:
         c = self.config
         return f"{c.BM} rows x {c.BN} tokens x {c.BD} features, {self.num_warps} warps, {self.num_stages} stages"
 
+    def change(self, **values: Any) -> LaunchConfig:
+        """Return this configuration with other values of its own fields and of the fields of `config`."""
+        own = {
+            name: values.pop(name) for name in ("num_warps", "num_stages", "max_registers", "walkers") if name in values
+        }
+        return replace(self, config=self.config._replace(**values), **own)
+
     def make_non_persistent(self) -> LaunchConfig:
         """Return this configuration with one program for each document, for calls that cannot be persistent."""
-        return replace(self, config=self.config._replace(PERSISTENT=False), walkers=0)
+        return self.change(PERSISTENT=False, walkers=0)
 
     def programs(self, Nq: int, K: int) -> int:
         """Return the number of programs that score K documents, or K candidates of each query."""

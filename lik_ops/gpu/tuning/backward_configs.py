@@ -1,18 +1,29 @@
-"""Tile configurations of the backward kernels, based on `architectures`."""
+"""Tile configurations of the backward kernels."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from ...csrc_triton.backward.documents.packed_buckets import MAX_BLOCK_ROWS
 from ...csrc_triton.common.arguments import KernelConfig
 from .architectures import INTERPRETER, Architecture, KernelKey, LaunchConfig, cdiv, next_power_of_2
+from .tables import HALF_DTYPES, Override, StepConfig, TableRow, apply_overrides, at_most, select_for
 
 # A training step asks for the same few configurations each time, and each costs microseconds.
 _cached = functools.lru_cache(maxsize=1024)
+
+
+# Rows of a step, if a row has at most 128 features. Filling the registers with rows keeps many loads in flight.
+_GATHER_TABLE = (
+    TableRow(dtypes=HALF_DTYPES, wide=1, value=128),
+    TableRow(normalize=False, wide=1, value=64),
+    TableRow(wide=1, value=32),
+    TableRow(normalize=False, value=32),
+    TableRow(value=8),
+)
 
 
 @_cached
@@ -26,17 +37,13 @@ def configure_gather(kind: KernelKey, *, ragged: bool = False, scaled: bool = Fa
         ragged: whether tokens are packed.
         scaled: whether rows are int8 with a scale, which costs registers.
     """
-    d, half, normalize = kind.d, kind.half, kind.normalize
-    BD = max(next_power_of_2(d), 16) if d <= 256 else 128
-    # Each thread holds its share of the rows of a step. Filling the registers with rows keeps many loads in flight.
-    rows = 128 if half else 32 if normalize else 64
-    if not kind.has_vector_loads:
-        rows = 8 if normalize else 32
-    short = kind.has_vector_loads and d <= 128
-    if ragged and not (short and half and not normalize):
+    BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else 128
+    rows = select_for(_GATHER_TABLE, kind)
+    short = kind.has_vector_loads and kind.d <= 128
+    if ragged and not (short and kind.half and not kind.normalize):
         rows //= 2  # the addresses of the argmax tokens cost registers too
     config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee")
-    spills = not short or (ragged and kind.candidates and not half) or (scaled and normalize)
+    spills = not short or (ragged and kind.candidates and not kind.half) or (scaled and kind.normalize)
     return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
 
 
@@ -47,9 +54,8 @@ def configure_scatter(kind: KernelKey, *, ragged: bool = False) -> LaunchConfig:
     Its products are as large as the rows of a step, so a step has fewer documents.
     """
     launch = configure_gather(kind, ragged=ragged)
-    config = launch.config
-    launch = replace(launch, config=config._replace(BN=max(config.BN // 4, 1)))
-    return replace(launch, max_registers=255) if ragged or kind.arch.name.startswith("sm_8") else launch
+    spills = ragged or kind.arch.name.startswith("sm_8")
+    return launch.change(BN=max(launch.config.BN // 4, 1), max_registers=255 if spills else launch.max_registers)
 
 
 # Registers of a thread with which three CTAs of four warps share an SM.
@@ -58,6 +64,80 @@ THREE_CTA_REGISTERS = 168
 MIN_BUCKETED_ROWS, MAX_BUCKETED_ROWS = 1024, 2**20
 # For longer documents, lists of many small tiles are slower than the sums.
 MIN_LONG_DOCUMENT_TOKENS = 4096
+
+_WGMMA = ("wgmma", "interpreter")
+# WGMMA multiplies at least 64 features of half-precision dtypes, also on sm_100. Rows of wide = 2 are loaded feature by
+# feature. Their steps have fewer features, because each feature needs an address in registers.
+# fmt: off
+_DOCUMENTS_TABLE = (
+    TableRow(units=_WGMMA, dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=64, BN=16, BD=128, warps=4, stages=3)),
+    TableRow(units=_WGMMA, dtypes=HALF_DTYPES, value=StepConfig(BM=64, BN=16, BD=64, warps=8, stages=1)),
+    TableRow(units=_WGMMA, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=2)),
+    TableRow(units=_WGMMA, value=StepConfig(BM=32, BN=16, BD=32, warps=4, stages=1)),
+    TableRow(units=("sm_100",), dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=3)),
+    TableRow(units=("sm_100",), dtypes=HALF_DTYPES, value=StepConfig(BM=32, BN=16, BD=64, warps=8, stages=1)),
+    TableRow(units=("mma",), dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=3)),
+    TableRow(units=("mfma",), dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=1)),
+    TableRow(units=("mma", "mfma"), dtypes=HALF_DTYPES, value=StepConfig(BM=32, BN=16, BD=32, warps=4, stages=1)),
+    TableRow(units=("mma", "mfma"), wide=1, value=StepConfig(BM=16, BN=64, BD=128, warps=8, stages=1)),
+    TableRow(units=("mma", "mfma"), value=StepConfig(BM=16, BN=64, BD=32, warps=8, stages=1)),
+)
+# fmt: on
+
+
+class _DocumentsCall(NamedTuple):
+    """The properties of a document gradient that its overrides read, see `configure_packed_documents`."""
+
+    kind: KernelKey
+    flat: bool
+    pieces: bool
+    long: bool = False
+    shared: bool = False
+    listed: bool = False
+    single: bool = False  # a pair has one query
+
+    @property
+    def has_large_tiles(self) -> bool:
+        """Return whether documents are long and registers hold the largest tiles."""
+        kind = self.kind
+        usual = not (kind.half or kind.candidates or kind.normalize)
+        return self.long and usual and kind.arch.unit in _WGMMA
+
+    @property
+    def has_vector_rows(self) -> bool:
+        """Return whether a packed kernel without lists loads half-precision rows by vectors."""
+        return self.kind.half and self.kind.has_vector_loads and not self.listed and self.kind.arch != INTERPRETER
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether rows are bf16 and not normalized, which needs the fewest registers."""
+        return self.kind.dtype == torch.bfloat16 and not self.kind.normalize
+
+
+_DOCUMENTS_OVERRIDES = (
+    Override(
+        when=lambda call, x: call.kind.arch == INTERPRETER,
+        change={"BM": 16, "BN": 16},
+        reason="the interpreter is fastest with small tiles",
+    ),
+    Override(
+        when=lambda call, x: call.has_large_tiles,
+        change={"BM": 16, "BN": lambda call, x: 32 if call.kind.arch == INTERPRETER else 64, "num_warps": 8},
+        reason="lists of many small tiles of a long document are slower than the sums",
+    ),
+    Override(
+        when=lambda call, x: call.has_large_tiles and x.config.BD == 16 and call.kind.arch != INTERPRETER,
+        change={"BM": 32, "BN": 128},
+        reason="registers hold larger tiles of few features",
+    ),
+    Override(
+        when=lambda call, x: (
+            call.is_plain and call.kind.arch.unit in _WGMMA and call.flat and x.config.SINGLE_STEP and not call.pieces
+        ),
+        change={"max_registers": THREE_CTA_REGISTERS},
+        reason="three CTAs of four warps share an SM",
+    ),
+)
 
 
 @_cached
@@ -71,29 +151,9 @@ def configure_documents(kind: KernelKey, *, flat: bool, pieces: bool, long: bool
         long: whether documents have at least `MIN_LONG_DOCUMENT_TOKENS` tokens. fp32 then uses the largest tiles that
             fit registers.
     """
-    arch, d, half, vectors = kind.arch, kind.d, kind.half, kind.has_vector_loads
-    BD = min(max(next_power_of_2(d), 16), 128)
-    wgmma = arch.name in ("sm_90", INTERPRETER.name)
-    wide_unit = wgmma or arch.name == "sm_100"  # needs at least 64 features of half-precision dtypes
-    if not vectors:
-        BD = min(BD, 64 if half and wide_unit else 32)
-    BM, BN = (64 if wgmma else 32, 16) if half else (32, 16) if wgmma else (16, 64)
-    if arch == INTERPRETER:
-        BM, BN = 16, 16
-    many = long and wgmma and not (half or kind.candidates or kind.normalize)
-    if many:
-        BM, BN = (16, 32) if arch == INTERPRETER else (32, 128) if BD == 16 else (16, 64)
-    config = kind.config(BM, BN, BD, LANES=4 if wgmma else 1, EVEN_ROW_STRIDE=flat)
-    if half:
-        plain = wgmma and kind.dtype == torch.bfloat16 and flat and d <= BD and not (kind.normalize or pieces)
-        stages = 1 if arch.is_amd or not vectors else 3
-        warps = 8 if wide_unit and not vectors else 4
-        return LaunchConfig(
-            config, num_warps=warps, num_stages=stages, max_registers=THREE_CTA_REGISTERS if plain else 255
-        )
-    if wgmma:
-        return LaunchConfig(config, num_warps=8 if many else 4, num_stages=2 if vectors else 1, max_registers=255)
-    return LaunchConfig(config, num_warps=8, num_stages=1, max_registers=255)
+    step = select_for(_DOCUMENTS_TABLE, kind)
+    launch = step.launch(kind, 255, LANES=kind.arch.lanes, EVEN_ROW_STRIDE=flat)
+    return apply_overrides(_DOCUMENTS_OVERRIDES, _DocumentsCall(kind, flat, pieces, long), launch)
 
 
 def configure_pair_sort(arch: Architecture) -> LaunchConfig:
@@ -105,6 +165,40 @@ def configure_pair_sort(arch: Architecture) -> LaunchConfig:
 def choose_shared_tile_rows(arch: Architecture) -> int:
     """Return the rows of D that a program of `maxsim_grad_shared_tiles` owns."""
     return 32 if arch == INTERPRETER else 256
+
+
+_PACKED_DOCUMENTS_OVERRIDES = (
+    Override(
+        when=lambda call, x: call.listed and x.max_registers == THREE_CTA_REGISTERS,
+        change={"BM": 128, "num_stages": 2},
+        reason="three CTAs per SM hide latency, so long steps with fewer barriers for each row beat stages",
+    ),
+    Override(when=lambda call, x: not call.listed, change={"num_stages": 1}),
+    Override(
+        when=lambda call, x: call.has_vector_rows,
+        change={"BN": lambda call, x: 16 if call.shared and not call.is_plain else 32},
+        reason="with shared tiles ptxas spills unless rows are plain",
+    ),
+    Override(
+        when=lambda call, x: (
+            call.has_vector_rows and not (call.single or call.kind.arch.is_amd or call.kind.arch.name == "sm_120")
+        ),
+        change={"num_stages": 2},
+        reason="a program of the cross product prefetches argmax values. On sm_120 ptxas spills",
+    ),
+    Override(
+        when=lambda call, x: (
+            call.has_vector_rows and not call.single and call.kind.arch.unit == "wgmma" and x.config.SINGLE_STEP
+        ),
+        change={"BM": 128},
+        reason="each thread computes the address of one row, and no thread repeats an address",
+    ),
+    Override(
+        when=lambda call, x: call.shared and not call.listed and call.kind.arch.name.startswith("sm_8"),
+        change={"BN": at_most("BN", 32)},
+        reason="ptxas spills with the tiles of fp32",
+    ),
+)
 
 
 @_cached
@@ -121,26 +215,13 @@ def configure_packed_documents(
         shared: whether the BN rows are the argmax tokens of a larger tile.
         listed: whether the rows of a tile are read from bucketed lists.
     """
-    launch, arch = configure_documents(kind, flat=flat, pieces=not listed), kind.arch
-    config, single = launch.config, rows is not None
-    if listed:
-        # Three CTAs per SM hide latency, so long steps with fewer barriers for each row are faster than stages.
-        three = launch.max_registers == THREE_CTA_REGISTERS
-        BM, stages = (128, 2) if three else (config.BM, launch.num_stages)
-        return replace(launch, config=config._replace(BM=BM, ROWS_PER_QUERY=BM), num_stages=stages)
-    if kind.half and kind.has_vector_loads and arch != INTERPRETER:
-        # If a step has as many rows as threads, each thread computes one address. Otherwise threads repeat addresses.
-        BM = 128 if arch.name == "sm_90" and config.SINGLE_STEP and not single else config.BM
-        plain = kind.dtype == torch.bfloat16 and not kind.normalize  # otherwise ptxas spills
-        config = config._replace(BM=BM, BN=16 if shared and not plain else 32)
-        # With two stages ptxas spills on sm_120.
-        launch = replace(launch, num_stages=1 if single or arch.is_amd or arch.name == "sm_120" else 2)
-    else:
-        if shared and arch.name.startswith("sm_8"):  # otherwise ptxas spills
-            config = config._replace(BN=min(config.BN, 32))
-        launch = replace(launch, num_stages=1)
-    ROWS_PER_QUERY = config.BM if rows is None else min(max(next_power_of_2(rows), 16), config.BM)
-    return replace(launch, config=config._replace(ROWS_PER_QUERY=ROWS_PER_QUERY))
+    pieces = not listed
+    call = _DocumentsCall(kind, flat, pieces, shared=shared, listed=listed, single=rows is not None)
+    launch = configure_documents(kind, flat=flat, pieces=pieces)
+    launch = apply_overrides(_PACKED_DOCUMENTS_OVERRIDES, call, launch)
+    BM = launch.config.BM
+    each = BM if rows is None or listed else min(max(next_power_of_2(rows), 16), BM)
+    return launch.change(ROWS_PER_QUERY=each)
 
 
 MAX_SPARSE_ROWS = 128  # maximum query rows of a document that one program holds

@@ -23,9 +23,10 @@ from .core.arguments import choose_argmax_dtype
 from .core.segments import DenseArgs
 from .gpu import backend as cuda
 from .gpu.forward.generic import GenericPlan, make_generic_plan
-from .gpu.tuning import architectures, forward_configs, forward_table, measured_tables
+from .gpu.tuning import architectures, forward_configs, measured_tables
 from .gpu.tuning.architectures import Architecture
 from .gpu.tuning.forward_table import TileConfig, TileRule
+from .gpu.tuning.tables import UNLIMITED
 
 Timer = Callable[[Callable[[], object]], float]  # milliseconds of a call
 _QUERY_ROWS = (32, 64, 128, 256)
@@ -106,7 +107,8 @@ def make_rule(regime: TuningRegime, arch: Architecture, tiles: Iterable[TileConf
     above_d = architectures.next_power_of_2(d) // 2 if d <= 128 else 128
     most = find_built_in_tiles(arch, regime)[-1].rows
     above_Lq = most if Lq > most else architectures.next_power_of_2(Lq) // 2
-    return TileRule(arch.unit, (regime.dtype,), d, Lq, False, 0, tuple(tiles), above_d, above_Lq)
+    limits: dict[str, Any] = {"d": d, "Lq": Lq, "above_d": above_d, "above_Lq": above_Lq, "normalize": False, "wide": 0}
+    return TileRule(units=(arch.unit,), dtypes=(regime.dtype,), value=tuple(tiles), **limits)
 
 
 def find_built_in_tiles(arch: Architecture, regime: TuningRegime) -> tuple[TileConfig, ...]:
@@ -128,7 +130,7 @@ def list_candidate_tiles(
         for warps in (4, 8):
             if 16 <= (BN if first else rows) // warps <= 32 and not (first and (rows > 64 or walk)):
                 found.append(TileConfig(rows, BN, BD, warps, stage, arch.registers, first, walkers=walk))
-    return list(dict.fromkeys(tile._replace(documents=forward_table.UNLIMITED) for tile in found))
+    return list(dict.fromkeys(tile._replace(documents=UNLIMITED) for tile in found))
 
 
 def make_plan(arch: Architecture, x: DenseArgs, argmax: bool = False) -> GenericPlan:
@@ -243,7 +245,7 @@ class Tuner:
             chosen += self._find_smaller_tiles(regime, tiles[rows], last)
         # A tile as large as `last` was measured with the rows of only one tile. The measurement with many rows decides.
         if chosen and chosen[-1].rows == last.rows:
-            chosen = [tile for tile in chosen if tile.rows < last.rows or tile.documents < forward_table.UNLIMITED]
+            chosen = [tile for tile in chosen if tile.rows < last.rows or tile.documents < UNLIMITED]
         self.say(f"{say}: {[*chosen, last]}")
         return make_rule(regime, self.arch, [*chosen, last])
 

@@ -37,9 +37,9 @@ def test_slots_do_not_depend_on_the_number_of_queries(arch, dtype):
 
 def test_tiles_of_a_rule_ascend():
     for rule in FORWARD_RULES:
-        sizes = [(tile.rows, tile.documents) for tile in rule.tiles]
+        sizes = [(tile.rows, tile.documents) for tile in rule.value]
         assert sizes == sorted(set(sizes)), rule
-        assert rule.tiles[-1].documents > 2**32
+        assert rule.value[-1].documents > 2**32
 
 
 @pytest.mark.parametrize(("documents", "stages"), [(300, 4), (1_000, 2), (100_000, 3)])

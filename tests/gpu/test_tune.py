@@ -27,7 +27,9 @@ TILES = (
     TileConfig(32, 128, 128, 8, 2, tokens_first=True, documents=100),
     TileConfig(64, 64, 128, 4, 3, 128, walkers=264),
 )
-RULE = TileRule("wgmma", (HALF,), 128, 32, False, 0, TILES, 64, 16)
+RULE = TileRule(
+    units=("wgmma",), dtypes=(HALF,), d=128, Lq=32, normalize=False, wide=0, value=TILES, above_d=64, above_Lq=16
+)
 TABLE = measured_tables.TileTable("NVIDIA H200", "sm_90", {"torch": "2.11.0"}, (RULE,), [{"ms": 0.5}])
 
 
@@ -169,7 +171,7 @@ class Device:
         self.running = None
 
     def plan_of(self, arch, x, argmax=False):
-        tile = arch.measured[0].tiles[0] if arch.measured else None
+        tile = arch.measured[0].value[0] if arch.measured else None
         if tile in self.fails or (x.q_mask is not None and tile in self.fails_masked):
             raise RuntimeError("out of resources: shared memory")
         return tile, x
@@ -211,7 +213,7 @@ def test_the_fastest_tiles_that_are_right_are_chosen(monkeypatch):
     device = Device(ms, fails=(failing,), other_bits=(wrong,), fails_masked=(masked,))
     tuner, said = _tuner(monkeypatch, device)
     rule = tuner.rule(REGIME)
-    assert rule.tiles == (few._replace(documents=10), small, good)
+    assert rule.value == (few._replace(documents=10), small, good)
     assert (rule.above_Lq, rule.Lq, rule.above_d, rule.d) == (16, 32, 8, 16)
     table = measured_tables.TileTable("GPU", "sm_80", {}, (rule,), tuner.measured)
     assert measured_tables.parse_table(measured_tables.to_json(table), "here") == table

@@ -257,7 +257,7 @@ def _reaching(
         case = Case(FORWARD, Nq=Nq, Lq=Lq, documents=documents, **fields)
         tiles = forward_configs.select_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
         chosen, _ = forward_configs.select_tile(tiles, Nq, Lq, case.candidates, documents)
-        if tiles is rule.tiles and chosen is tile:
+        if tiles is rule.value and chosen is tile:
             return case
     return None
 
@@ -278,7 +278,7 @@ def _forward_cases(arch: Architecture, rule: TileRule) -> Iterator[Case]:
     bare, full = rule.dtypes[-1], rule.dtypes[0]
     most = min(rule.d, 1024)
     flags = list(itertools.product((0, 1, 2)[: rule.wide + 1], (False, True)[: rule.normalize + 1]))
-    for tile in rule.tiles:
+    for tile in rule.value:
         variants = [{"dtype": bare, "d": most, "wide": wide, "normalize": normalize} for wide, normalize in flags]
         yield from _first(arch, rule, tile, variants)
         d = most if rule.wide < 2 else 100 if rule.d == 128 else 300  # features one by one
@@ -322,7 +322,7 @@ def _document_cases() -> Iterator[Case]:
 
 def _every_case(arch: Architecture) -> Iterator[Case]:
     for rule in forward_table.FORWARD_RULES:
-        if rule.unit == arch.unit:
+        if arch.unit in rule.units:
             yield from _forward_cases(arch, rule)
     yield from _row_cases()
     yield from _document_cases()

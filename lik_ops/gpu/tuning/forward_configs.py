@@ -1,11 +1,10 @@
-"""Selection of the forward tile from `forward_table` or from a measured table.
+"""Configuration of the generic forward kernels: a tile of `forward_table` or of a measured table, and overrides.
 
 The choice depends on Lq, d, dtype, and architecture. A score therefore has the same bits in every batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,28 +15,27 @@ from ...csrc_triton.formats.residual import get_bucket_bits, has_words
 from ...formats.table import INT8_QUERIES
 from .. import triton_versions
 from .architectures import (
+    MEASURED_SMS,
     Architecture,
     KernelKey,
     LaunchConfig,
     cdiv,
     choose_precision,
     next_power_of_2,
-    supports_vector_loads,
 )
-from .forward_table import FORWARD_RULES, UNLIMITED, TileConfig
+from .forward_table import FORWARD_RULES, TileConfig
+from .tables import UNLIMITED, Override, apply_overrides, at_most, select_for
 
 # Tensor core types for which fp32 rows are split into fp16 terms.
 FP32_SPLIT_UNITS = ("wgmma", "interpreter")
-_MEASURED_SMS = 132  # SMs of an H100 or H200
 _MAX_FEW_DOCUMENTS = 3_000  # with more documents of one query, an H100 is busy for a long time
 # Maximum number of packed documents that all run at a time. The longest one determines the time, so pipelines are deep.
-MAX_RESIDENT_DOCUMENTS = 8 * _MEASURED_SMS
+MAX_RESIDENT_DOCUMENTS = 8 * MEASURED_SMS
 MIN_ROWS_PER_QUERY = 16  # for packed layouts
 _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
 _INT8_MMA_FEATURES = 32  # features of one tensor core instruction
 INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1}  # terms of a query row, by `KernelConfig.ENCODING`
-_FP8_REGISTERS = 96
 _MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
 
 
@@ -48,12 +46,8 @@ def select_tiles(
 
     Rows that are loaded feature by feature use the tiles of wide offsets.
     """
-    if not supports_vector_loads(d, wide):
-        wide = 2
-    for rule in (*arch.measured, *FORWARD_RULES):
-        if rule.unit == arch.unit and rule.covers(dtype, max(Lq, 1), d, normalize, wide):
-            return rule.tiles
-    raise AssertionError(f"lik_ops: no tile for {arch.unit}, {dtype}")
+    kind = KernelKey(arch, dtype, d, False, normalize, wide)
+    return select_for((*arch.measured, *FORWARD_RULES), kind, Lq)
 
 
 def select_tile(
@@ -65,7 +59,7 @@ def select_tile(
     rows = slot if candidates else min(Nq * slot, most)
     serving = [tile for tile in tiles if tile.rows >= slot and tile.documents >= documents]
     tile = next(tile for tile in serving if tile.rows >= rows)
-    if not candidates and cdiv(Nq * slot, tile.rows) * documents < _MEASURED_SMS:
+    if not candidates and cdiv(Nq * slot, tile.rows) * documents < MEASURED_SMS:
         tile = serving[0]  # otherwise most SMs would idle
     return tile, slot
 
@@ -73,9 +67,17 @@ def select_tile(
 def make_forward_config(kind: KernelKey, tile: TileConfig, slot: int, *, tf32: bool) -> KernelConfig:
     """Return the forward configuration of a tile with `slot` rows per query."""
     BD = min(max(next_power_of_2(kind.d), 16), tile.features)
-    lanes = 4 if kind.arch.unit in ("wgmma", "interpreter") else 1
     products = choose_precision(kind.dtype, kind.arch, tf32)
-    return kind.config(tile.rows, tile.tokens, BD, ROWS_PER_QUERY=slot, LANES=lanes, PRECISION=products)
+    return kind.config(tile.rows, tile.tokens, BD, ROWS_PER_QUERY=slot, LANES=kind.arch.lanes, PRECISION=products)
+
+
+_ARGMAX_OVERRIDES = (
+    Override(when=lambda arch, x: True, change={"BN": at_most("BN", 64)}, reason="argmax costs registers"),
+    Override(
+        when=lambda arch, x: arch.name == "sm_100", change={"BN": at_most("BN", 32)}, reason="argmax costs registers"
+    ),
+    Override(when=lambda arch, x: x.config.SPLIT_FP32, change={"num_stages": 1}, reason="argmax costs registers"),
+)
 
 
 def configure_forward(
@@ -99,29 +101,44 @@ def configure_forward(
     config = make_forward_config(kind, tile, slot, tf32=tf32)
     splits = dtype == torch.float32 and arch.unit in FP32_SPLIT_UNITS and not (tf32 or normalize) and config.SINGLE_STEP
     config = config._replace(
-        BN=min(tile.tokens, 32 if arch.name == "sm_100" else 64) if argmax else tile.tokens,  # argmax costs registers
         TOKENS_FIRST=tile.tokens_first,
         PERSISTENT=tile.walkers > 0 and not splits and config.SINGLE_STEP and Lq <= slot and not candidates,
         # On mma and for split rows the loop is compiled even if it is not needed, because ptxas spills without it.
         LONG_QUERIES=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
         SPLIT_FP32=splits,
     )
-    stages = 1 if splits and argmax else tile.stages  # argmax costs registers
-    return LaunchConfig(config, tile.warps, stages, tile.registers or arch.registers, tile.walkers)
+    launch = LaunchConfig(
+        config,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        max_registers=tile.registers or arch.registers,
+        walkers=tile.walkers,
+    )
+    return apply_overrides(_ARGMAX_OVERRIDES, arch, launch) if argmax else launch
+
+
+def _has_one_stage(launch: LaunchConfig) -> bool:
+    """Return whether a launch has one stage, for few query rows and many documents."""
+    return launch.config.TOKENS_FIRST and launch.num_stages == 1
+
+
+_H100_OVERRIDES = (
+    Override(
+        when=lambda documents, x: _has_one_stage(x),
+        change={"num_stages": lambda documents, x: 2 if documents <= _MAX_FEW_DOCUMENTS else 3},
+        reason="its memory is slower than the H200's, so fewer programs that each prefetch more are faster",
+        measured_on="H100",
+    ),
+)
 
 
 def adjust_for_h100(launch: LaunchConfig, arch: Architecture, documents: int) -> LaunchConfig:
-    """Return the launch of a forward without argmax, adjusted for an H100.
+    """Return the launch of a forward without argmax, adjusted if the GPU is an H100.
 
-    Its memory is slower than the memory of the H200 on which the table was measured. An H100 is faster with fewer
-    programs that each prefetch more.
+    `FORWARD_RULES` was measured on an H200.
     """
-    few = launch.config.TOKENS_FIRST and launch.num_stages == 1 and not arch.measured
-    return (
-        replace(launch, num_stages=2 if documents <= _MAX_FEW_DOCUMENTS else 3)
-        if few and "H100" in arch.gpu
-        else launch
-    )
+    applies = "H100" in arch.gpu and not arch.measured
+    return apply_overrides(_H100_OVERRIDES, documents, launch) if applies else launch
 
 
 def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:
@@ -129,8 +146,8 @@ def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:
 
     With one tile of few query rows, as many programs share an SM as without argmax.
     """
-    few = reads_tiles and launch.config.TOKENS_FIRST and launch.num_stages == 1 and launch.config.BD <= 128
-    return replace(launch.make_non_persistent(), max_registers=64) if few else launch.make_non_persistent()
+    few = reads_tiles and _has_one_stage(launch) and launch.config.BD <= 128
+    return launch.change(PERSISTENT=False, walkers=0, max_registers=64 if few else launch.max_registers)
 
 
 def adjust_for_fp32_split(launch: LaunchConfig, Lq: int) -> LaunchConfig:
@@ -138,125 +155,193 @@ def adjust_for_fp32_split(launch: LaunchConfig, Lq: int) -> LaunchConfig:
 
     Its free registers allow deeper pipelines and more rows.
     """
-    config = launch.config
-    if Lq > config.ROWS_PER_QUERY:
-        return replace(launch, num_stages=2)
-    return replace(launch, config=config._replace(BM=2 * config.BM, LONG_QUERIES=False), num_stages=3)
+    if Lq > launch.config.ROWS_PER_QUERY:
+        return launch.change(num_stages=2)
+    return launch.change(BM=2 * launch.config.BM, LONG_QUERIES=False, num_stages=3)
 
 
-def _adjust_for_terms(launch: LaunchConfig, arch: Architecture, d: int, terms: int) -> LaunchConfig:
-    """Return the launch of a forward of int8 documents with `terms` int8 terms of each query row.
+class _PackedCall(NamedTuple):
+    """The properties of a packed call that its overrides read."""
 
-    Two terms cost as many registers as twice the rows.
-    """
-    BD = max(launch.config.BD, next_power_of_2(d), _INT8_MMA_FEATURES)
-    config = launch.config._replace(BD=BD, SINGLE_STEP=True, INT8_TERMS=terms)
-    if arch.unit == "wgmma" and config.BM > 32:
-        config = config._replace(BM=64, BN=128, ROWS_PER_QUERY=min(config.ROWS_PER_QUERY, 64), TOKENS_FIRST=False)
-        return replace(launch, config=config, num_warps=4, num_stages=3, max_registers=None)
-    return replace(launch, config=config)
-
-
-class _PackedTileRules(NamedTuple):
-    """The properties that determine the registers of the packed kernel, besides the dense tile that it starts with."""
-
-    unit: str
+    kind: KernelKey
+    Nq: int
     argmax: bool
-    sums_squares: bool
     few: bool
     bare: bool  # no option that costs registers
-    converts: bool  # converts encoded documents to fp32
-    codes: bool  # decodes residual codes
-    crowded: bool  # decodes residual codes with argmax or 64-bit offsets
+    encoding: Any
 
-    def rows(self, launch: LaunchConfig, arch: Architecture) -> LaunchConfig:
-        """Limit the rows of a tile, because the segment bounds that a program reads cost registers."""
-        if launch.config.BM <= _MAX_PACKED_TILE_ROWS:
-            return launch
-        config = launch.config._replace(
-            BM=_MAX_PACKED_TILE_ROWS, ROWS_PER_QUERY=min(launch.config.ROWS_PER_QUERY, _MAX_PACKED_TILE_ROWS)
-        )
-        warps, stages = 8 if self.sums_squares else 4, min(launch.num_stages, 3)
-        return replace(launch, config=config, num_warps=warps, num_stages=stages, max_registers=arch.registers)
+    @property
+    def unit(self) -> str:
+        """Return the tensor core type."""
+        return self.kind.arch.unit
 
-    def spills(self, config: KernelConfig) -> bool:
+    @property
+    def terms(self) -> int:
+        """Return the int8 terms of a query row, or 0 if rows stay whole."""
+        return INT8_TERMS_BY_ENCODING.get(self.encoding, 0) if self.kind.d <= _MAX_INT8_FEATURES else 0
+
+    @property
+    def converts(self) -> bool:
+        """Return whether encoded documents are converted to fp32."""
+        return bool(self.encoding) and not self.kind.half and not self.terms
+
+    @property
+    def codes(self) -> bool:
+        """Return whether documents are residual codes."""
+        return get_bucket_bits(self.encoding) > 0
+
+    @property
+    def crowded(self) -> bool:
+        """Return whether decoding shares the registers with an argmax or 64-bit offsets."""
+        return self.codes and (self.argmax or self.kind.wide > 0)
+
+    def decodes_words(self, launch: LaunchConfig) -> bool:
+        """Return whether tokens of residual words are decoded once for as many query rows as fit."""
+        return has_words(self.encoding) and launch.config.SINGLE_STEP and not (self.argmax or self.kind.candidates)
+
+    def spills(self, launch: LaunchConfig) -> bool:
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
-        split = config.SPLIT_FP32 and config.BM < _MAX_PACKED_TILE_ROWS
-        argmax = self.argmax and (self.unit == "mma" or (self.crowded and not config.TOKENS_FIRST))
-        return split or argmax
+        split = launch.config.SPLIT_FP32 and launch.config.BM < _MAX_PACKED_TILE_ROWS
+        crowded = self.unit == "mma" or (self.crowded and not launch.config.TOKENS_FIRST)
+        return split or (self.argmax and crowded)
 
-    def tokens(self, config: KernelConfig) -> int:
-        """Return the document tokens of a step."""
-        if self.unit == "mma" and (self.converts or self.crowded):
-            return 16
-        most = 64 if self.codes and not config.SINGLE_STEP else config.BN
-        return min(config.BN, 32 if self.converts or self.spills(config) else most)
 
-    def warps(self, launch: LaunchConfig, stored: Any) -> LaunchConfig:
-        """Set the number of warps with which ptxas does not spill."""
-        wgmma = self.unit == "wgmma"
-        if self.crowded or (self.codes and wgmma):
-            many = launch.config.BM == _MAX_PACKED_TILE_ROWS or (wgmma and not launch.config.SINGLE_STEP)
-            warps = 8 if many else launch.num_warps
-            return replace(launch, num_warps=warps, max_registers=255)
-        return replace(launch, num_warps=8) if self.converts and stored == "bits" and wgmma else launch
-
-    def registers(self, launch: LaunchConfig, stored: Any) -> LaunchConfig:
-        """Limit the registers for FP8 documents and few query rows, so that five programs share an SM, not four.
-
-        The limit is set only for versions of ptxas that do not spill then. The ptxas of Triton 3.9 spills.
-        """
-        few_rows = launch.config.TOKENS_FIRST and launch.config.SINGLE_STEP and self.unit == "wgmma"
-        shares = (
-            is_fp8(stored)
-            and few_rows
-            and self.bare
-            and not self.converts
+_SEGMENTS = "the segment bounds that a program reads cost registers"
+_CODES = "a decoded token is scored against as many query rows as registers hold"
+_SPILLS = "ptxas spills"
+_PACKED_OVERRIDES = (
+    # int8 terms.
+    Override(
+        when=lambda call, x: call.terms,
+        change={
+            "BD": lambda call, x: max(x.config.BD, next_power_of_2(call.kind.d), _INT8_MMA_FEATURES),
+            "SINGLE_STEP": True,
+            "INT8_TERMS": lambda call, x: call.terms,
+        },
+        reason="one step multiplies all features of int8 terms",
+    ),
+    Override(
+        when=lambda call, x: call.terms and call.unit == "wgmma" and x.config.BM > 32,
+        change={"BM": 64, "BN": 128, "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", 64), "TOKENS_FIRST": False}
+        | {"num_warps": 4, "num_stages": 3, "max_registers": None},
+        reason="two terms cost as many registers as twice the rows",
+    ),
+    # Query rows and warps.
+    Override(
+        when=lambda call, x: x.config.BM > _MAX_PACKED_TILE_ROWS,
+        change={
+            "BM": _MAX_PACKED_TILE_ROWS,
+            "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", _MAX_PACKED_TILE_ROWS),
+            "num_warps": lambda call, x: 8 if _needs_squares(call.kind, call.encoding) else 4,
+            "num_stages": lambda call, x: min(x.num_stages, 3),
+            "max_registers": lambda call, x: call.kind.arch.registers,
+        },
+        reason=_SEGMENTS,
+    ),
+    Override(
+        when=lambda call, x: call.crowded or (call.codes and call.unit == "wgmma"),
+        change={"max_registers": 255},
+        reason=_SPILLS,
+    ),
+    Override(
+        when=lambda call, x: (
+            (call.crowded and x.config.BM == _MAX_PACKED_TILE_ROWS)
+            or (
+                call.codes
+                and call.unit == "wgmma"
+                and (x.config.BM == _MAX_PACKED_TILE_ROWS or not x.config.SINGLE_STEP)
+            )
+        ),
+        change={"num_warps": 8},
+        reason=_SPILLS,
+    ),
+    Override(
+        when=lambda call, x: call.converts and call.encoding == "bits" and call.unit == "wgmma",
+        change={"num_warps": 8},
+        reason=_SPILLS,
+    ),
+    Override(
+        when=lambda call, x: (
+            is_fp8(call.encoding)
+            and call.bare
+            and call.kind.half
+            and x.config.TOKENS_FIRST
+            and x.config.SINGLE_STEP
+            and call.unit == "wgmma"
             and triton_versions.get_triton_release() < (3, 7)
-        )
-        return replace(launch, max_registers=_FP8_REGISTERS) if shares else launch
+        ),
+        change={"max_registers": 96},
+        reason="five programs share an SM, not four. The ptxas of Triton 3.9 spills then",
+        measured_on="ptxas of Triton 3.6 and 3.9",
+    ),
+    # Stages.
+    Override(
+        when=lambda call, x: call.few and not call.codes and x.config.TOKENS_FIRST and call.unit == "wgmma",
+        change={"num_stages": 4},
+        reason="the longest of few documents determines the time, so its pipeline is deep",
+    ),
+    Override(
+        when=lambda call, x: call.codes and not x.config.SINGLE_STEP,
+        change={"num_stages": 1, "BN": at_most("BN", 64)},
+        reason="each further stage would hold rows of centroids, perhaps in fp32",
+    ),
+    Override(
+        when=lambda call, x: (
+            x.config.SPLIT_FP32 and call.argmax and call.spills(x) and triton_versions.get_triton_release() >= (3, 9)
+        ),
+        change={"num_stages": 2},
+        reason="ptxas spills with one stage here, and with two before 3.9",
+        measured_on="ptxas of Triton 3.9",
+    ),
+    # Residual words.
+    Override(
+        when=lambda call, x: call.decodes_words(x) and call.unit != "wgmma",
+        change={"PERSISTENT": True, "max_registers": 255}
+        | {"walkers": lambda call, x: 1 if call.unit == "interpreter" else 8 * MEASURED_SMS},
+        reason=_CODES,
+    ),
+    Override(
+        when=lambda call, x: call.decodes_words(x) and call.kind.arch.name == "sm_100", change={"BN": at_most("BN", 32)}
+    ),
+    Override(
+        when=lambda call, x: call.decodes_words(x) and call.unit == "wgmma",
+        change={"PERSISTENT": True, "num_warps": 4, "num_stages": 1, "max_registers": 168, "walkers": 3 * MEASURED_SMS}
+        | {"BM": lambda call, x: max(x.config.BM, min(_count_rows(call.Nq, x), _MAX_CODE_TILE_ROWS))},
+        reason=_CODES,
+    ),
+    Override(
+        when=lambda call, x: call.decodes_words(x) and call.unit == "wgmma" and call.kind.normalize,
+        change={"max_registers": 255, "walkers": 2 * MEASURED_SMS},
+    ),
+    Override(
+        when=lambda call, x: call.decodes_words(x) and call.unit == "wgmma" and x.config.BM > 64,
+        change={"num_warps": 8, "max_registers": 255, "walkers": MEASURED_SMS},
+    ),
+    # Document tokens.
+    Override(when=lambda call, x: call.converts or call.spills(x), change={"BN": at_most("BN", 32)}, reason=_SPILLS),
+    Override(when=lambda call, x: call.unit == "mma" and (call.converts or call.crowded), change={"BN": 16}),
+)
 
-    def stages(self, launch: LaunchConfig) -> LaunchConfig:
-        """Set the number of pipeline stages."""
-        config = launch.config
-        if config.TOKENS_FIRST and self.unit == "wgmma" and self.few and not self.codes:
-            return replace(launch, num_stages=4)
-        if self.codes and not config.SINGLE_STEP:
-            return replace(launch, num_stages=1)  # each further stage would hold rows of centroids, perhaps in fp32
-        if config.SPLIT_FP32 and self.argmax and self.spills(config) and triton_versions.get_triton_release() >= (3, 9):
-            return replace(launch, num_stages=2)  # ptxas spills with one stage here, and with two before 3.9
-        return launch
+
+def _count_rows(Nq: int, launch: LaunchConfig) -> int:
+    """Return the tile rows that hold all queries."""
+    return next_power_of_2(Nq * launch.config.ROWS_PER_QUERY)
 
 
-def _adjust_for_codes(launch: LaunchConfig, arch: Architecture, Nq: int, normalize: bool) -> LaunchConfig:
-    """Return the launch of a forward of residual codes in words, without argmax.
-
-    Decoded tokens are scored against as many query rows as fit.
-    """
-    config = launch.config
-    if arch.unit != "wgmma":
-        walkers = 1 if arch.unit == "interpreter" else 8 * _MEASURED_SMS
-        config = config._replace(PERSISTENT=True, BN=min(config.BN, 32) if arch.name == "sm_100" else config.BN)
-        return replace(launch, config=config, walkers=walkers, max_registers=255)
-    rows = max(config.BM, min(next_power_of_2(Nq * config.ROWS_PER_QUERY), _MAX_CODE_TILE_ROWS))
-    warps, each = (8, 1) if rows > 64 else (4, 2 if normalize else 3)
-    launch = replace(launch, config=config._replace(BM=rows, PERSISTENT=True), num_warps=warps, num_stages=1)
-    return replace(launch, max_registers=168 if each == 3 else 255, walkers=each * _MEASURED_SMS)
-
-
-def _needs_squares(dtype: torch.dtype, normalize: bool, stored: Any) -> bool:
+def _needs_squares(kind: KernelKey, stored: Any) -> bool:
     """Return whether packed layouts use the tiles of `normalize`.
 
     They do for `normalize` without encoded documents, and for fp32 queries with encoded documents.
     """
-    return (normalize and not stored) or (bool(stored) and dtype == torch.float32)
+    return not kind.half if stored else kind.normalize
 
 
 def get_packed_tree_rows(
     arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, stored: Any, normalize: bool = False, wide: int = 0
 ) -> int:
     """Return the rows of a query whose maxima packed layouts add as one tree."""
-    return select_tiles(arch, dtype, Lq, d, _needs_squares(dtype, normalize, stored), wide)[-1].rows
+    squares = _needs_squares(KernelKey(arch, dtype, d, False, normalize, wide), stored)
+    return select_tiles(arch, dtype, Lq, d, squares, wide)[-1].rows
 
 
 def configure_packed_forward(
@@ -273,9 +358,8 @@ def configure_packed_forward(
 ) -> tuple[LaunchConfig, int]:
     """Return the launch for packed layouts, and the levels of the trees of its sums.
 
-    A query uses as many steps of ROWS_PER_QUERY rows as it needs. The segment bounds that a program reads cost
-    registers, so tiles have fewer rows than in dense layouts. For encoded documents the dequantization scales already
-    include the norms.
+    A query uses as many steps of ROWS_PER_QUERY rows as it needs. For encoded documents the dequantization scales
+    already include the norms.
 
     Args:
         kind: properties of the call.
@@ -288,32 +372,17 @@ def configure_packed_forward(
         bare: whether the call has no mask, no weight, and no query lengths.
         stored: `KernelConfig.ENCODING`.
     """
-    arch, dtype, d, candidates, normalize, wide = kind
-    sums_squares = _needs_squares(dtype, normalize, stored)
-    launch = configure_forward(
-        kind._replace(normalize=sums_squares), Nq, Lq, tf32=tf32, argmax=argmax
-    ).make_non_persistent()
-    launch = replace(launch, config=launch.config._replace(NORMALIZE=normalize, ENCODING=stored))
-    if stored in INT8_TERMS_BY_ENCODING and d <= _MAX_INT8_FEATURES:
-        launch = _adjust_for_terms(launch, arch, d, INT8_TERMS_BY_ENCODING[stored])
-    codes = get_bucket_bits(stored) > 0
-    converts = bool(stored) and dtype == torch.float32 and not launch.config.INT8_TERMS
-    bare = bare and not (argmax or normalize) and supports_vector_loads(d, wide)
-    choice = _PackedTileRules(
-        arch.unit, argmax, sums_squares, few, bare, converts, codes, codes and (argmax or wide > 0)
-    )
-    launch = choice.stages(choice.registers(choice.warps(choice.rows(launch, arch), stored), stored))
-    words = has_words(stored)
-    if words and launch.config.SINGLE_STEP and not (argmax or candidates):
-        launch = _adjust_for_codes(launch, arch, Nq, normalize)
+    dense = kind._replace(normalize=_needs_squares(kind, stored))
+    launch = configure_forward(dense, Nq, Lq, tf32=tf32, argmax=argmax).make_non_persistent()
+    bare = bare and not (argmax or kind.normalize) and kind.has_vector_loads
+    launch = apply_overrides(_PACKED_OVERRIDES, _PackedCall(kind, Nq, argmax, few, bare, stored), launch)
     config = launch.config
     # Set for the same reason as in `configure_forward` even if it is not needed.
-    long = longest is None or longest > config.ROWS_PER_QUERY or arch.unit == "mma" or config.SPLIT_FP32
-    config = config._replace(
-        BN=choice.tokens(config), SHORT_DOCUMENTS=True, LONG_QUERIES=long, EVEN_D=words and d % config.BD == 0
-    )
-    most = get_packed_tree_rows(arch, dtype, Lq, d, normalize=normalize, wide=wide, stored=stored)
-    return replace(launch, config=config), (most // config.ROWS_PER_QUERY).bit_length() - 1
+    long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.SPLIT_FP32
+    even = has_words(stored) and kind.d % config.BD == 0
+    options = {"NORMALIZE": kind.normalize, "ENCODING": stored, "LONG_QUERIES": long, "EVEN_D": even}
+    most = select_tiles(kind.arch, kind.dtype, Lq, kind.d, dense.normalize, kind.wide)[-1].rows
+    return launch.change(SHORT_DOCUMENTS=True, **options), (most // config.ROWS_PER_QUERY).bit_length() - 1
 
 
 def configure_row_sums(

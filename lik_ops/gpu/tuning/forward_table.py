@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from .architectures import MEASURED_SMS
+from .tables import FP32_DTYPES, HALF_DTYPES, UNLIMITED, TableRow
 
-UNLIMITED = 2**62
-HALF_DTYPES, _FP32_DTYPES = (torch.float16, torch.bfloat16), (torch.float32,)
-# With so many documents, most of the 132 SMs of an H200 have two programs or fewer.
-_MAX_FEW_DOCUMENTS = 330
+# With so many documents, most SMs of an H200 have two programs or fewer.
+_FEW_DOCUMENTS = 5 * MEASURED_SMS // 2
 
 
 class TileConfig(NamedTuple):
@@ -26,31 +25,10 @@ class TileConfig(NamedTuple):
     walkers: int = 0  # persistent programs, see `LaunchConfig`
 
 
-class TileRule(NamedTuple):
-    """Upper limits of a call, and the tiles for it in ascending order of rows and documents.
-
-    All tiles of a rule give the same bits. The first tile that holds all rows and documents is selected, or else the
-    last tile. The rows of the last tile are the maximum that a query is summed over at once. The rule depends on
-    neither Nq nor Nd.
-    """
-
-    unit: str
-    dtypes: tuple[torch.dtype, ...]
-    d: int
-    Lq: int
-    normalize: bool
-    wide: int
-    tiles: tuple[TileConfig, ...]
-    above_d: int = 0  # exclusive lower limit of d
-    above_Lq: int = 0  # exclusive lower limit of Lq
-
-    def covers(self, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int) -> bool:
-        """Return whether the rule applies to a call."""
-        fits = self.above_d < d <= self.d and self.above_Lq < Lq <= self.Lq
-        return fits and dtype in self.dtypes and normalize <= self.normalize and wide <= self.wide
-
-
-# The first rule that covers a call applies. Reasons for the tiles:
+TileRule = TableRow[tuple[TileConfig, ...]]
+# The value of a rule lists tiles in ascending order of rows and documents. All tiles of a rule give the same bits. The
+# first tile that holds all rows and documents is selected, or else the last tile. The rows of the last tile are the
+# maximum that a query is summed over at once. The rule depends on neither Nq nor Nd. Reasons for the tiles:
 # - The first operand of wgmma has at least 64 rows. Up to 32 query rows are therefore the second operand.
 # - Few programs need deep pipelines to keep the memory busy. With many programs, eight programs with one stage each
 #   share an SM.
@@ -64,74 +42,100 @@ class TileRule(NamedTuple):
 # - The last tile of half-precision dtypes without `normalize` has 256 rows, because the sm_90 kernel also cuts its sums
 #   by 256 rows.
 # fmt: off
-FORWARD_RULES = (
-    #    unit   dtypes d     Lq    normalize wide    rows tokens features warps stages registers
-    TileRule("wgmma", HALF_DTYPES, 128, 256, False, 1, (
-        TileConfig(32, 64, 128, 4, 4, tokens_first=True, documents=_MAX_FEW_DOCUMENTS),
-        TileConfig(32, 64, 128, 4, 1, tokens_first=True),
-        TileConfig(64, 64, 128, 4, 4, documents=_MAX_FEW_DOCUMENTS),
-        TileConfig(64, 64, 128, 4, 2, walkers=528),
-        TileConfig(128, 64, 128, 4, 4, walkers=264),
-        TileConfig(256, 64, 128, 8, 3, 128, walkers=264),
+FORWARD_RULES: tuple[TileRule, ...] = (
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, Lq=256, normalize=False, wide=1, value=(
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=4, tokens_first=True, documents=_FEW_DOCUMENTS),
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=1, tokens_first=True),
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=4, documents=_FEW_DOCUMENTS),
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=2, walkers=4 * MEASURED_SMS),
+        TileConfig(rows=128, tokens=64, features=128, warps=4, stages=4, walkers=2 * MEASURED_SMS),
+        TileConfig(rows=256, tokens=64, features=128, warps=8, stages=3, registers=128, walkers=2 * MEASURED_SMS),
     )),
-    TileRule("wgmma", HALF_DTYPES, 128, 128, False, 2, (
-        TileConfig(32, 64, 128, 4, 4, tokens_first=True, documents=_MAX_FEW_DOCUMENTS),
-        TileConfig(32, 64, 128, 4, 1, tokens_first=True),
-        TileConfig(64, 64, 128, 4, 4, documents=_MAX_FEW_DOCUMENTS),
-        TileConfig(64, 64, 128, 4, 2, walkers=528),
-        TileConfig(128, 64, 128, 4, 4, walkers=264),
-        TileConfig(256, 64, 128, 8, 2, 255, walkers=132),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, Lq=128, normalize=False, value=(
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=4, tokens_first=True, documents=_FEW_DOCUMENTS),
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=1, tokens_first=True),
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=4, documents=_FEW_DOCUMENTS),
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=2, walkers=4 * MEASURED_SMS),
+        TileConfig(rows=128, tokens=64, features=128, warps=4, stages=4, walkers=2 * MEASURED_SMS),
+        TileConfig(rows=256, tokens=64, features=128, warps=8, stages=2, registers=255, walkers=MEASURED_SMS),
     )),
-    TileRule("wgmma", HALF_DTYPES, 128, UNLIMITED, False, 1, (TileConfig(256, 64, 128, 8, 3),)),
-    TileRule("wgmma", HALF_DTYPES, 128, UNLIMITED, False, 2, (TileConfig(256, 64, 32, 8, 2, 255),)),
-    TileRule("wgmma", HALF_DTYPES, 128, 256, True, 1, (
-        TileConfig(32, 64, 128, 4, 3, tokens_first=True, documents=_MAX_FEW_DOCUMENTS),
-        TileConfig(32, 64, 128, 4, 2, tokens_first=True),
-        TileConfig(64, 64, 128, 4, 3),
-        TileConfig(128, 64, 128, 8, 3, walkers=264),
-        TileConfig(256, 64, 128, 8, 3),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, normalize=False, wide=1, value=(
+        TileConfig(rows=256, tokens=64, features=128, warps=8, stages=3),
     )),
-    TileRule("wgmma", HALF_DTYPES, 128, UNLIMITED, True, 1, (TileConfig(256, 64, 128, 8, 3),)),
-    TileRule("wgmma", HALF_DTYPES, UNLIMITED, UNLIMITED, False, 1, (
-        TileConfig(32, 64, 128, 4, 4, tokens_first=True),
-        TileConfig(64, 64, 128, 4, 4, documents=_MAX_FEW_DOCUMENTS),
-        TileConfig(64, 128, 128, 4, 2),
-        TileConfig(128, 128, 128, 8, 3),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, normalize=False, value=(
+        TileConfig(rows=256, tokens=64, features=32, warps=8, stages=2, registers=255),
     )),
-    TileRule("wgmma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 1, (
-        TileConfig(32, 64, 128, 4, 3, tokens_first=True),
-        TileConfig(64, 64, 128, 4, 2),
-        TileConfig(128, 64, 128, 8, 2),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, Lq=256, wide=1, value=(
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=3, tokens_first=True, documents=_FEW_DOCUMENTS),
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=2, tokens_first=True),
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=3),
+        TileConfig(rows=128, tokens=64, features=128, warps=8, stages=3, walkers=2 * MEASURED_SMS),
+        TileConfig(rows=256, tokens=64, features=128, warps=8, stages=3),
     )),
-    TileRule("wgmma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 64, 8, 1),)),
-    TileRule("wgmma", _FP32_DTYPES, 128, UNLIMITED, False, 1, (
-        TileConfig(64, 64, 128, 4, 1), TileConfig(128, 64, 128, 8, 2),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, wide=1, value=(
+        TileConfig(rows=256, tokens=64, features=128, warps=8, stages=3),
     )),
-    TileRule("wgmma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 1, (TileConfig(64, 64, 32, 4, 2),)),
-    TileRule("wgmma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 16, 4, 2),)),
-    TileRule("mma", HALF_DTYPES, 128, UNLIMITED, False, 0, (
-        TileConfig(64, 64, 128, 4, 3), TileConfig(128, 64, 128, 8, 3),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, normalize=False, wide=1, value=(
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=4, tokens_first=True),
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=4, documents=_FEW_DOCUMENTS),
+        TileConfig(rows=64, tokens=128, features=128, warps=4, stages=2),
+        TileConfig(rows=128, tokens=128, features=128, warps=8, stages=3),
     )),
-    TileRule("mma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 1, (
-        TileConfig(64, 64, 64, 8, 2), TileConfig(128, 64, 64, 8, 2),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, wide=1, value=(
+        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=3, tokens_first=True),
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=2),
+        TileConfig(rows=128, tokens=64, features=128, warps=8, stages=2),
     )),
-    TileRule("mma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 32, 8, 2),)),
-    TileRule("mma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 0, (TileConfig(64, 32, 32, 4, 2),)),
-    TileRule("mma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 32, 16, 4, 2),)),
-    TileRule("mfma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 1, (TileConfig(64, 64, 128, 4, 1),)),
-    TileRule("mfma", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 64, 4, 1),)),
-    TileRule("mfma", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (TileConfig(64, 64, 32, 4, 1),)),
-    TileRule("interpreter", HALF_DTYPES, UNLIMITED, UNLIMITED, True, 2, (
-        TileConfig(16, 16, 128, 4, 1, tokens_first=True),
-        TileConfig(32, 16, 128, 4, 1, walkers=1),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, value=(
+        TileConfig(rows=64, tokens=64, features=64, warps=8, stages=1),
     )),
-    TileRule("interpreter", _FP32_DTYPES, 128, UNLIMITED, False, 2, (
-        TileConfig(16, 16, 128, 4, 1, tokens_first=True),
-        TileConfig(32, 16, 128, 4, 1),
+    TableRow(units=("wgmma",), dtypes=FP32_DTYPES, d=128, normalize=False, wide=1, value=(
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=1),
+        TileConfig(rows=128, tokens=64, features=128, warps=8, stages=2),
     )),
-    TileRule("interpreter", _FP32_DTYPES, UNLIMITED, UNLIMITED, True, 2, (
-        TileConfig(16, 16, 32, 4, 1, tokens_first=True),
-        TileConfig(32, 16, 32, 4, 1, walkers=1),
+    TableRow(units=("wgmma",), dtypes=FP32_DTYPES, wide=1, value=(
+        TileConfig(rows=64, tokens=64, features=32, warps=4, stages=2),
+    )),
+    TableRow(units=("wgmma",), dtypes=FP32_DTYPES, value=(
+        TileConfig(rows=64, tokens=64, features=16, warps=4, stages=2),
+    )),
+    TableRow(units=("mma",), dtypes=HALF_DTYPES, d=128, normalize=False, wide=0, value=(
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=3),
+        TileConfig(rows=128, tokens=64, features=128, warps=8, stages=3),
+    )),
+    TableRow(units=("mma",), dtypes=HALF_DTYPES, wide=1, value=(
+        TileConfig(rows=64, tokens=64, features=64, warps=8, stages=2),
+        TileConfig(rows=128, tokens=64, features=64, warps=8, stages=2),
+    )),
+    TableRow(units=("mma",), dtypes=HALF_DTYPES, value=(
+        TileConfig(rows=64, tokens=64, features=32, warps=8, stages=2),
+    )),
+    TableRow(units=("mma",), dtypes=FP32_DTYPES, wide=0, value=(
+        TileConfig(rows=64, tokens=32, features=32, warps=4, stages=2),
+    )),
+    TableRow(units=("mma",), dtypes=FP32_DTYPES, value=(
+        TileConfig(rows=64, tokens=32, features=16, warps=4, stages=2),
+    )),
+    TableRow(units=("mfma",), dtypes=HALF_DTYPES, wide=1, value=(
+        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=1),
+    )),
+    TableRow(units=("mfma",), dtypes=HALF_DTYPES, value=(
+        TileConfig(rows=64, tokens=64, features=64, warps=4, stages=1),
+    )),
+    TableRow(units=("mfma",), dtypes=FP32_DTYPES, value=(
+        TileConfig(rows=64, tokens=64, features=32, warps=4, stages=1),
+    )),
+    TableRow(units=("interpreter",), dtypes=HALF_DTYPES, value=(
+        TileConfig(rows=16, tokens=16, features=128, warps=4, stages=1, tokens_first=True),
+        TileConfig(rows=32, tokens=16, features=128, warps=4, stages=1, walkers=1),
+    )),
+    TableRow(units=("interpreter",), dtypes=FP32_DTYPES, d=128, normalize=False, value=(
+        TileConfig(rows=16, tokens=16, features=128, warps=4, stages=1, tokens_first=True),
+        TileConfig(rows=32, tokens=16, features=128, warps=4, stages=1),
+    )),
+    TableRow(units=("interpreter",), dtypes=FP32_DTYPES, value=(
+        TileConfig(rows=16, tokens=16, features=32, warps=4, stages=1, tokens_first=True),
+        TileConfig(rows=32, tokens=16, features=32, warps=4, stages=1, walkers=1),
     )),
 )
 # fmt: on

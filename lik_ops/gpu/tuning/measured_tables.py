@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from . import architectures, forward_configs, forward_table
+from . import architectures, forward_configs
 from .architectures import Architecture
 from .forward_table import TileConfig, TileRule
+from .tables import UNLIMITED
 
 ENVIRONMENT_VARIABLE = "LIK_OPS_TABLE"
 FORMAT_VERSION = 1
-_UNLIMITED = forward_table.UNLIMITED
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _TILE_MINIMA = {"rows": 16, "tokens": 16, "features": 16, "warps": 1, "stages": 1}  # of a tile
 _log = logging.getLogger("lik_ops")
@@ -63,13 +63,13 @@ def _make_rule_record(rule: TileRule) -> dict[str, Any]:
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in rule.dtypes],
         "d": [rule.above_d + 1, rule.d],
         "Lq": [rule.above_Lq + 1, rule.Lq],
-        "tiles": [{**tile._asdict(), "documents": _encode_limit(tile.documents)} for tile in rule.tiles],
+        "tiles": [{**tile._asdict(), "documents": _encode_limit(tile.documents)} for tile in rule.value],
     }
 
 
 def _encode_limit(n: int) -> int | None:
     """Return the JSON value of a limit: null if unlimited."""
-    return None if n >= _UNLIMITED else n
+    return None if n >= UNLIMITED else n
 
 
 def _expect(condition: bool, where: str, expected: str, found: object) -> None:
@@ -108,7 +108,7 @@ def _parse_tile(record: object, where: str) -> TileConfig:
         _expect(values[name] is None or _is_count(values[name]), f"{where}: {name}", "null or a number", values[name])
     _expect(isinstance(values["tokens_first"], bool), f"{where}: tokens_first", "true or false", values["tokens_first"])
     _expect(_is_count(values["walkers"], 0), f"{where}: walkers", "0 or a number", values["walkers"])
-    return TileConfig(**{**values, "documents": _UNLIMITED if values["documents"] is None else values["documents"]})
+    return TileConfig(**{**values, "documents": UNLIMITED if values["documents"] is None else values["documents"]})
 
 
 def _parse_rule(record: object, arch: Architecture, where: str) -> TileRule:
@@ -123,9 +123,10 @@ def _parse_rule(record: object, arch: Architecture, where: str) -> TileRule:
     tiles = tuple(_parse_tile(tile, f"{where}: tile {n}") for n, tile in enumerate(values["tiles"]))
     sizes = [(tile.rows, tile.documents) for tile in tiles]
     _expect(sizes == sorted(set(sizes)), f"{where}: tiles", "ascending rows and documents", sizes)
-    _expect(tiles[-1].documents == _UNLIMITED, f"{where}: documents of the last tile", "null", tiles[-1].documents)
+    _expect(tiles[-1].documents == UNLIMITED, f"{where}: documents of the last tile", "null", tiles[-1].documents)
     (d0, d1), (Lq0, Lq1) = values["d"], values["Lq"]
-    rule = TileRule(arch.unit, tuple(_DTYPES[n] for n in names), d1, Lq1, False, 0, tiles, d0 - 1, Lq0 - 1)
+    limits: dict[str, Any] = {"d": d1, "Lq": Lq1, "above_d": d0 - 1, "above_Lq": Lq0 - 1, "normalize": False, "wide": 0}
+    rule = TileRule(units=(arch.unit,), dtypes=tuple(_DTYPES[n] for n in names), value=tiles, **limits)
     _check_sums(rule, arch, where)
     return rule
 
@@ -146,8 +147,8 @@ def _check_sums(rule: TileRule, arch: Architecture, where: str) -> None:
             for d in (served[0], served[-1]):
                 usual = forward_configs.select_tiles(replace(arch, measured=()), dtype, Lq, d, False, 0)[-1].rows
                 slot = architectures.next_power_of_2(Lq)
-                same = min(slot, usual) == min(slot, rule.tiles[-1].rows)
-                _expect(same, f"{where}: rows of the last tile for Lq {Lq}", f"{usual}", rule.tiles[-1].rows)
+                same = min(slot, usual) == min(slot, rule.value[-1].rows)
+                _expect(same, f"{where}: rows of the last tile for Lq {Lq}", f"{usual}", rule.value[-1].rows)
 
 
 def parse_table(text: str, source: str) -> TileTable:

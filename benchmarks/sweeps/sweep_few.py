@@ -29,7 +29,6 @@ from ..support.runs import (
     Run,
 )
 
-TABLES = ("_FEW", "_INT8_FEW", "_FP8_FEW", "_SPLIT_FEW")  # tables of `gluon_configs`, by document format
 TILES = ((64, 1), (64, 2), (64, 3), (64, 4), (64, 6), (64, 10), (128, 1), (128, 2), (128, 3))  # tokens and stages
 SHAPES = ((1, 1000, 300), (2, 1000, 300), (4, 1000, 300), (1, 1000, 1024), (1, 100_000, 180))  # Nq, Nd, Ld
 Call = Callable[[], object]
@@ -75,8 +74,8 @@ ROWS = tuple(
 def forced(tile: tuple[int, int] | None) -> Iterator[None]:
     """Run calls of few rows with this tile, or with the table's tile."""
     eager.clear_call_caches()
-    tables = {name: getattr(sm90_configs, name) if tile is None else ((*tile, 1.0),) for name in TABLES}
-    with mock.patch.multiple(sm90_configs, **tables):
+    tables = sm90_configs.SMALL_M_TILES
+    with mock.patch.dict(tables, {} if tile is None else dict.fromkeys(tables, (sm90_configs.Sm90Tile(*tile),))):
         yield
     eager.clear_call_caches()
 

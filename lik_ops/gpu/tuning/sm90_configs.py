@@ -1,6 +1,8 @@
-"""Choice and configuration of the Gluon kernels.
+"""Choice and configuration of the Gluon kernels of sm_90.
 
-The kernels are `maxsim_row_maxima`, `maxsim_forward_specialized`, and `maxsim_forward_wide`.
+The kernels are `maxsim_row_maxima`, `maxsim_forward_specialized`, and `maxsim_forward_wide`. The functions return None
+if another kernel has to serve. All kernels give the same bits, so a choice may depend on the numbers of queries and
+documents.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from ...csrc_triton.common.arguments import Sm90Config, Sm90LargeDConfig
 from . import forward_configs
 from .architectures import Architecture, cdiv, next_power_of_2, supports_vector_loads
-from .forward_table import HALF_DTYPES
+from .tables import HALF_DTYPES
 
 # Accumulators of 64 rows in a program of `maxsim_forward_specialized`, except in the small-M kernel.
 _ACCUMULATORS = 4
@@ -24,7 +26,6 @@ _MAX_WORKSPACE_ROWS = 6 * 2**20
 _MAX_ROWS_PER_QUERY = 128
 # Minimum row tiles for which a separate launch that computes the norms of document tokens pays off.
 _MIN_PRECOMPUTED_ROW_TILES = 6
-_SMALL_TILE_TOKENS, _LARGE_TILE_TOKENS = 64, 128  # tokens of a tile of `maxsim_forward_specialized`
 # With argmax, large tiles may multiply at most 7 % more than small tiles.
 _MAX_PADDING_RATIO = 1.07
 MAX_QUERY_NORMS = 2**21  # in a workspace of the large-d kernel
@@ -36,17 +37,39 @@ _MIN_PAIRS_PER_SM, MAX_WHOLE_QUERY_TOKENS, _MIN_LARGE_D_TOKENS = 0.48, 128, 512
 # `maxsim_row_maxima` sums rows itself if queries fill this share of ROWS_PER_QUERY. Otherwise packed rows and a second
 # launch for the sums are faster.
 _MIN_FILL_RATIO = 0.9
-
-# (tokens of a tile, stages, whether registers hold the query rows).
-_INT8_TILE, _INT8_LARGE_TILE, _FP8_TILE = (64, 8, True), (128, 6, False), (64, 6, True)
 _MIN_SMALL_M_ROWS, _MAX_SMALL_M_ROWS = 32, 128  # query rows, or their terms, in the single product of a tile
-# For few query rows: (tokens of a tile, stages, cost of a token relative to the smaller tile).
-_SMALL_M_TILES, _INT8_SMALL_M_TILES, _FP8_SMALL_M_TILES = (
-    ((64, 3, 1.0),),
-    ((64, 6, 1.0),),
-    ((64, 2, 1.0), (128, 2, 0.85)),
+
+
+class Sm90Tile(NamedTuple):
+    """Document tokens of a tile, pipeline stages, whether registers hold the query rows, and the cost of a token."""
+
+    tokens: int
+    stages: int
+    in_registers: bool = False
+    cost: float = 1.0  # relative to the other tiles of a tuple
+
+
+# Tiles of `maxsim_forward_specialized` for many query rows. With argmax or precomputed norms, a warp group needs more
+# time for a tile than the products of 64 tokens. Products of 128 tokens hide this time. They leave no registers for the
+# query rows or for the computation of norms, and may waste more of the last tile of a document.
+_TILE = Sm90Tile(tokens=64, stages=6, in_registers=True)
+_ARGMAX_TILE, _NORMS_TILE = Sm90Tile(tokens=128, stages=5), Sm90Tile(tokens=128, stages=4)
+_INT8_TILE, _INT8_LARGE_TILE = Sm90Tile(tokens=64, stages=8, in_registers=True), Sm90Tile(tokens=128, stages=6)
+# For few query rows, which wait for documents: the tile that wastes least on the last tile of a document.
+SMALL_M_TILES = {
+    "": (Sm90Tile(tokens=64, stages=3),),
+    "int8": (Sm90Tile(tokens=64, stages=6),),
+    "fp8": (Sm90Tile(tokens=64, stages=2), Sm90Tile(tokens=128, stages=2, cost=0.85)),
+    "fp32": (Sm90Tile(tokens=64, stages=1),),
+}
+# For `maxsim_forward_wide`.
+_LARGE_D_TILES = (
+    Sm90Tile(tokens=256, stages=4),
+    Sm90Tile(tokens=128, stages=6, cost=1.05),
+    Sm90Tile(tokens=64, stages=8, cost=1.3),
 )
-_FP32_SMALL_M_TILES = ((64, 1, 1.0),)
+# Maximum tokens of a tile that is longer than a document. Masking 256 tokens would spill registers.
+_MAX_SHORT_DOCUMENT_TILE_TOKENS = 128
 
 
 class RowMaximaChoice(NamedTuple):
@@ -72,9 +95,7 @@ class RowMaximaChoice(NamedTuple):
 def configure_row_maxima(
     arch: Architecture, dtype: torch.dtype, rows: int, K: int, Lq: int, d: int, *, argmax: bool, dense: bool = False
 ) -> RowMaximaChoice | None:
-    """Choose the row maxima kernel, or return None if another kernel has to serve.
-
-    All kernels give the same bits, so the choice may depend on `rows` and K.
+    """Choose the row maxima kernel, or return None.
 
     Args:
         arch: architecture that runs the kernel.
@@ -95,15 +116,8 @@ def configure_row_maxima(
         return None
     slot, levels = forward_configs.configure_row_sums(arch, dtype, Lq, d, False, 0)
     lanes = max(slot, 128)
-    config = Sm90Config(
-        BN=64,
-        BD=64 if d <= 64 else 128,
-        ROWS_PER_QUERY=next_power_of_2(Lq) if sums else slot,
-        STAGES=6,
-        OPERAND_IN_REGISTERS=True,
-        ARGMAX=argmax,
-        SUM_ROWS=sums,
-    )
+    tile = Sm90Tile(tokens=64, stages=6, in_registers=True)
+    config = _make_config(tile, next_power_of_2(Lq) if sums else slot, d, 0, ARGMAX=argmax, SUM_ROWS=sums)
     return RowMaximaChoice(config, min(arch.processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
 
 
@@ -137,9 +151,8 @@ class Sm90Choice(NamedTuple):
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
-        if isinstance(self.config, Sm90LargeDConfig):
-            return _format_tile(LARGE_D_TILE_ROWS, self)
-        return _format_tile(self.config.MMA_ROWS * (1 if self.config.SMALL_M else _ACCUMULATORS), self)
+        small = isinstance(self.config, Sm90Config) and self.config.SMALL_M
+        return _format_tile(_count_tile_rows(self.config) // (_ACCUMULATORS if small else 1), self)
 
 
 def _format_tile(rows: int, choice: Sm90Choice | RowMaximaChoice) -> str:
@@ -147,106 +160,110 @@ def _format_tile(rows: int, choice: Sm90Choice | RowMaximaChoice) -> str:
     return f"{rows} rows x {choice.config.BN} tokens, {choice.config.STAGES} stages, {choice.programs} programs"
 
 
-# Maximum tokens of a tile that is longer than a document. Masking 256 tokens would spill registers.
-_MAX_SHORT_DOCUMENT_TILE_TOKENS = 128
-# For `maxsim_forward_wide`: (tokens of a tile, pipeline stages, cost of a token relative to the largest tile).
-_LARGE_D_TILES = ((256, 4, 1.0), (128, 6, 1.05), (64, 8, 1.3))
+def _count_tile_rows(config: Sm90Config | Sm90LargeDConfig) -> int:
+    """Return the query rows of a program, or more than all rows of the small-M kernel."""
+    return LARGE_D_TILE_ROWS if isinstance(config, Sm90LargeDConfig) else _ACCUMULATORS * config.MMA_ROWS
 
 
-def _select_least_waste(tiles: tuple[tuple[int, int, float], ...], Ld: int, most_packed: int = 0) -> tuple[int, int]:
-    """Return the tokens and stages of the tile that wastes least on the last tile of a document.
+def supports_sm90(config: Sm90Config | Sm90LargeDConfig, Nq: int, K: int, Lq: int, Ld: int, d: int) -> bool:
+    """Return whether the kernel of a configuration supports documents without a mask.
+
+    Norms are added in the order of `maxsim_forward` only if rows are loaded by vectors. TMA needs encoded rows that
+    start at multiples of 16 bytes, and scales of single tokens that do for each document.
+    """
+    rows = Nq * cdiv(Lq, config.ROWS_PER_QUERY) * config.ROWS_PER_QUERY
+    counts = rows, cdiv(rows, _count_tile_rows(config)) * K
+    if Lq < 2 or max(counts) >= 2**31:
+        return False
+    if isinstance(config, Sm90LargeDConfig):
+        return Ld >= 1 and supports_vector_loads(d, 0) and not (config.NORMALIZE and Nq * Lq > MAX_QUERY_NORMS)
+    encoded = bool(config.INT8_TERMS or config.ENCODING)
+    aligned = supports_vector_loads(d, 0) or not (config.NORMALIZE or encoded)
+    scales = config.INT8_TERMS == 0 or not config.PRECOMPUTED_SCALES or Ld % 4 == 0
+    fits = not (encoded or config.SPLIT_FP32) or K * Ld < 2**31
+    return Ld >= config.BN and d <= 128 and aligned and scales and fits
+
+
+def _make_choice(
+    arch: Architecture, config: Sm90Config | Sm90LargeDConfig, Nq: int, K: int, Lq: int, tree: int = 2
+) -> Sm90Choice:
+    """Return the choice of a configuration.
+
+    There is one program per SM, or slightly fewer to get a multiple of the row tiles. With a multiple, all programs of
+    a document read it at the same time.
+    """
+    parts = cdiv(Lq, config.ROWS_PER_QUERY)
+    row_tiles = cdiv(Nq * parts * config.ROWS_PER_QUERY, _count_tile_rows(config))
+    aligned = arch.processors // row_tiles * row_tiles
+    programs = aligned if aligned >= 0.95 * arch.processors else arch.processors
+    return Sm90Choice(config, parts, row_tiles, min(programs, row_tiles * K), tree)
+
+
+def _select_least_waste(tiles: tuple[Sm90Tile, ...], Ld: int, most_packed: int = 0) -> Sm90Tile:
+    """Return the tile that wastes least on the last tile of a document.
 
     A tile with more than `most_packed` tokens may not be longer than a document.
     """
-    fitting = [tile for tile in tiles if tile[0] <= max(Ld, most_packed)] or [min(tiles)]
-    return min(fitting, key=lambda tile: cdiv(Ld, tile[0]) * tile[0] * tile[2])[:2]
+    fitting = [tile for tile in tiles if tile.tokens <= max(Ld, most_packed)] or [min(tiles)]
+    return min(fitting, key=lambda tile: cdiv(Ld, tile.tokens) * tile.tokens * tile.cost)
 
 
-def _make_large_d_config(Lq: int, Ld: int) -> Sm90LargeDConfig:
-    """Return the configuration of the large-d kernel."""
-    tokens, stages = _select_least_waste(_LARGE_D_TILES, Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
-    slot = min(next_power_of_2(Lq), LARGE_D_TILE_ROWS // 2)
-    return Sm90LargeDConfig(BN=tokens, ROWS_PER_QUERY=slot, STAGES=stages, SHORT_DOCUMENTS=tokens > Ld)
-
-
-def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> tuple[int, int, bool]:
-    """Return the tokens and stages of `maxsim_forward_specialized`, and whether registers hold the query rows.
-
-    With argmax or precomputed norms, a warp group needs more time for a tile than the products of 64 tokens. Products
-    of 128 tokens hide this time. They leave no registers for the query rows or for the computation of norms, and may
-    waste more of the last tile.
-    """
-    waste = cdiv(Ld, _LARGE_TILE_TOKENS) * _LARGE_TILE_TOKENS / (cdiv(Ld, _SMALL_TILE_TOKENS) * _SMALL_TILE_TOKENS)
-    if (
-        (given or (argmax and not normalize))
-        and Ld >= _LARGE_TILE_TOKENS
-        and waste <= (_MAX_PADDING_RATIO if argmax else 1)
-    ):
-        return _LARGE_TILE_TOKENS, 4 if given else 5, False
-    return _SMALL_TILE_TOKENS, 6, True
+def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> Sm90Tile:
+    """Return the tile of `maxsim_forward_specialized` for many query rows."""
+    large = _NORMS_TILE if given else _ARGMAX_TILE
+    waste = cdiv(Ld, large.tokens) * large.tokens / (cdiv(Ld, _TILE.tokens) * _TILE.tokens)
+    worth = (given or (argmax and not normalize)) and waste <= (_MAX_PADDING_RATIO if argmax else 1)
+    return large if worth and Ld >= large.tokens else _TILE
 
 
 def configure_sm90(
     arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, normalize: bool, argmax: bool
 ) -> Sm90Choice | None:
-    """Choose an sm_90 kernel for documents without a mask, or return None if `maxsim_forward` has to serve.
-
-    All kernels give the same bits, so the choice may depend on Nq and K.
-    """
+    """Choose an sm_90 kernel for documents without a mask, or return None."""
+    if arch.name != "sm_90" or dtype not in HALF_DTYPES or (d > 128 and argmax):
+        return None  # with argmax and large d `maxsim_forward` sums the parts of a query in another order
     config: Sm90Config | Sm90LargeDConfig
     few = 0
-    if (normalize or d > 128) and not supports_vector_loads(d, 0):  # `maxsim_forward` adds in another order
-        return None
-    if d <= 128:
-        slot, rows = min(next_power_of_2(Lq), 128), SM90_TILE_ROWS
-        few = (
-            _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS if argmax else _MAX_SMALL_M_ROWS)
-            if normalize or argmax
-            else 0
+    if d > 128:
+        tile = _select_least_waste(_LARGE_D_TILES, Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
+        config = Sm90LargeDConfig(
+            BN=tile.tokens,
+            ROWS_PER_QUERY=min(next_power_of_2(Lq), LARGE_D_TILE_ROWS // 2),
+            STAGES=tile.stages,
+            NORMALIZE=normalize,
+            SHORT_DOCUMENTS=tile.tokens > Ld,
         )
-        given = normalize and not few and cdiv(Nq * cdiv(Lq, slot) * slot, rows) >= _MIN_PRECOMPUTED_ROW_TILES
-        tile = (*_select_least_waste(_SMALL_M_TILES, Ld), False) if few else _choose_tile(Ld, argmax, normalize, given)
-        config = _make_config(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, PRECOMPUTED_SCALES=given)
-    elif argmax or (normalize and Nq * Lq > MAX_QUERY_NORMS):
-        return None  # with argmax `maxsim_forward` sums the parts of a query in another order
     else:
-        config, rows = _make_large_d_config(Lq, Ld)._replace(NORMALIZE=normalize), LARGE_D_TILE_ROWS
-    parts = cdiv(Lq, config.ROWS_PER_QUERY)
-    row_tiles = cdiv(Nq * parts * config.ROWS_PER_QUERY, rows)
-    pairs = row_tiles * K
-    fits = (
-        Lq >= 2 and Ld >= (1 if d > 128 else config.BN) and pairs < 2**31 and Nq * parts * config.ROWS_PER_QUERY < 2**31
-    )
+        slot = min(next_power_of_2(Lq), 128)
+        if normalize or argmax:
+            few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS if argmax else _MAX_SMALL_M_ROWS)
+        row_tiles = cdiv(Nq * cdiv(Lq, slot) * slot, SM90_TILE_ROWS)
+        given = normalize and not few and row_tiles >= _MIN_PRECOMPUTED_ROW_TILES
+        tile = _select_least_waste(SMALL_M_TILES[""], Ld) if few else _choose_tile(Ld, argmax, normalize, given)
+        config = _make_config(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, PRECOMPUTED_SCALES=given)
+    if not supports_sm90(config, Nq, K, Lq, Ld, d):
+        return None
+    choice, rows = _make_choice(arch, config, Nq, K, Lq), _count_tile_rows(config)
     # The generic kernel computes norms between its products. This kernel computes norms during its products.
     least = 0 if few else rows // 4 if normalize and d <= 128 else rows // 2
     one_is_enough = Lq > MAX_WHOLE_QUERY_TOKENS or (d > 128 and Ld >= _MIN_LARGE_D_TOKENS)
-    enough = one_is_enough or pairs >= int(arch.processors * _MIN_PAIRS_PER_SM)
-    worth = Nq * parts * config.ROWS_PER_QUERY > least and enough
-    if arch.name != "sm_90" or dtype not in (torch.float16, torch.bfloat16) or not (fits and worth):
-        return None
-    return Sm90Choice(config, parts, row_tiles, _count_programs(arch.processors, row_tiles, pairs))
+    enough = one_is_enough or choice.row_tiles * K >= int(arch.processors * _MIN_PAIRS_PER_SM)
+    return choice if Nq * choice.parts * config.ROWS_PER_QUERY > least and enough else None
 
 
 def configure_small_m_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int) -> Sm90Choice | None:
-    """Choose the small-M kernel for few fp32 query rows that `maxsim_forward` would split.
+    """Choose the small-M kernel for few fp32 query rows that `maxsim_forward` would split, or return None.
 
-    Documents have no mask. Return None if `maxsim_forward` has to serve.
+    Documents have no mask.
     """
-    tile, few = (*_select_least_waste(_FP32_SMALL_M_TILES, Ld), False), _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
-    config = _make_config(tile, next_power_of_2(Lq), d, few, ARGMAX=False, SPLIT_FP32=True)
-    fits = few and Lq >= 2 and Ld >= config.BN and d <= 128 and K * Ld < 2**31
-    if arch.name != "sm_90" or not fits or arch.processors // 2 > K:
+    few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
+    if arch.name != "sm_90" or not few:
         return None
-    return Sm90Choice(config, 1, 1, min(arch.processors, K))
-
-
-def _count_programs(processors: int, row_tiles: int, pairs: int) -> int:
-    """Return one program per SM, or slightly fewer to get a multiple of the row tiles.
-
-    With a multiple, all programs of a document read it at the same time.
-    """
-    aligned = processors // row_tiles * row_tiles
-    return min(aligned if aligned >= 0.95 * processors else processors, pairs)
+    tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld)
+    config = _make_config(tile, next_power_of_2(Lq), d, few, ARGMAX=False, SPLIT_FP32=True)
+    if not supports_sm90(config, Nq, K, Lq, Ld, d) or arch.processors // 2 > K:
+        return None
+    return _make_choice(arch, config, Nq, K, Lq)
 
 
 def _count_small_m_rows(Nq: int, Lq: int, most: int = _MAX_SMALL_M_ROWS) -> int:
@@ -255,49 +272,21 @@ def _count_small_m_rows(Nq: int, Lq: int, most: int = _MAX_SMALL_M_ROWS) -> int:
     return next_power_of_2(rows) if rows <= most else 0
 
 
-def _make_config(tile: tuple[int, int, bool], slot: int, d: int, few: int, **options: Any) -> Sm90Config:
+def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) -> Sm90Config:
     """Return the configuration of a tile.
 
     `few` is the number of rows of the small-M kernel, or 0.
     """
-    tokens, stages, resident = tile
-    rows = {"MMA_ROWS": few, "SMALL_M": True} if few else {}
+    if few:
+        options |= {"MMA_ROWS": few, "SMALL_M": True}
     return Sm90Config(
-        BN=tokens,
+        BN=tile.tokens,
         BD=64 if d <= 64 else 128,
         ROWS_PER_QUERY=slot,
-        STAGES=stages,
-        OPERAND_IN_REGISTERS=resident,
-        **{**options, **rows},
+        STAGES=tile.stages,
+        OPERAND_IN_REGISTERS=tile.in_registers,
+        **options,
     )
-
-
-def _choose_int8_tile(Ld: int, few: int, each_token: bool, terms: int) -> tuple[int, int, bool]:
-    """Return the tokens and stages of a tile, and whether registers hold the query rows.
-
-    Few query rows wait for documents, so the tile with the least waste is best. With two terms, a warp group needs more
-    time for a tile than its products. Then larger tiles are used if the last tile of a document wastes nothing, and if
-    token scales do not need the registers.
-    """
-    if few:
-        return *_select_least_waste(_INT8_SMALL_M_TILES, Ld), False
-    large = terms == 2 and not each_token and Ld >= _LARGE_TILE_TOKENS and -Ld % _LARGE_TILE_TOKENS < _SMALL_TILE_TOKENS
-    return _INT8_LARGE_TILE if large else _INT8_TILE
-
-
-def _supports_encoded(config: Sm90Config, Lq: int, Ld: int, d: int, counts: tuple[int, ...]) -> bool:
-    """Return whether a kernel serves dense documents with 8-bit encodings.
-
-    TMA needs rows that start at multiples of 16 bytes.
-
-    Args:
-        config: configuration of the kernel.
-        Lq: number of tokens of a query.
-        Ld: number of tokens of a document.
-        d: number of features.
-        counts: numbers of elements that must fit 32 bits.
-    """
-    return Lq >= 2 and Ld >= config.BN and d <= 128 and d % 16 == 0 and max(counts) < 2**31
 
 
 def configure_int8(
@@ -305,8 +294,7 @@ def configure_int8(
 ) -> Sm90Choice | None:
     """Choose an sm_90 kernel for dense int8 documents without a mask.
 
-    Return None if the kernel of packed documents has to serve. All kernels give the same bits, so the choice may depend
-    on Nq and K.
+    Return None if the kernel of packed documents has to serve.
 
     Args:
         arch: architecture that runs the kernel.
@@ -324,17 +312,13 @@ def configure_int8(
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
     few = _count_small_m_rows(Nq, Lq, _MAX_SMALL_M_ROWS // terms) if next_power_of_2(Lq) <= tree else 0
     slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 2 * rows, tree)
-    parts = cdiv(Lq, slot)
-    row_tiles = cdiv(Nq * parts * slot, _ACCUMULATORS * rows)
-    tile = _choose_int8_tile(Ld, few, each_token, terms)
-    config = _make_config(
-        tile, slot, d, few, ARGMAX=False, PRECOMPUTED_SCALES=each_token, MMA_ROWS=rows, INT8_TERMS=terms
-    )
-    pairs = row_tiles * K
-    fits = _supports_encoded(config, Lq, Ld, d, (pairs, Nq * parts * slot, K * Ld)) and not (each_token and Ld % 4)
-    if not fits or pairs < arch.processors // 2:
-        return None
-    return Sm90Choice(config, parts, row_tiles, _count_programs(arch.processors, row_tiles, pairs), tree // slot)
+    # With two terms, a warp group needs more time for a tile than its products. Then larger tiles are used if the last
+    # tile of a document wastes nothing, and if token scales do not need the registers.
+    size = _INT8_LARGE_TILE.tokens
+    large = terms == 2 and not each_token and Ld >= size and -Ld % size < _INT8_TILE.tokens
+    tile = _select_least_waste(SMALL_M_TILES["int8"], Ld) if few else _INT8_LARGE_TILE if large else _INT8_TILE
+    options = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token, "MMA_ROWS": rows, "INT8_TERMS": terms}
+    return _choose_encoded(arch, _make_config(tile, slot, d, few, **options), Nq, K, Lq, Ld, d, tree // slot)
 
 
 def configure_fp8(
@@ -346,17 +330,17 @@ def configure_fp8(
     """
     if arch.name != "sm_90" or dtype not in HALF_DTYPES:
         return None
-    slot, few = min(next_power_of_2(Lq), 128), _count_small_m_rows(Nq, Lq)
-    parts = cdiv(Lq, slot)
-    rows = Nq * parts * slot
-    row_tiles = cdiv(rows, SM90_TILE_ROWS)
-    tile = (
-        (*_select_least_waste(_FP8_SMALL_M_TILES if few == _MIN_SMALL_M_ROWS else _FP8_SMALL_M_TILES[:1], Ld), False)
-        if few
-        else _FP8_TILE
-    )
-    config = _make_config(tile, slot, d, few, ARGMAX=False, PRECOMPUTED_SCALES=True, ENCODING=kept)
-    pairs = row_tiles * K
-    if not _supports_encoded(config, Lq, Ld, d, (pairs, rows, K * Ld)) or pairs < arch.processors // 2:
+    few, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
+    tile = _select_least_waste(tiles if few == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if few else _TILE
+    options = {"ARGMAX": False, "PRECOMPUTED_SCALES": True, "ENCODING": kept}
+    return _choose_encoded(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, few, **options), Nq, K, Lq, Ld, d)
+
+
+def _choose_encoded(
+    arch: Architecture, config: Sm90Config, Nq: int, K: int, Lq: int, Ld: int, d: int, tree: int = 2
+) -> Sm90Choice | None:
+    """Return the choice for encoded documents if the kernel supports them and half of the SMs have a program."""
+    if not supports_sm90(config, Nq, K, Lq, Ld, d):
         return None
-    return Sm90Choice(config, parts, row_tiles, _count_programs(arch.processors, row_tiles, pairs))
+    choice = _make_choice(arch, config, Nq, K, Lq, tree)
+    return choice if choice.row_tiles * K >= arch.processors // 2 else None

@@ -21,6 +21,7 @@ from ...gpu.runtime import launcher
 from ...gpu.runtime.arguments import architecture, check_grid, choose_row_offset_width, get_feature_reach, use_device
 from ...gpu.tuning.architectures import INTERPRETER, Architecture, LaunchConfig, cdiv, next_power_of_2
 from ...gpu.tuning.backward_configs import THREE_CTA_REGISTERS
+from ...gpu.tuning.tables import FP32_DTYPES, TableRow, select_row
 from .portable import MIN_PRODUCT_FEATURES, Nearest, sum_point_gradients
 
 # Larger than every other key: an infinite distance to point -1.
@@ -47,29 +48,43 @@ class KeyLayout(NamedTuple):
     run: int
 
 
+# (points of P, points of the other cloud, coordinates) of a step of `chamfer_products`.
+_PRODUCTS_TABLE = (
+    TableRow(units=("interpreter",), value=(32, 16, 16)),
+    TableRow(units=("wgmma",), d=128, value=(128, 64, 128)),
+    TableRow(units=("wgmma",), value=(128, 64, 64)),
+    TableRow(units=("mma",), dtypes=FP32_DTYPES, value=(64, 32, 64)),  # with 64 points ptxas spills on sm_80
+    TableRow(value=(64, 64, 64)),
+)
+
+
+def _make_launch(config: ChamferConfig, warps: int, registers: int | None) -> LaunchConfig:
+    """Return the launch of a kernel without pipeline stages."""
+    return LaunchConfig(config, num_warps=warps, num_stages=1, max_registers=registers)  # type: ignore[arg-type]
+
+
 def configure_nearest(arch: Architecture, d: int, metric: str, wide: int) -> LaunchConfig:
     """Return the launch of `chamfer_nearest`."""
     BM, BN = (16, 16) if arch == INTERPRETER else (32, 128)
-    config = ChamferConfig(BM, BN, d if d <= _MAX_UNROLLED_COORDINATES else 8, metric, wide)
-    return LaunchConfig(config, 4, 1, THREE_CTA_REGISTERS if arch.name == "sm_90" else arch.registers)  # type: ignore[arg-type]
+    BD = d if d <= _MAX_UNROLLED_COORDINATES else 8
+    config = ChamferConfig(BM=BM, BN=BN, BD=BD, METRIC=metric, WIDE_OFFSETS=wide)
+    return _make_launch(config, 4, THREE_CTA_REGISTERS if arch.name == "sm_90" else arch.registers)
 
 
 def configure_products(arch: Architecture, dtype: torch.dtype, d: int, wide: int) -> LaunchConfig:
     """Return the launch of `chamfer_products`."""
-    split = dtype == torch.float32
-    BM, BN, BD = 64, 32 if split and not arch.is_amd else 64, 64  # with BN = 64 ptxas spills on sm_80
-    if arch.unit == "wgmma":
-        BM, BN, BD = 128, 64, 128 if d <= 128 else 64
-    if arch == INTERPRETER:
-        BM, BN, BD = 32, 16, 16
+    BM, BN, BD = select_row(_PRODUCTS_TABLE, arch, dtype, 1, d, False, wide)
     BD = min(BD, max(16, next_power_of_2(d)))
-    config = ChamferConfig(BM, BN, BD, "sqeuclidean", wide, SPLIT_FP32=split, SINGLE_STEP=d <= BD)
-    return LaunchConfig(config, 4, 1, 255)  # type: ignore[arg-type]
+    metric = "sqeuclidean"
+    config = ChamferConfig(
+        BM=BM, BN=BN, BD=BD, METRIC=metric, WIDE_OFFSETS=wide, SPLIT_FP32=dtype == torch.float32, SINGLE_STEP=d <= BD
+    )
+    return _make_launch(config, 4, 255)
 
 
 def configure_terms(arch: Architecture, products: LaunchConfig) -> LaunchConfig:
     """Return the launch of `chamfer_terms`, which writes the rows for `chamfer_products`."""
-    return LaunchConfig(products.config._replace(BM=16), 4, 1, arch.registers)
+    return products.change(BM=16, max_registers=arch.registers)
 
 
 def configure_selection(arch: Architecture, d: int, metric: str, wide: int, side: KeyLayout) -> LaunchConfig:
@@ -77,8 +92,10 @@ def configure_selection(arch: Architecture, d: int, metric: str, wide: int, side
     BM, BN, BD = (1, 64, d) if d <= _MAX_UNROLLED_COORDINATES else (1, 16, min(next_power_of_2(d), 128))
     if arch == INTERPRETER:
         BM, BN = 64, 16
-    config = ChamferConfig(BM, BN, BD, metric, wide, side.kinds, side.run)
-    return LaunchConfig(config, 1, 1, arch.registers)  # type: ignore[arg-type]
+    config = ChamferConfig(
+        BM=BM, BN=BN, BD=BD, METRIC=metric, WIDE_OFFSETS=wide, KEY_CLASSES=side.kinds, CLASS_RUN=side.run
+    )
+    return _make_launch(config, 1, arch.registers)
 
 
 @functools.lru_cache(maxsize=256)
@@ -226,7 +243,7 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
 def configure_slopes(arch: Architecture, d: int, metric: str) -> LaunchConfig:
     """Return the launch of `chamfer_slopes`."""
     BD = min(next_power_of_2(d), 64)
-    return LaunchConfig(ChamferConfig(1024 // BD, 1, BD, metric, 1), 4, 1, arch.registers)  # type: ignore[arg-type]
+    return _make_launch(ChamferConfig(BM=1024 // BD, BN=1, BD=BD, METRIC=metric), 4, arch.registers)
 
 
 def _compute_slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric: str) -> Tensor:

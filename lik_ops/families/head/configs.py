@@ -6,7 +6,8 @@ The tiles of both kernels depend on d, so that tokens have the same bits in both
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from ...gpu.tuning.architectures import (
     next_power_of_2,
     supports_vector_loads,
 )
+from ...gpu.tuning.tables import HALF_DTYPES, TableRow, select_row
 
 MAX_FEATURES = 256  # a program holds all features of a token in fp32
 # Query rows that a tile of tokens is scored against, part by part. With 128 rows, storing the tokens first is faster.
@@ -47,49 +49,57 @@ class HeadLaunchConfig(LaunchConfig):
         return f"{c.BN} tokens x {c.BD} features, {c.BK} of a step, {self.num_warps} warps, {self.num_stages} stages"
 
 
+class HeadStep(NamedTuple):
+    """BN document tokens and BK features of hidden states of a step, with the launch of the kernel."""
+
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+# Each tile reads all weights from the L2 cache. Tiles are therefore as large as registers allow, and have as many
+# stages as fit shared memory. Hidden states with wide = 2 are loaded feature by feature. Their wgmma tiles have one
+# warp group for 64 rows, or two if sums need the registers.
+_TOKENS_TABLE = (
+    TableRow(units=("interpreter",), value=HeadStep(BN=32, BK=32, warps=8, stages=3)),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=64, wide=1, value=HeadStep(BN=256, BK=64, warps=8, stages=5)),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, wide=1, value=HeadStep(BN=256, BK=64, warps=8, stages=4)),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=128, BK=64, warps=8, stages=4)),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, value=HeadStep(BN=64, BK=32, warps=4, stages=2)),
+    TableRow(units=("wgmma",), dtypes=HALF_DTYPES, value=HeadStep(BN=128, BK=16, warps=8, stages=2)),
+    TableRow(units=("mfma",), dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=1)),
+    TableRow(dtypes=HALF_DTYPES, d=128, wide=1, value=HeadStep(BN=128, BK=32, warps=8, stages=3)),
+    TableRow(dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=3)),
+    TableRow(dtypes=HALF_DTYPES, d=128, value=HeadStep(BN=64, BK=32, warps=8, stages=2)),
+    TableRow(d=128, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=2)),
+    TableRow(value=HeadStep(BN=64, BK=16, warps=8, stages=2)),
+)
+
+
 @functools.lru_cache(maxsize=1024)
 def configure_tokens(
     arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool
 ):
-    """Return the launch of the token kernel.
-
-    Each tile reads all weights from the L2 cache. Tiles are therefore as large as registers allow.
-    """
-    half, vectors = dtype != torch.float32, supports_vector_loads(width, wide)
+    """Return the launch of the token kernel."""
     BD = max(next_power_of_2(d), 16)
-    BN, BK, warps, stages = 128, 64, 8, 3
-    if arch.unit == "interpreter":
-        BN, BK = 32, 32
-    elif not half:
-        BN, BK, stages = 64, 32, 2
-        if BD > 128:
-            BK = 16
-    elif arch.unit == "wgmma":
-        BN, stages = (256 if BD <= 128 else 128), (5 if BD <= 64 else 4)  # stages that fit shared memory
-    elif arch.unit == "mfma":
-        BN, BK, stages = 64, 32, 1
-    else:
-        BN, BK = (128 if BD <= 128 else 64), 32
-    if not vectors and arch.unit != "interpreter":
-        BN, BK, stages = 64, 32 if half and BD <= 128 else 16, 2
-        if half and arch.unit == "wgmma":  # one warp group for 64 rows, or two if sums need the registers
-            BN, warps = (64, 4) if BD <= 128 else (128, 8)
-    products = choose_precision(dtype, arch, tf32)
+    loads = 1 if supports_vector_loads(width, wide) else 2
+    step = select_row(_TOKENS_TABLE, arch, dtype, 1, d, normalize, loads)
     config = HeadConfig(
-        BN,
-        BD,
-        BK,
-        16,
-        1,
-        1,
-        normalize,
-        wide,
-        products,
+        BN=step.BN,
+        BD=BD,
+        BK=step.BK,
+        BM=16,
+        ROW_TILES=1,
+        ROWS_PER_QUERY=1,
+        NORMALIZE=normalize,
+        WIDE_OFFSETS=wide,
+        PRECISION=choose_precision(dtype, arch, tf32),
         FUSED_LOOP=arch.unit in ("wgmma", "interpreter"),
         EVEN_D=d == BD,
         WAIT_EACH_STEP=arch.unit == "wgmma",
     )
-    return HeadLaunchConfig(config, warps, stages, arch.registers)
+    return HeadLaunchConfig(config, num_warps=step.warps, num_stages=step.stages, max_registers=arch.registers)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -101,8 +111,7 @@ def configure_scores(
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
     BM = min(rows, _ROW_TILE_ROWS)
-    config = found.config._replace(BM=BM, ROW_TILES=rows // BM, ROWS_PER_QUERY=slot)
-    return replace(found, config=config, walkers=count_programs(arch))
+    return found.change(BM=BM, ROW_TILES=rows // BM, ROWS_PER_QUERY=slot, walkers=count_programs(arch))
 
 
 def configure_slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:

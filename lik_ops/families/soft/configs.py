@@ -23,10 +23,26 @@ from ...gpu.tuning.architectures import (
     next_power_of_2,
 )
 from ...gpu.tuning.forward_configs import make_forward_config, select_tiles
+from ...gpu.tuning.sm90_configs import Sm90Tile
+from ...gpu.tuning.tables import HALF_DTYPES, Override, StepConfig, TableRow, apply_overrides, select_for
 
 _MAX_TILE_ROWS = 128
 # A backward with large tiles may multiply at most 7 % more than with small tiles.
 _MAX_PADDING_RATIO = 1.07
+
+
+_FORWARD_OVERRIDES = (
+    Override(
+        when=lambda kind, x: (
+            kind.arch.unit == "wgmma"
+            and kind.half
+            and kind.has_vector_loads
+            and x.config.SINGLE_STEP
+            and not kind.normalize
+        ),
+        change={"num_stages": 2},
+    ),
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -35,7 +51,7 @@ def configure_soft_forward(kind: KernelKey, Nq: int, Lq: int, *, tf32: bool) -> 
 
     The tile is one of the tiles of `maxsim_forward` that leave registers for the norms of tokens.
     """
-    arch, dtype, d, candidates, normalize, wide = kind
+    arch, dtype, d, candidates, _, wide = kind
     # Measured rules are for another kernel.
     tiles = select_tiles(replace(arch, measured=()), dtype, 1, d, True, wide)
     tiles = tuple(tile for tile in tiles if not tile.tokens_first and tile.rows <= _MAX_TILE_ROWS)
@@ -45,14 +61,14 @@ def configure_soft_forward(kind: KernelKey, Nq: int, Lq: int, *, tf32: bool) -> 
     tile = next(t for t in tiles if t.rows >= rows) if arch.unit == "wgmma" else most
     config = make_forward_config(kind, tile, slot, tf32=tf32)
     config = config._replace(LONG_QUERIES=Lq > slot or arch.unit == "mma", SHORT_DOCUMENTS=True, SOFT=True)
-    warps, stages = tile.warps, tile.stages
-    if arch.unit == "wgmma" and kind.half and config.SINGLE_STEP and not normalize and kind.has_vector_loads:
-        warps, stages = 8 if tile.rows == _MAX_TILE_ROWS else 4, 2
-    return LaunchConfig(config, warps, stages, tile.registers or arch.registers)
+    registers = tile.registers or arch.registers
+    launch = LaunchConfig(config, num_warps=tile.warps, num_stages=tile.stages, max_registers=registers)
+    return apply_overrides(_FORWARD_OVERRIDES, kind, launch)
 
 
-# For the Gluon backward kernels: (rows of the other side in a tile, stages, whether registers hold the owned rows).
-SOFT_ROW_TILES, SOFT_TOKEN_TILE = ((64, 4, True), (128, 3, True)), (64, 4, True)
+# Tiles of the sm_90 backward kernels, for the rows of the other side.
+_SMALL_ROW_TILE = _TOKEN_TILE = Sm90Tile(tokens=64, stages=4, in_registers=True)
+_LARGE_ROW_TILE = Sm90Tile(tokens=128, stages=3, in_registers=True)
 
 
 def configure_soft_sm90_backward(
@@ -68,15 +84,44 @@ def configure_soft_sm90_backward(
     """
     if arch.name != "sm_90" or dtype != torch.bfloat16 or d > 128:
         return None
-    BD = 64 if d <= 64 else 128
-    if Ld is None:
-        return Sm90SoftConfig(SOFT_TOKEN_TILE[0], BD, *SOFT_TOKEN_TILE[1:])
-    small, large = SOFT_ROW_TILES
-    if triton_versions.get_triton_release() >= (3, 9):  # spills with rows in registers, unlike 3.6
-        large = *large[:2], False
-    wastes = cdiv(Ld, large[0]) * large[0] > cdiv(Ld, small[0]) * small[0] * _MAX_PADDING_RATIO
-    chosen = small if wastes else large
-    return Sm90SoftConfig(chosen[0], BD, *chosen[1:])
+    tile, in_registers = _TOKEN_TILE, True
+    if Ld is not None:
+        small, large = (cdiv(Ld, t.tokens) * t.tokens for t in (_SMALL_ROW_TILE, _LARGE_ROW_TILE))
+        tile = _SMALL_ROW_TILE if large > small * _MAX_PADDING_RATIO else _LARGE_ROW_TILE
+        # With rows in registers ptxas spills, unlike the ptxas of Triton 3.6.
+        in_registers = tile is _SMALL_ROW_TILE or triton_versions.get_triton_release() < (3, 9)
+    return Sm90SoftConfig(
+        BN=tile.tokens, BD=64 if d <= 64 else 128, STAGES=tile.stages, OPERAND_IN_REGISTERS=in_registers
+    )
+
+
+_BACKWARD_TABLE = (
+    TableRow(
+        units=("wgmma",),
+        dtypes=HALF_DTYPES,
+        d=128,
+        normalize=False,
+        wide=1,
+        value=StepConfig(BM=64, BN=64, BD=128, warps=4, stages=3),
+    ),
+    TableRow(dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=64, BN=64, BD=128, warps=8, stages=2)),
+    TableRow(dtypes=HALF_DTYPES, value=StepConfig(BM=64, BN=64, BD=32, warps=8, stages=1)),
+    TableRow(units=("wgmma",), normalize=False, wide=1, value=StepConfig(BM=64, BN=32, BD=64, warps=8, stages=2)),
+    TableRow(wide=1, value=StepConfig(BM=64, BN=32, BD=32, warps=8, stages=2)),
+    TableRow(value=StepConfig(BM=64, BN=32, BD=32, warps=8, stages=1)),
+)
+_BACKWARD_OVERRIDES = (
+    Override(
+        when=lambda kind, x: kind.arch.name == "sm_120" and kind.half and kind.normalize and kind.d > 128,
+        change={"num_stages": 1},
+        reason="with 2 stages ptxas spills",
+    ),
+    Override(
+        when=lambda kind, x: kind.arch == INTERPRETER,
+        change={"BM": 32, "BN": 16},
+        reason="the interpreter is fastest with small tiles",
+    ),
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,19 +130,7 @@ def configure_soft_backward(kind: KernelKey, *, tf32: bool, flat: bool) -> Launc
 
     A program owns BM rows and reads BN rows of the other side in a step.
     """
-    wgmma = kind.arch.unit == "wgmma"
-    BM, BN, features, warps, stages = 64, 64, 128, 8, 2
-    if not kind.half:
-        BN, features = 32, 64 if wgmma and not kind.normalize else 32
-    elif wgmma and kind.d <= features and not kind.normalize:
-        warps, stages = 4, 3
-    if not kind.has_vector_loads:
-        features, warps, stages = 32, 8, 1
-    if kind.arch.name == "sm_120" and kind.half and kind.normalize and kind.d > features:
-        stages = 1  # with 2 stages ptxas spills
-    if kind.arch == INTERPRETER:
-        BM, BN = 32, 16
-    BD = min(max(next_power_of_2(kind.d), 16), features)
-    products = choose_precision(kind.dtype, kind.arch, tf32)
-    config = kind._replace(wide=max(kind.wide, 1)).config(BM, BN, BD, PRECISION=products, EVEN_ROW_STRIDE=flat)
-    return LaunchConfig(config, num_warps=warps, num_stages=stages, max_registers=kind.arch.registers)
+    step, products = select_for(_BACKWARD_TABLE, kind), choose_precision(kind.dtype, kind.arch, tf32)
+    located = kind._replace(wide=max(kind.wide, 1))
+    launch = step.launch(located, kind.arch.registers, PRECISION=products, EVEN_ROW_STRIDE=flat)
+    return apply_overrides(_BACKWARD_OVERRIDES, kind, launch)

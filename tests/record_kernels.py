@@ -35,7 +35,6 @@ from torch import Tensor
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_BYTES = 32 * 2**20  # limit for the tokens of a call
-_SM_COUNTS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304}
 _SMALL_SM_90 = 78  # a second sm_90 device, with fewer SMs
 
 
@@ -92,8 +91,7 @@ class Launches:
 def architectures() -> Iterator[tuple[str, Any]]:
     from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 
-    for name, arch in ARCHITECTURES.items():
-        yield name, replace(arch, processors=_SM_COUNTS[name])
+    yield from ARCHITECTURES.items()
     yield "sm_90, few SMs", replace(ARCHITECTURES["sm_90"], processors=_SMALL_SM_90)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,8 +41,12 @@ def _bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Bound, lis
     return _bound.setdefault((id(kernel), *options.items(), *description), Bound()), values
 
 
+# With one SM even tiny calls use the Gluon kernels, as in the recorded figures.
+_SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=1)
+
+
 def _sm_90(device: torch.device) -> architectures.Architecture:
-    return architectures.ARCHITECTURES["sm_90"]
+    return _SM_90
 
 
 def install(architecture: Callable = _sm_90, bind: Callable = _bind) -> None:

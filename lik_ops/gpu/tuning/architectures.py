@@ -62,16 +62,17 @@ class Architecture:
         return self.name.startswith("gfx")
 
 
+# Targets that are compiled ahead of time, with the SMs of their largest usual GPU. A device states its own number.
 ARCHITECTURES = {
     a.name: a
     for a in (
-        Architecture("sm_80", 163 * 1024, registers=255),
-        Architecture("sm_86", 99 * 1024, registers=255),
-        Architecture("sm_89", 99 * 1024, registers=255),
-        Architecture("sm_90", 227 * 1024),
-        Architecture("sm_100", 227 * 1024, registers=255),
-        Architecture("sm_120", 99 * 1024, registers=255),
-        Architecture("gfx942", 64 * 1024, threads_per_warp=64),
+        Architecture("sm_80", 163 * 1024, registers=255, processors=108),
+        Architecture("sm_86", 99 * 1024, registers=255, processors=84),
+        Architecture("sm_89", 99 * 1024, registers=255, processors=142),
+        Architecture("sm_90", 227 * 1024, processors=132),
+        Architecture("sm_100", 227 * 1024, registers=255, processors=148),
+        Architecture("sm_120", 99 * 1024, registers=255, processors=188),
+        Architecture("gfx942", 64 * 1024, threads_per_warp=64, processors=304),
     )
 }
 

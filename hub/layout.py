@@ -21,7 +21,7 @@ ROOT = HERE.parent
 NAME, MODULE, LICENSE = "lik-ops", "lik_ops", "Apache-2.0"
 BACKENDS = ("cpu", "cuda", "rocm")
 # Adapters of other libraries, command lines, and files that the builder writes.
-LEFT_OUT = ("integrations/", "opcheck/", "info.py", "tune.py", "warmup.py", "_ops.py")
+LEFT_OUT = ("integrations/", "opcheck/", "info.py", "warmup.py", "_ops.py")
 
 OPS = """import torch
 

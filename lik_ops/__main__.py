@@ -9,7 +9,6 @@ from . import __version__
 PROGRAMS = {
     "info": "print versions, devices, and the backend and kernel of a call on each",
     "warmup": "compile kernels before the first request",
-    "tune": "measure tiles of the forward kernel on this GPU and write them as a table",
     "opcheck": "check every operator against this build of torch",
 }
 

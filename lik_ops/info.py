@@ -82,12 +82,9 @@ def describe_choice(
     from .gpu import backend as cuda
     from .gpu.runtime import launcher
 
-    try:
-        arch, sizes = cuda.architecture(device), (Nq, Nd, Lq, Ld, d)
-    except ValueError as error:  # LIK_OPS_TABLE
-        return f"error: {error}"
-    of = describe_int8_kernel if int8 else describe_kernel
-    return f"triton {of(arch, dtype, *sizes)}; launched {launcher.describe_launch_path()}"
+    describe = describe_int8_kernel if int8 else describe_kernel
+    kernel = describe(cuda.architecture(device), dtype, Nq, Nd, Lq, Ld, d)
+    return f"triton {kernel}; launched {launcher.describe_launch_path()}"
 
 
 def _explain_portable(device: torch.device, dtype: torch.dtype) -> str:
@@ -130,19 +127,6 @@ def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: in
     data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
     chosen = choose.choose_int8(Q, data, scale, 2, arch)
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}" if chosen else f"maxsim_forward_ragged on {arch.name}"
-
-
-def describe_table() -> str:
-    """Return the table of tiles that ``LIK_OPS_TABLE`` names."""
-    if find_spec("triton") is None:
-        return "none: triton is not installed"
-    from .gpu.tuning import measured_tables
-
-    try:
-        found = measured_tables.load_table()
-    except ValueError as error:
-        return f"error: {error}"
-    return "built in" if found is None else f"{os.environ[measured_tables.ENVIRONMENT_VARIABLE]}: {found}"
 
 
 def describe_triton() -> str:
@@ -196,7 +180,6 @@ def main(argv: list[str] | None = None) -> None:
     print(f"triton   {describe_triton()}")
     print(f"gpus     {describe_gpus()}")
     print(f"backend  {_describe_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
-    print(f"table    {describe_table()}")
     for device, name in _describe_devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:

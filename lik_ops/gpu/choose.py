@@ -1,4 +1,4 @@
-"""Choice of the kernel for a forward call, for launches, `lik_ops.info`, `lik_ops.tune`, and the tests.
+"""Choice of the kernel for a forward call, for launches, `lik_ops.info`, and the tests.
 
 The functions read only the metadata of tensors. An `arch` argument replaces the architecture of the tensors' device.
 """

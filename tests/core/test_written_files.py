@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops import Corpus, Quantized, tune, tuning
+from lik_ops import Corpus, Quantized
 from lik_ops.core import disk
-from lik_ops.gpu.tuning import measured_tables
 
 from ..retrieval.store.test_corpus import assert_holds, draw
 
@@ -132,39 +131,22 @@ def test_leftovers_that_are_links_are_not_followed(tmp_path, precious):
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_output_that_is_a_link_is_replaced(dangling, tmp_path, precious, monkeypatch):
+def test_output_that_is_a_link_is_replaced(dangling, tmp_path, precious):
     target = tmp_path / "nowhere" if dangling else precious
     out = tmp_path / "out"
 
-    def save():
-        lik_ops.quantize(torch.randn(3, 4, 8)).save(out)
-
-    def measure():
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        table = measured_tables.TileTable("GPU", "sm_90", {"torch": "2.11.0"}, (), [])
-        monkeypatch.setattr(tuning, "local_architecture", lambda: None)
-        monkeypatch.setattr(tuning, "check_options", lambda args, arch: None)
-        monkeypatch.setattr(tuning, "tune", lambda args, arch: table)
-        tune.main(["--out", str(out)])
-
-    for write in (save, measure):
-        out.symlink_to(target)
-        write()
-        assert not out.is_symlink() and out.stat().st_size > 0 and not (tmp_path / "nowhere").exists()
-        out.unlink()
+    out.symlink_to(target)
+    lik_ops.quantize(torch.randn(3, 4, 8)).save(out)
+    assert not out.is_symlink() and out.stat().st_size > 0 and not (tmp_path / "nowhere").exists()
 
 
-def test_an_output_path_that_is_a_device_is_refused(tmp_path, monkeypatch, capsys):
+def test_an_output_path_that_is_a_device_is_refused(tmp_path):
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
     for path in (pipe, link, tmp_path):
         with pytest.raises(FileExistsError, match=f"{path}: expected a regular file"):
             lik_ops.quantize(torch.randn(3, 4, 8)).save(path)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        with pytest.raises(SystemExit):
-            tune.main(["--out", str(path)])
-        assert "argument --out: expected a regular file" in capsys.readouterr().err
     assert {x.name for x in tmp_path.iterdir()} == {"pipe", "link"}
 
 
@@ -282,7 +264,7 @@ def test_a_full_disk_in_write_index_names_the_file(limit, name, tmp_path):
     assert not (path / "metadata.json").exists()
 
 
-def test_an_error_of_the_disk_in_tune_names_the_path(tmp_path, monkeypatch):
+def test_an_error_of_the_disk_names_the_replaced_file(tmp_path, monkeypatch):
     def fsync(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

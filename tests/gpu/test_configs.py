@@ -50,9 +50,6 @@ def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
     launch = forward_configs.configure_forward(kind, 1, 32, tf32=False, documents=documents)
     assert forward_configs.adjust_for_h100(launch, h100, documents) == replace(launch, num_stages=stages)
     assert forward_configs.adjust_for_h100(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
-    assert (
-        forward_configs.adjust_for_h100(launch, replace(h100, measured=FORWARD_RULES[:1]), documents) == launch
-    )  # a user's table
     queries = _forward(arch, torch.bfloat16, 4, 32, 128, False)
     assert forward_configs.adjust_for_h100(queries, h100, documents) == queries
 

@@ -29,7 +29,6 @@ MODULES = [
     "api/test_semantics",
     "ops/fast_path/test_eager_ragged",
     "retrieval/test_staged",
-    "gpu/test_tune",
     "gpu/forward/test_topk",
     "gpu/test_fallback",
     "formats/test_toy_format",

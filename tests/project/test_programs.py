@@ -25,7 +25,6 @@ CASES: dict[str, tuple[list[str], dict[str, str]]] = {  # arguments, environment
     "info": (["lik_ops.info"], {}),
     "info, portable": (["lik_ops.info"], {"LIK_OPS_BACKEND": "portable"}),
     "info, wrong backend": (["lik_ops.info"], {"LIK_OPS_BACKEND": "fast"}),
-    "tune": (["lik_ops.tune", "--out", "table.json"], {}),
     "warmup": (["lik_ops.warmup"], {}),
     "warmup, no device": (["lik_ops.warmup", "--device", "none"], {}),
     "warmup, wrong size": (["lik_ops.warmup", "--device", "cpu", "--d", "0"], {}),
@@ -73,7 +72,7 @@ def has_triton(said):
 
 
 def test_no_program_ends_in_a_traceback(said):
-    wrong = {"unknown", "tune"} | {name for name in CASES if name.startswith(("warmup,", "opcheck,"))} - {"warmup, cpu"}
+    wrong = {"unknown"} | {name for name in CASES if name.startswith(("warmup,", "opcheck,"))} - {"warmup, cpu"}
     for name, (code, _, errors) in said.items():
         assert code == (2 if name in wrong | {"warmup"} else 0), (name, code, errors)
 
@@ -130,11 +129,6 @@ def test_info_gives_the_reason_of_a_gpu(monkeypatch):
     monkeypatch.undo()
     if backends._has_triton:
         assert info.describe_choice(device, torch.float64, 1, 32, 128) == "portable: the Triton kernels have no fp64"
-
-
-def test_tune_says_what_is_missing(said):
-    expected = "error: no CUDA or ROCm GPU here" if has_triton(said) else "error: Triton is not installed"
-    assert expected in said["tune"][2]
 
 
 def test_warmup_says_what_is_missing(said):

@@ -7,7 +7,6 @@ documents. An exception is the number of rows in an sm_90 tile, because no sum c
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 
@@ -52,8 +51,7 @@ def configure_soft_forward(kind: KernelKey, Nq: int, Lq: int, *, tf32: bool) -> 
     The tile is one of the tiles of `maxsim_forward` that leave registers for the norms of tokens.
     """
     arch, dtype, d, candidates, _, wide = kind
-    # Measured rules are for another kernel.
-    tiles = select_tiles(replace(arch, measured=()), dtype, 1, d, True, wide)
+    tiles = select_tiles(arch, dtype, 1, d, True, wide)
     tiles = tuple(tile for tile in tiles if not tile.tokens_first and tile.rows <= _MAX_TILE_ROWS)
     most = tiles[-1]
     slot = min(next_power_of_2(max(Lq, 1)), most.rows)

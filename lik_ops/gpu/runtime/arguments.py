@@ -15,7 +15,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import DocumentArgs, KernelConfig, QueryArgs, SegmentArgs, SizeArgs
-from ..tuning import measured_tables
 from ..tuning.architectures import ARCHITECTURES, INTERPRETER, Architecture
 
 _INT32_MAX = 2**31 - 1
@@ -40,15 +39,10 @@ def unavailable(device: torch.device) -> str | None:
 
 @functools.cache
 def architecture(device: torch.device) -> Architecture:
-    """Return the architecture of `device`, including rules of the table in ``LIK_OPS_TABLE`` if they fit.
+    """Return the architecture of `device`.
 
     A GPU that is not in `ARCHITECTURES` gets its own shared memory size.
     """
-    return measured_tables.add_measured_rules(_get_builtin_architecture(device))
-
-
-def _get_builtin_architecture(device: torch.device) -> Architecture:
-    """Return the architecture of `device` without measured rules."""
     if device.type == "cpu":
         return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some fields

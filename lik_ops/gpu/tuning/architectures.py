@@ -8,14 +8,11 @@ the device.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ...csrc_triton.common.arguments import KernelConfig
-
-if TYPE_CHECKING:
-    from .forward_table import TileRule
 
 # SMs of the H100 and H200 on which the tables were measured. Counts of programs in tables and launches are multiples of
 # it on every GPU. Some of them split sums, so a gradient has the same bits on all GPUs of an architecture.
@@ -31,8 +28,6 @@ class Architecture:
     threads_per_warp: int = 32
     # Register limit of a thread. Without the limit, ptxas spills on some targets to run more warps.
     registers: int | None = None
-    # Rules of a table written by `lik_ops.tune`, which precede `FORWARD_RULES`.
-    measured: tuple[TileRule, ...] = field(default=(), compare=False)
     processors: int = field(default=1, compare=False)  # SMs of the device
     gpu: str = field(default="", compare=False)  # name of the device
 

@@ -1,4 +1,4 @@
-"""Configuration of the generic forward kernels: a tile of `forward_table` or of a measured table, and overrides.
+"""Configuration of the generic forward kernels: a tile of `forward_table`, and overrides.
 
 The choice depends on Lq, d, dtype, and architecture. A score therefore has the same bits in every batch.
 """
@@ -47,7 +47,7 @@ def select_tiles(
     Rows that are loaded feature by feature use the tiles of wide offsets.
     """
     kind = KernelKey(arch, dtype, d, False, normalize, wide)
-    return select_for((*arch.measured, *FORWARD_RULES), kind, Lq)
+    return select_for(FORWARD_RULES, kind, Lq)
 
 
 def select_tile(
@@ -137,7 +137,7 @@ def adjust_for_h100(launch: LaunchConfig, arch: Architecture, documents: int) ->
 
     `FORWARD_RULES` was measured on an H200.
     """
-    applies = "H100" in arch.gpu and not arch.measured
+    applies = "H100" in arch.gpu
     return apply_overrides(_H100_OVERRIDES, documents, launch) if applies else launch
 
 

@@ -30,13 +30,11 @@ class TableRow(Generic[T]):
     Lq: int = UNLIMITED
     normalize: bool = True
     wide: int = 2  # `KernelConfig.WIDE_OFFSETS`, or 2 for rows that are loaded feature by feature
-    above_d: int = 0  # exclusive lower limit of d
-    above_Lq: int = 0  # exclusive lower limit of Lq
 
     def covers(self, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int) -> bool:
         """Return whether a call is within the limits."""
-        fits = self.above_d < d <= self.d and self.above_Lq < Lq <= self.Lq
-        return fits and dtype in self.dtypes and normalize <= self.normalize and wide <= self.wide
+        fits = d <= self.d and Lq <= self.Lq and wide <= self.wide
+        return fits and dtype in self.dtypes and normalize <= self.normalize
 
 
 def select_row(

@@ -283,7 +283,7 @@ def repeat_quantized(
     return eager.repeat_maxsim_quantized(D.kept(), Q, indices, per_token, (D.d, *options))
 
 
-def score_varlen(g: ScoringArgs) -> tuple[Tensor, ArgmaxOutput | None]:
+def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
     """Score every query against every document, or against its own candidates if `g.own`.
 
     Args:
@@ -302,7 +302,7 @@ def score_varlen(g: ScoringArgs) -> tuple[Tensor, ArgmaxOutput | None]:
     return _restore_axes(g, *(_call_operator(g, g.ragged(g.cu_seqlens_d), g.most) if found is None else found))
 
 
-def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, ArgmaxOutput | None]:
+def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Any]:
     """Score each query against its own candidates in a packed store.
 
     Args:
@@ -341,7 +341,7 @@ def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected
     check_indices(g.op, "doc_lengths", lengths, offsets.shape, "the shape of doc_offsets", g.Q.device)
 
 
-def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple[Tensor, Tensor | None]:
+def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple[Tensor, Any]:
     """Score the pairs of a list.
 
     Args:

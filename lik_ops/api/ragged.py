@@ -31,6 +31,11 @@ from .score import maxsim, maxsim_with_argmax
 
 __all__ = ["maxsim_candidates_varlen", "maxsim_padded", "maxsim_pair_list", "maxsim_varlen"]
 
+# The shapes that a layout accepts, as options of `prepare_args`.
+VARLEN: dict[str, Any] = {"lifts": "Q", "packs": "QD"}
+CANDIDATES: dict[str, Any] = {"lifts": "Q", "packs": "Q", "d_shape": "[Td, d]"}
+PAIR_LIST: dict[str, Any] = {"packs": "QD"}
+
 
 def maxsim_varlen(
     Q: Tokens,
@@ -77,15 +82,14 @@ def maxsim_varlen(
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     # The checks below cost far more time than a kernel.
     if isinstance(D, Quantized):
-        scores = inputs.repeat_quantized(
-            Q, D, cu_seqlens_q, cu_seqlens_d, (None, None, q_weight), (normalize, backward, False)
-        )
+        per_token = None, None, q_weight
+        scores = inputs.repeat_quantized(Q, D, cu_seqlens_q, cu_seqlens_d, per_token, (normalize, backward, False))
         if scores is not None:
             return scores
     elif found := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):
         return found[0]
-    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "packs": "QD"}
-    return inputs.score_varlen(prepare_args("maxsim_varlen", Q, D, **options, lifts="Q", refused=True))[0]
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "refused": True, **VARLEN}
+    return inputs.score_varlen(prepare_args("maxsim_varlen", Q, D, **options))[0]
 
 
 def maxsim_candidates_varlen(
@@ -135,10 +139,9 @@ def maxsim_candidates_varlen(
         found := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
     ):
         return found[0]
-    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "packs": "Q", "refused": True}
-    return inputs.score_candidates(prepare_args("maxsim_candidates_varlen", Q, D, **options), doc_offsets, doc_lengths)[
-        0
-    ]
+    options |= {"cu_seqlens_q": cu_seqlens_q, "refused": True, **CANDIDATES}
+    g = prepare_args("maxsim_candidates_varlen", Q, D, **options)
+    return inputs.score_candidates(g, doc_offsets, doc_lengths)[0]
 
 
 def maxsim_pair_list(
@@ -196,7 +199,7 @@ def maxsim_pair_list(
         tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
         if found := eager.try_maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q):
             return found[0]
-    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "packs": "QD", "refused": True}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "refused": True, **PAIR_LIST}
     return inputs.score_pair_list(prepare_args("maxsim_pair_list", Q, D, **options), pairs, max_seqlen_q)[0]
 
 
@@ -250,12 +253,12 @@ def score_padded(
     D: Tensor,
     query_lengths: Tensor,
     doc_lengths: Tensor,
-    with_argmax: bool = False,
     *,
-    q_weight: Tensor | None = None,
-    normalize: bool = False,
-    backward: Backward = "auto",
-) -> tuple[Tensor, Tensor | None]:
+    q_weight: Tensor | None,
+    normalize: bool,
+    backward: Backward,
+    with_argmax: bool = False,
+) -> tuple[Tensor, Any]:
     """Return the scores of `maxsim_padded` and, if `with_argmax`, the argmax ``[B, C, Lq]``, else None."""
     quantized = D if isinstance(D, Quantized) else None
     if quantized is not None:
@@ -281,10 +284,8 @@ def score_padded(
     masks = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(torch.where(valid, doc_lengths, 0), D.shape[2])
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     documents: Any = D if quantized is None else quantized
-    if with_argmax:
-        scores, argmax = maxsim_with_argmax(Q, documents, *masks, **options)
-    else:
-        scores, argmax = maxsim(Q, documents, *masks, **options), None
+    found = (maxsim_with_argmax if with_argmax else maxsim)(Q, documents, *masks, **options)
+    scores, argmax = found if isinstance(found, tuple) else (found, None)
     return torch.where(valid, scores, float("nan")), argmax
 
 
@@ -306,10 +307,8 @@ def _score_padded_views(
 ) -> Tensor:
     """Return the scores of `maxsim_padded` from ragged views of contiguous tokens."""
     B, C, Ld, _ = D.shape
-    offsets, q_mask = (
-        make_dense_offsets(B * C, Ld, D.device)[:-1].view(B, C),
-        lengths_to_mask(query_lengths, Q.shape[1]),
-    )
+    offsets = make_dense_offsets(B * C, Ld, D.device)[:-1].view(B, C)
+    q_mask = lengths_to_mask(query_lengths, Q.shape[1])
     r = RaggedArgs.of(Q, D.flatten(0, 2), None, offsets, doc_lengths, None, q_mask, None, q_weight)
     return inputs.call_ragged_operator(r, normalize, Q.shape[1], "auto")[0]
 

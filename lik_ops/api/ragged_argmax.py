@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from torch import Tensor
 
 from ..core.arguments import Backward
 from . import inputs
 from .inputs import ArgmaxOutput, Tokens, prepare_args
-from .ragged import score_padded
+from .ragged import CANDIDATES, PAIR_LIST, VARLEN, score_padded
 
 __all__ = [
     "maxsim_candidates_varlen_with_argmax",
@@ -89,12 +89,9 @@ def maxsim_varlen_with_argmax(
         >>> [x.shape for x in lik_ops.unpack(argmax, cu_seqlens_q)]
         [torch.Size([5, 3]), torch.Size([32, 3])]
     """
-    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    options |= {"packs": "QD", "normalize": normalize, "backward": backward, "with_argmax": True}
-    return cast(
-        tuple[Tensor, ArgmaxOutput],
-        inputs.score_varlen(prepare_args("maxsim_varlen_with_argmax", Q, D, **options, lifts="Q")),
-    )
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, **VARLEN}
+    return inputs.score_varlen(prepare_args("maxsim_varlen_with_argmax", Q, D, **options))
 
 
 @overload
@@ -168,9 +165,9 @@ def maxsim_candidates_varlen_with_argmax(
         torch.Size([2, 2, 32])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
-    options |= {"cu_seqlens_q": cu_seqlens_q, "d_shape": "[Td, d]", "lifts": "Q", "packs": "Q"}
+    options |= {"cu_seqlens_q": cu_seqlens_q, **CANDIDATES}
     g = prepare_args("maxsim_candidates_varlen_with_argmax", Q, D, **options)
-    return cast(tuple[Tensor, ArgmaxOutput], inputs.score_candidates(g, doc_offsets, doc_lengths))
+    return inputs.score_candidates(g, doc_offsets, doc_lengths)
 
 
 def maxsim_pair_list_with_argmax(
@@ -219,13 +216,11 @@ def maxsim_pair_list_with_argmax(
         >>> lik_ops.maxsim_pair_list_with_argmax(Q, D, pairs, normalize=True)[1].shape
         torch.Size([3, 32])
     """
-    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    options |= {"q_mask": q_mask, "d_mask": d_mask, "normalize": normalize, "backward": backward, "with_argmax": True}
-    options |= {"packs": "QD"}
-    scores, argmax = inputs.score_pair_list(
-        prepare_args("maxsim_pair_list_with_argmax", Q, D, **options), pairs, max_seqlen_q
-    )
-    return scores, cast(Tensor, argmax).long()
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
+    options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "q_mask": q_mask, "d_mask": d_mask}
+    g = prepare_args("maxsim_pair_list_with_argmax", Q, D, **options, **PAIR_LIST)
+    scores, argmax = inputs.score_pair_list(g, pairs, max_seqlen_q)
+    return scores, argmax.long()
 
 
 def maxsim_padded_with_argmax(
@@ -263,6 +258,5 @@ def maxsim_padded_with_argmax(
         >>> lik_ops.maxsim_padded_with_argmax(Q, D, query_lengths, doc_lengths, normalize=True)[1].shape
         torch.Size([2, 10, 32])
     """
-    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    scores, argmax = score_padded("maxsim_padded_with_argmax", Q, D, query_lengths, doc_lengths, True, **options)
-    return scores, cast(Tensor, argmax)
+    options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "with_argmax": True}
+    return score_padded("maxsim_padded_with_argmax", Q, D, query_lengths, doc_lengths, **options)

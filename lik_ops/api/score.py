@@ -1,7 +1,7 @@
 """Public scoring functions for dense tensors: all pairs, candidates and aligned pairs, with or without the argmax."""
 
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -87,9 +87,8 @@ def maxsim(
     if not compiling:
         # Skips the dispatcher, which costs microseconds. The operator below tries the same path for direct callers.
         if isinstance(D, Quantized):
-            scores = inputs.repeat_quantized(
-                Q, D, None, None, (q_mask, d_mask, q_weight), (normalize, backward, recompute)
-            )
+            chosen = normalize, backward, recompute
+            scores = inputs.repeat_quantized(Q, D, None, None, (q_mask, d_mask, q_weight), chosen)
         else:
             scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:
@@ -98,11 +97,10 @@ def maxsim(
     # names.
     if not (isinstance(Q, Tensor) and isinstance(D, Tensor)) or Q.is_nested or D.is_nested:
         if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
-            options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
-            g = prepare_args("maxsim", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options, lifts="QD")
-            return inputs.score_varlen(g)[0]
+            return _score_sequences("maxsim", (Q, D, q_mask, d_mask, q_weight), normalize, backward, recompute)[0]
         if has_torch_function((Q, D)):  # a torch.fx Proxy: symbolic tracing records the call
-            options = {"q_weight": q_weight, "normalize": normalize, "backward": backward, "recompute": recompute}
+            options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+            options["q_weight"] = q_weight
             return handle_torch_function(maxsim, (Q, D), Q, D, q_mask, d_mask, **options)
         check_types("maxsim", Q, D, q_mask, d_mask, q_weight)  # the dispatcher's errors would not name the argument
     if not (q_mask is None and d_mask is None and q_weight is None):
@@ -261,20 +259,23 @@ def maxsim_with_argmax(
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """
+    op, tensors = "maxsim_with_argmax", (Q, D, q_mask, d_mask, q_weight)
     if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
-        options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
-        options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": True}
-        return cast(
-            tuple[Tensor, ArgmaxOutput],
-            inputs.score_varlen(prepare_args("maxsim_with_argmax", Q, D, **options, lifts="QD")),
-        )
-    found = eager.try_maxsim_with_argmax((Q, D, q_mask, d_mask, q_weight), (normalize, backward, recompute))
+        return _score_sequences(op, tensors, normalize, backward, recompute, with_argmax=True)
+    found = eager.try_maxsim_with_argmax(tensors, (normalize, backward, recompute))
     if found is not None:
         return found
-    check_options("maxsim_with_argmax", normalize, backward, recompute)
-    forward = lik.maxsim_fwd if torch.compiler.is_dynamo_compiling() else functional.forward_in_transform
-    tensors = Q, D, q_mask, d_mask, q_weight
-    scores, argmax = operators.call_dispatched(
-        "maxsim_with_argmax", forward, tensors, normalize, backward, with_argmax=True
-    )
+    check_options(op, normalize, backward, recompute)
+    forward = lik.maxsim_fwd if _is_compiling() else functional.forward_in_transform
+    scores, argmax = operators.call_dispatched(op, forward, tensors, normalize, backward, with_argmax=True)
     return scores, argmax
+
+
+def _score_sequences(
+    op: str, tensors: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, with_argmax: bool = False
+) -> tuple[Tensor, Any]:
+    """Return the scores and argmax of lists, nested tensors and quantized documents."""
+    Q, D, q_mask, d_mask, q_weight = tensors
+    options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
+    options |= {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "with_argmax": with_argmax}
+    return inputs.score_varlen(prepare_args(op, Q, D, **options, lifts="QD"))

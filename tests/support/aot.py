@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from triton.compiler import ASTSource
 
-from lik_ops.csrc_triton.backward import list_pairs
+from lik_ops.csrc_triton.backward import pairs as pair_kernels
 from lik_ops.csrc_triton.backward import queries as backward_queries
 from lik_ops.csrc_triton.backward import unified as backward_unified
 from lik_ops.csrc_triton.backward.arguments import (
@@ -24,7 +24,6 @@ from lik_ops.csrc_triton.backward.arguments import (
 )
 from lik_ops.csrc_triton.backward.documents import (
     buckets,
-    packed_buckets,
     packed_sparse,
 )
 from lik_ops.csrc_triton.backward.documents import (
@@ -408,7 +407,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         return packed_sparse.maxsim_grad_disjoint_documents, found | {"TILE": "constexpr"}
     if case.kernel == "maxsim_list_packed_argmax":
         found = {"up": up, "lists": PackedBucketArgs("*i32", "*i32", "i32", "i32")}
-        return packed_buckets.maxsim_list_packed_argmax, found
+        return packed_documents.maxsim_list_packed_argmax, found
     if case.kernel == "maxsim_join_packed_pieces":
         found = {"D": None, "partial": "*fp32", "grad_D": gradient} | dict.fromkeys(("pieces", "Td", "d"), "i32")
         return packed_documents.maxsim_join_packed_pieces, found
@@ -416,18 +415,18 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         segments, _ = _segments(case)
         names = "Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"
         found = {"segments": segments, "items": "*i64", "query": "*i32"} | dict.fromkeys(names, "i32")
-        return list_pairs.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
+        return pair_kernels.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
     if case.kernel == "maxsim_sort_items":
         found = {"items": "*i64", "out": "*i64", "reach": "constexpr" if case.pairs else "*i64"}
         found |= {
             "zeros": ZeroFillArgs(gradient, "i64", "*i32", "i32") if case.candidates else "constexpr",
             "count": "i32",
         }
-        return list_pairs.maxsim_sort_items, found | {"KEY": "constexpr"}
+        return pair_kernels.maxsim_sort_items, found | {"KEY": "constexpr"}
     if case.kernel == "maxsim_find_starts":
         found = {"keys": "*i64", "reach": "constexpr" if case.pairs else "*i64", "starts": "*i32"}
         names = "count", "places", "step", "most", "rounds"
-        return list_pairs.maxsim_find_starts, found | dict.fromkeys(names, "i32")
+        return pair_kernels.maxsim_find_starts, found | dict.fromkeys(names, "i32")
     if case.kernel == "maxsim_grad_sparse_documents":
         found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32", "d": "i32"}
         return sparse_documents.maxsim_grad_sparse_documents, found

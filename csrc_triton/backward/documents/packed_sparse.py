@@ -34,8 +34,17 @@ import triton.language as tl
 from ...common.primitives import NO_TOKEN, load_rows, to_int64
 from ..arguments import GradientTarget, PairRange
 from ..gather import write_gradient
-from ..list_pairs import fill_with_zeros, find_starts
-from ..pairs import FIELD_ARGMAX, FIELD_BEGIN, FIELD_FIRST, FIELD_LENGTH, FIELD_SCORE, FIELD_STOP, load_pair_field
+from ..pairs import (
+    FIELD_ARGMAX,
+    FIELD_BEGIN,
+    FIELD_FIRST,
+    FIELD_LENGTH,
+    FIELD_SCORE,
+    FIELD_STOP,
+    fill_with_zeros,
+    find_starts,
+    load_pair_field,
+)
 from .packed import (
     count_max_rows,
     load_step_argmax,

@@ -34,7 +34,7 @@ from ...common.primitives import (
 )
 from ..arguments import GradientTarget
 from ..gather import load_argmax, write_gradient
-from ..list_pairs import fill_with_zeros
+from ..pairs import fill_with_zeros
 from .sums import compute_scales, finite_abs
 
 

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from ...core.segments import PackedArgs, RaggedArgs
-from ...csrc_triton.backward import list_pairs as item_kernels
-from ...csrc_triton.backward import pairs as fields
+from ...csrc_triton.backward import pairs as pair_kernels
 from ...csrc_triton.backward.arguments import PackedBucketArgs, SharedTileArgs, TilePairArgs, UpstreamArgs, ZeroFillArgs
-from ...csrc_triton.backward.documents.packed import maxsim_grad_packed_documents, maxsim_join_packed_pieces
-from ...csrc_triton.backward.documents.packed_buckets import BUCKET_ROW_LIMIT, MAX_BUCKETS, maxsim_list_packed_argmax
+from ...csrc_triton.backward.documents.packed import (
+    BUCKET_ROW_LIMIT,
+    MAX_BUCKETS,
+    maxsim_grad_packed_documents,
+    maxsim_join_packed_pieces,
+    maxsim_list_packed_argmax,
+)
 from ...csrc_triton.backward.documents.packed_sparse import maxsim_grad_disjoint_documents, maxsim_grad_shared_tiles
 from ..runtime import launcher
 from ..runtime.arguments import (
@@ -34,13 +38,12 @@ from ..tuning.architectures import MEASURED_SMS, LaunchConfig, cdiv
 from .call import GradientCall
 from .dense import Gradients, allocate_gradients, require_nondeterminism_allowed
 
-_FIELD_COUNT, _FIELD_FIRST, _FIELD_LENGTH, _FIELD_QUERY = (
-    x.value for x in (fields.FIELD_COUNT, fields.FIELD_FIRST, fields.FIELD_LENGTH, fields.FIELD_QUERY)
-)
+_FIELD_COUNT, _FIELD_FIRST = pair_kernels.FIELD_COUNT.value, pair_kernels.FIELD_FIRST.value
+_FIELD_LENGTH, _FIELD_QUERY = pair_kernels.FIELD_LENGTH.value, pair_kernels.FIELD_QUERY.value
 _PAIRS_PER_PROGRAM, _QUERIES_PER_PROGRAM, _RANKED_PAIRS = (
-    x.value for x in (item_kernels.PAIRS_PER_PROGRAM, item_kernels.QUERIES_PER_PROGRAM, item_kernels.RANKED_PAIRS)
+    x.value for x in (pair_kernels.PAIRS_PER_PROGRAM, pair_kernels.QUERIES_PER_PROGRAM, pair_kernels.RANKED_PAIRS)
 )
-_FILL_ELEMENTS = item_kernels.FILL_ELEMENTS.value
+_FILL_ELEMENTS = pair_kernels.FILL_ELEMENTS.value
 _MAX_RANKED_PAIRS = 8192  # sorted by comparing each pair with each other pair
 # Rows of D for each argmax, beyond which most rows of D are no argmax.
 _MIN_SPARSE_RATIO = 2
@@ -84,7 +87,7 @@ def sort_pairs(items: Tensor, key: int, reach: bool, zeros: ZeroFillArgs | None 
     programs = cdiv(count, _RANKED_PAIRS)
     filling = 0 if zeros is None else max(programs, min(cdiv(zeros.elements, _FILL_ELEMENTS), _FILL_PROGRAMS))
     grid, args = (programs + filling,), (items, out, behind, zeros, count, key)
-    launcher.launch(item_kernels.maxsim_sort_items, grid, args, _get_options(items.device))
+    launcher.launch(pair_kernels.maxsim_sort_items, grid, args, _get_options(items.device))
     return out, behind
 
 
@@ -94,7 +97,7 @@ def compute_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, m
     starts = torch.empty(places * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
     args = keys, reach, starts, count, places, step, most, count.bit_length()
     launcher.launch(
-        item_kernels.maxsim_find_starts, (cdiv(places, _PAIRS_PER_PROGRAM),), args, _get_options(keys.device)
+        pair_kernels.maxsim_find_starts, (cdiv(places, _PAIRS_PER_PROGRAM),), args, _get_options(keys.device)
     )
     return starts
 
@@ -111,7 +114,7 @@ class PairLookup:
         grid = check_grid(cdiv(c.items, _PAIRS_PER_PROGRAM) + cdiv(c.queries, _QUERIES_PER_PROGRAM))
         numbers = c.queries, c.columns, c.Tq, c.Td, c.items, most, *strides
         args = make_segment_args(c), self.items, self.query, *numbers, c.candidates
-        launcher.launch(item_kernels.maxsim_ragged_items, grid, args, _get_options(c.Q.device))
+        launcher.launch(pair_kernels.maxsim_ragged_items, grid, args, _get_options(c.Q.device))
 
     def group_by_query(self) -> tuple[Tensor, Tensor | None]:
         """Return the pairs grouped by query and, for pair lists, the start of each query's pairs."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...csrc_triton.backward.documents.packed_buckets import MAX_BLOCK_ROWS
+from ...csrc_triton.backward.documents.packed import MAX_BLOCK_ROWS
 from ...csrc_triton.common.arguments import KernelConfig
 from .architectures import INTERPRETER, Architecture, KernelKey, LaunchConfig, cdiv, next_power_of_2
 from .tables import HALF_DTYPES, Override, StepConfig, TableRow, apply_overrides, at_most, select_for

@@ -9,7 +9,7 @@ from ...support.common import INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.core.segments import PackedArgs
-from lik_ops.csrc_triton.backward.documents.packed_buckets import BUCKET_ROW_LIMIT, MAX_BUCKETS
+from lik_ops.csrc_triton.backward.documents.packed import BUCKET_ROW_LIMIT, MAX_BUCKETS
 from lik_ops.gpu.backward import packed as cuda_ragged_backward
 from lik_ops.gpu.tuning import backward_configs
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.arguments import make_metadata_key
 from ...core.segments import DenseArgs
-from ...csrc_triton.backward.arguments import RowSumArgs
+from ...csrc_triton.backward.arguments import RowSumArgs, SoftUpstreamArgs
 from ...csrc_triton.backward.unified import maxsim_finish
 from ...csrc_triton.common.arguments import OutputArgs
 from ...csrc_triton.soft.backward import maxsim_soft_documents, maxsim_soft_queries
@@ -25,6 +27,7 @@ from ...gpu.runtime.arguments import (
     architecture,
     check_grid,
     choose_offset_width,
+    has_even_stride,
     is_tf32_allowed,
     make_descriptor,
     make_document_args,
@@ -34,12 +37,11 @@ from ...gpu.runtime.arguments import (
     use_device,
 )
 from ...gpu.runtime.capture import Calls
-from ...gpu.tuning.architectures import KernelKey, cdiv
+from ...gpu.tuning.architectures import KernelKey, LaunchConfig, cdiv
 from ...gpu.tuning.backward_configs import configure_gather
 from ...portable.blocks import split_to_fit
 from . import configs as soft_configs
 from . import gpu_sm90 as soft_sm90
-from .gpu_launches import SoftCall, Temperature
 
 # Limits of the workspace for fp32 sums. A single query or document may exceed them. The minimum keeps two programs busy
 # on each SM of an H200. With less, SMs would idle.
@@ -47,6 +49,7 @@ _MIN_SUM_BYTES, _MAX_SUM_BYTES = 8 * 2**20, 24 * 2**20
 _MAX_PARTS = 4  # parts of the documents, whose sums for the queries are computed in parallel
 _MIN_PART_TOKENS = 2048  # document tokens of a part
 _INT32_MAX = 2**31 - 1
+Temperature = Tensor | float
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 _captured_calls = Calls()
 
@@ -102,6 +105,98 @@ def _run_forward(x: DenseArgs, temperature: Temperature, normalize: bool, keep: 
         grid = check_grid(launch.programs(Nq, K))
         launcher.launch(maxsim_forward_soft, grid, (*args, launch.config), launch.options(arch))
     return scores, lse
+
+
+class SoftCall(NamedTuple):
+    """A backward call, or its part for some queries."""
+
+    grad_scores: Tensor
+    Q: Tensor
+    D: Tensor
+    lse: Tensor
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    q_weight: Tensor | None
+    temperature: Temperature
+    normalize: bool
+
+    @property
+    def candidates(self) -> bool:
+        """Return whether each query has its own documents."""
+        return self.D.dim() == 4
+
+    def part(self, own: slice) -> SoftCall:
+        """Return the call for a slice of queries and of their candidates."""
+        lse, D, d_mask = self.lse[:, own], self.D, self.d_mask
+        if self.candidates:
+            lse, D, d_mask = self.lse[own], D[own], None if d_mask is None else d_mask[own]
+        q_mask, q_weight = (None if x is None else x[own] for x in (self.q_mask, self.q_weight))
+        return SoftCall(self.grad_scores[own], self.Q[own], D, lse, q_mask, d_mask, q_weight, *self[7:])
+
+    def select_documents(self, own: slice) -> SoftCall:
+        """Return the call for a slice of documents of the cross product."""
+        d_mask = None if self.d_mask is None else self.d_mask[own]
+        return self._replace(grad_scores=self.grad_scores[:, own], D=self.D[own], lse=self.lse[own], d_mask=d_mask)
+
+    def launch(self) -> LaunchConfig:
+        """Return the launch configuration."""
+        Q, wide = self.Q, choose_offset_width(self.Q, self.D)
+        flat = self.candidates or has_even_stride(Q)
+        kind = KernelKey(architecture(Q.device), Q.dtype, Q.shape[-1], self.candidates, self.normalize, wide)
+        return soft_configs.configure_soft_backward(kind, tf32=is_tf32_allowed(Q.dtype), flat=flat)
+
+    def tiles(self, of_queries: bool) -> TensorDescriptor | None:
+        """Return a TMA descriptor of the other side of a product, or None if TMA cannot read it.
+
+        TMA reads whole rows, and no row may be masked. Document tokens have an axis for documents, so that TMA fills
+        zeros after the end of a document.
+        """
+        x, config = (self.Q if of_queries else self.D), self.launch().config
+        masked = self.q_mask if of_queries else self.d_mask
+        readable = supports_descriptor(x) and x.data_ptr() % 16 == 0 and config.SINGLE_STEP and masked is None
+        if not (architecture(x.device).has_descriptors and readable) or (of_queries and self.candidates):
+            return None
+        *_, L, d = x.shape
+        if of_queries:
+            return TensorDescriptor(x, [x.numel() // d, d], [d, 1], [config.BN, config.BD])
+        return TensorDescriptor(x, [x.numel() // (L * d), L, d], [L * d, d, 1], [1, config.BN, config.BD])
+
+    def upstream(self) -> SoftUpstreamArgs:
+        """Return the upstream gradient and the sizes as a kernel argument."""
+        strides = (*self.lse.stride()[:2],) if self.candidates else (0, self.lse.stride(0))
+        g = self.grad_scores
+        return SoftUpstreamArgs._make((g, *g.stride(), self.lse, *strides, *make_size_args(self.Q, self.D)))
+
+    def groups(self, of_queries: bool) -> tuple:
+        """Return the leading arguments of both kernels.
+
+        `of_queries` says whether queries are the other side of the product.
+        """
+        queries, documents = (
+            make_query_args(self.Q, self.q_mask, self.q_weight),
+            make_document_args(self.D, self.d_mask),
+        )
+        return queries, documents, self.tiles(of_queries), self.upstream(), self.temperature
+
+    def run(self, kernel: Callable, grid: tuple[int, ...], *args: object) -> None:
+        """Launch a kernel of the backward."""
+        launch = self.launch()
+        options = launch.options(architecture(self.Q.device))
+        grid = (*check_grid(grid[0]), grid[1], cdiv(self.Q.shape[-1], launch.config.BD))
+        groups = self.groups(kernel is maxsim_soft_documents)
+        launcher.launch(kernel, grid, (*groups, *args, self.Q.shape[-1], launch.config), options)
+
+    @property
+    def has_document_sums(self) -> bool:
+        """Return whether gradients of documents are sums first.
+
+        Another kernel then applies the Jacobian of the norms.
+        """
+        return self.normalize and not self.launch().config.SINGLE_STEP
+
+    def count_owner_programs(self, rows_each: int, groups: int) -> int:
+        """Return the number of programs that own the rows of groups."""
+        return groups * cdiv(rows_each, self.launch().config.BM)
 
 
 def _count_parts(K: int, Ld: int) -> int:

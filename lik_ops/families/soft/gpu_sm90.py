@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from ...gpu.runtime.arguments import (
 )
 from ...gpu.tuning.architectures import cdiv
 from . import configs as soft_configs
-from .gpu_launches import SoftCall
+
+if TYPE_CHECKING:
+    from .gpu import SoftCall
 
 _OWNED_ROWS = 128  # rows of a backward program, which has two warp groups
 

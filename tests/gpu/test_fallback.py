@@ -1,5 +1,6 @@
 """Test that generic kernels run with a warning if a fast kernel does not compile or Triton is too new."""
 
+import sys
 import warnings
 from dataclasses import replace
 
@@ -88,13 +89,24 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="Gluon kernels are never interpreted")
+def test_a_gluon_module_that_fails_disables_only_its_own_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lik_ops.csrc_triton.forward.sm90.large_d", None)
+    gluon.load_module.cache_clear()
+    try:
+        assert gluon.load_module("forward.sm90.large_d") is None
+        assert gluon.load_module("forward.sm90.dense") is not None
+    finally:
+        gluon.load_module.cache_clear()
+
+
+@pytest.mark.skipif(INTERPRETING, reason="Gluon kernels are never interpreted")
 def test_an_unknown_triton_is_said_once_and_takes_plain_kernels(monkeypatch):
     monkeypatch.setattr(
         triton_versions,
         "get_triton_release",
         lambda: (triton_versions.NEWEST_TESTED[0], triton_versions.NEWEST_TESTED[1] + 1),
     )
-    for cached in (triton_versions.is_tested_version, gluon.load_kernels):
+    for cached in (triton_versions.is_tested_version, gluon.load_module, gluon.load_kernels):
         cached.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="is newer than"):
@@ -103,7 +115,7 @@ def test_an_unknown_triton_is_said_once_and_takes_plain_kernels(monkeypatch):
             warnings.simplefilter("error")
             assert gluon.load_kernels() is None and not triton_versions.is_tested_version()
     finally:
-        for cached in (triton_versions.is_tested_version, gluon.load_kernels):
+        for cached in (triton_versions.is_tested_version, gluon.load_module, gluon.load_kernels):
             cached.cache_clear()
 
 

@@ -23,13 +23,16 @@ from . import configs as soft_configs
 if TYPE_CHECKING:
     from .gpu import SoftCall
 
+_MODULE = "soft.backward_sm90"
 _OWNED_ROWS = 128  # rows of a backward program, which has two warp groups
 
 
 def _supports_documents(Q: Tensor, D: Tensor, normalize: bool) -> bool:
     """Return whether the kernels can read these documents."""
     readable = supports_descriptor(D) and D.data_ptr() % 16 == 0 and choose_offset_width(Q, D) < 2
-    return readable and D.dim() == 3 and not normalize and gluon.load_kernels() is not None
+    if not readable or D.dim() != 3 or normalize:
+        return False
+    return gluon.load_kernels() is not None and gluon.load_module(_MODULE) is not None
 
 
 def _try_launches(launches: Callable[[], None], Q: Tensor, instead: str) -> bool:
@@ -58,7 +61,7 @@ def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, each: int) -> bool:
         """Launch the kernel of query rows."""
         tiles = gluon.make_tile_descriptor((1, C.BN, C.BD), c.D.dtype).of(c.D, [K, Ld, d], [Ld * d, d, 1])
         args = make_query_args(c.Q, c.q_mask, None), tiles, c.upstream(), c.temperature, sums, each, d, C
-        kernel = gluon.require_kernels().soft_backward.maxsim_soft_rows
+        kernel = gluon.load_module(_MODULE).maxsim_soft_rows  # type: ignore[union-attr]
         launcher.launch(kernel, (cdiv(Nq * Lq, _OWNED_ROWS), parts), args, {"num_warps": 4})
 
     return _try_launches(launches, c.Q, "maxsim_soft_queries")
@@ -77,7 +80,7 @@ def try_sum_tokens(c: SoftCall, grad: Tensor) -> bool:
         """Launch the kernel of document tokens."""
         tiles = gluon.make_tile_descriptor((C.BN, C.BD), c.Q.dtype).of(c.Q, [Nq * Lq, d], [d, 1])
         groups = make_query_args(c.Q, None, c.q_weight), make_document_args(c.D, None), tiles, c.upstream()
-        kernel = gluon.require_kernels().soft_backward.maxsim_soft_tokens
+        kernel = gluon.load_module(_MODULE).maxsim_soft_tokens  # type: ignore[union-attr]
         grid = (cdiv(K * cdiv(Ld, _OWNED_ROWS // 2), 2),)
         launcher.launch(kernel, grid, (*groups, c.temperature, grad, d, C), {"num_warps": 4})
 

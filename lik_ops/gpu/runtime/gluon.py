@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -18,34 +19,41 @@ _log = logging.getLogger("lik_ops")
 
 
 class GluonModules(NamedTuple):
-    """Modules of the Gluon kernels, the tile layout function, and the descriptor class."""
+    """Modules of the forward kernels, the tile layout function, and the descriptor class."""
 
     specialized: ModuleType
     wide: ModuleType
     rows: ModuleType
-    soft_backward: ModuleType
     layout: Callable[[list[int], str], Any]
     descriptor: Any
 
 
 @functools.cache
-def load_kernels() -> GluonModules | None:
-    """Return the Gluon kernels, or None if the installed Triton has another Gluon or is newer than tested."""
+def load_module(name: str) -> ModuleType | None:
+    """Return a module of `csrc_triton` with Gluon kernels.
+
+    Return None if the installed Triton has another Gluon or is newer than tested. Each module is imported on its own.
+    A module that fails does not disable the kernels of other modules.
+    """
     if not triton_versions.is_tested_version():
         return None
     try:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        from ...csrc_triton.forward.sm90 import dense as sm90_dense
-        from ...csrc_triton.forward.sm90 import large_d
-        from ...csrc_triton.forward.sm90 import packed as sm90_packed
-        from ...csrc_triton.forward.sm90.pipeline import make_tile_layout
-        from ...csrc_triton.soft import backward_sm90 as soft_backward_sm90
+        return importlib.import_module(f"...csrc_triton.{name}", __package__)
     except (ImportError, AttributeError) as error:
-        _log.debug("no Gluon kernels: triton %s: %r", triton.__version__, error)
+        _log.debug("no Gluon kernels of %s: triton %s: %r", name, triton.__version__, error)
         return None
-    modules = sm90_dense, large_d, sm90_packed, soft_backward_sm90
-    return GluonModules(*modules, make_tile_layout, TensorDescriptor)
+
+
+@functools.cache
+def load_kernels() -> GluonModules | None:
+    """Return the forward kernels, or None if one of their modules cannot be imported, see `load_module`."""
+    names = "dense", "large_d", "packed", "pipeline"
+    dense, large_d, packed, pipeline = (load_module(f"forward.sm90.{name}") for name in names)
+    if dense is None or large_d is None or packed is None or pipeline is None:
+        return None
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return GluonModules(dense, large_d, packed, pipeline.make_tile_layout, TensorDescriptor)
 
 
 def require_kernels() -> GluonModules:

@@ -1,112 +1,94 @@
-"""Find the fastest tile sizes of the forward on this GPU by timing alternatives to the built-in table.
+"""Find the fastest configuration of a kernel on this GPU by timing alternatives to the built-in tables.
 
-    python -m benchmarks.sweeps.sweep [--only rerank] [--out FILE]
+    python -m benchmarks.sweeps.sweep forward [--only rerank] [--rounds 15] [--first 60] [--out FILE]
 
-Every alternative must give exactly the bits of the table's choice before timing. Two lower bounds are measured too:
-an empty kernel and a plain read of the same documents.
+`tables.SWEEPS` lists the sweeps with their cases and alternatives. An alternative replaces table entries or functions
+of `lik_ops` while it runs. Times are median device times, each call on a flushed L2 cache. Before timing, each
+alternative is compared with the result of the table. ``same_bits`` says whether the bits are equal, and ``error`` is
+the relative error. An alternative of an exact sweep must have the same bits.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
+import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
-import triton
 
-from lik_ops.gpu.tuning import forward_configs, sm90_configs
-from lik_ops.gpu.tuning.forward_table import TileConfig
 from lik_ops.ops.fast_path import eager
 
-from ..operators.forward import (
-    CASES,
-)
-from ..support import common, contenders
-from ..support.common import (
-    Case,
-    Inputs,
-)
-from ..support.gpu import (
-    Timer,
-)
-
-ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
-WALKERS = (0, 264, 396, 528)
+from ..support import common, gpu
+from ..support.runs import Run
+from .tables import SWEEPS, Patches, Sweep
 
 
-@triton.jit
-def _empty():
-    pass
+def resolve(name: str) -> tuple[Any, str, Any]:
+    """Return the module of a patched name, the attribute, and its present value."""
+    module, attribute = name.rsplit(".", 1)
+    owner = importlib.import_module(f"lik_ops.{module}")
+    return owner, attribute, getattr(owner, attribute)
 
 
-def alternatives(case: Case) -> Iterator[TileConfig]:
-    """Yield tiles whose first dimension gives each warp 16 or 32 rows and that are at least half full."""
-    rows = case.Lq * (1 if case.candidates else case.Nq)
-    for tokens_first, BM, BN, warps, stages in itertools.product((False, True), ROWS, TOKENS, WARPS, STAGES):
-        first = BN if tokens_first else BM
-        least = 16 if tokens_first else 64
-        if (least == BM or 2 * rows >= BM) and first >= 64 and 16 <= first // warps <= 32:
-            for walkers in WALKERS:
-                yield TileConfig(BM, BN, 128, warps, stages, tokens_first=tokens_first, walkers=walkers)
+def clear_caches(patches: Patches) -> None:
+    """Clear the caches of calls, and the caches of functions in patched modules."""
+    eager.clear_call_caches()
+    for name in patches:
+        for function in vars(resolve(name)[0]).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 @contextmanager
-def forced(tile: TileConfig) -> Iterator[None]:
-    """Run `maxsim_forward` with this tile, even if the specialized kernel would be chosen."""
-    table = mock.patch.object(forward_configs, "select_tiles", lambda *_: (tile,))
-    with table, mock.patch.object(sm90_configs, "configure_sm90", lambda *_, **__: None):
-        eager.clear_call_caches()
+def forced(patches: Patches) -> Iterator[None]:
+    """Run calls with patched configurations."""
+    clear_caches(patches)
+    with ExitStack() as stack:
+        for name, replace in patches.items():
+            owner, attribute, present = resolve(name)
+            stack.enter_context(mock.patch.object(owner, attribute, replace(present)))
         yield
-    eager.clear_call_caches()
+    clear_caches(patches)
 
 
-def measure(case: Case, timer: Timer) -> dict:
-    x = Inputs(case, "cuda")
-    function = contenders.forward(case, x)["lik_ops"]
-    assert not isinstance(function, str)
-
-    def scores() -> torch.Tensor:
-        out = function()
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[return-value]
-
-    expected = scores()
-    tried = [
-        {"choice": "empty kernel", "ms": timer(lambda: _empty[(case.documents,)]()), "same_bits": True},
-        {"choice": "plain read", "ms": timer(lambda: timer.read(x.D.view(torch.int32).view(-1))), "same_bits": True},
-        {"choice": "table", "ms": timer(function), "same_bits": True},
-    ]
-    for tile in alternatives(case):
-        with forced(tile):
+def measure(sweep: Sweep, case: Any, timer: gpu.Timer) -> dict[str, dict]:
+    """Return the results of the table and of each alternative by name."""
+    call = sweep.call(case)
+    expected = call()
+    tried: dict[str, dict] = {}
+    for name, patches in {"table": {}, **sweep.alternatives(case)}.items():
+        with forced(patches):
             try:
-                same = torch.equal(scores(), expected)
-                tried.append({"choice": tile._asdict(), "ms": timer(function), "same_bits": same})
-            except Exception as failure:
-                tried.append({"choice": tile._asdict(), "failed": f"{type(failure).__name__}"})
-    return {"case": asdict(case), "tried": tried}
+                found = call()
+                tried[name] = {"same_bits": torch.equal(found, expected)}
+                tried[name] |= {"error": common.relative_error(found, expected), "ms": timer(call)}
+            except Exception as failure:  # too much shared memory or too many registers
+                tried[name] = {"failed": gpu.reason(failure)}
+    return tried
+
+
+def print_results(name: str, tried: dict[str, dict]) -> None:
+    """Print the alternatives of a case, the fastest first."""
+    print(name)
+    for choice, found in sorted(tried.items(), key=lambda item: item[1].get("ms", float("inf"))):
+        bits = "" if found.get("same_bits", True) else f" OTHER BITS, error {found['error']:.0e}"
+        print(f"  {found['ms']:.4f} {choice}{bits}" if "ms" in found else f"  failed {choice}: {found['failed']}")
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/sweep.json)")
-    args = parser.parse_args()
-    timer, records = Timer(9), []
-    for case in CASES:
-        if args.only not in case.name or case.dtype != "bfloat16":
-            continue
-        records.append(measure(case, timer))
-        print(case.name)
-        for t in sorted((t for t in records[-1]["tried"] if "ms" in t), key=lambda t: t["ms"])[:10]:
-            choice = t["choice"] if isinstance(t["choice"], str) else TileConfig(**t["choice"])
-            print(f"  {t['ms']:.4f} {choice}{'' if t['same_bits'] else ' OTHER BITS'}")
-        torch.cuda.empty_cache()
-    print("wrote", common.write("sweep", records, path=args.out))
+    run = Run("sweep", __doc__, rounds=15)
+    run.parser.add_argument("sweep", choices=SWEEPS)
+    args = run.parser.parse_args()
+    run.name, sweep, timer = f"sweep_{args.sweep}", SWEEPS[args.sweep], gpu.Timer(args.rounds)
+    for name, case in run.asked(((name, (name, case)) for name, case in sweep.cases().items()), args):
+        tried = run.keep({"case": {"name": name}, "tried": measure(sweep, case, timer)}, args)["tried"]
+        print_results(name, tried)
+        other = [choice for choice, found in tried.items() if not found.get("same_bits", True)]
+        if sweep.exact and other:
+            raise AssertionError(f"{name}: other bits with {', '.join(other)}")
 
 
 if __name__ == "__main__":

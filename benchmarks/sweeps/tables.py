@@ -1,0 +1,341 @@
+"""The sweeps: cases, calls, and alternatives to the built-in tables of `lik_ops`.
+
+A patch maps the name of a table entry or function, relative to `lik_ops`, to a function that returns its replacement
+for the present value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+import lik_ops
+from lik_ops.families.head import configs as head_configs
+from lik_ops.gpu.tuning.forward_table import TileConfig
+from lik_ops.gpu.tuning.sm90_configs import Sm90Tile
+
+from ..operators import forward, head, soft
+from ..support import contenders
+from ..support.common import Case, Inputs
+
+Patches: TypeAlias = dict[str, Callable[[Any], Any]]
+Call: TypeAlias = Callable[[], Tensor]
+
+
+class Sweep(NamedTuple):
+    """Cases by name, the call of a case, and the patches of each alternative."""
+
+    cases: Callable[[], dict[str, Any]]
+    call: Callable[[Any], Call]
+    alternatives: Callable[[Any], dict[str, Patches]]
+    exact: bool = True  # all alternatives give the bits of the table
+
+
+def put(value: Any) -> Callable[[Any], Any]:
+    """Return a patch that replaces a table entry by `value`."""
+    return lambda present: value
+
+
+def change(
+    warps: int | None = None, stages: int | None = None, registers: int | None = None, walkers: int = 0, **config: int
+) -> Callable[[Any], Any]:
+    """Return a patch of a function that returns a `LaunchConfig`. None and 0 keep a value of the table."""
+
+    def patch(present: Callable[..., Any]) -> Callable[..., Any]:
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            found = present(*args, **kwargs)
+            options = {"num_warps": warps, "num_stages": stages, "max_registers": registers, "walkers": walkers}
+            options = {name: value for name, value in options.items() if value}
+            return replace(found, config=found.config._replace(**config), **options)
+
+        return choose
+
+    return patch
+
+
+# forward: tiles of `maxsim_forward`, and the numbers of its persistent programs.
+_FORWARD = "gpu.tuning.forward_configs.select_tiles"
+_NO_SM90 = {"gpu.tuning.sm90_configs.configure_sm90": put(lambda *args, **options: None)}
+ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
+WALKERS = (0, 264, 396, 528)
+
+
+def forward_cases() -> dict[str, Case]:
+    return {case.name: case for case in forward.CASES if case.dtype == "bfloat16"}
+
+
+def forward_call(case: Case) -> Call:
+    function: Any = contenders.forward(case, Inputs(case, "cuda"))["lik_ops"]
+
+    def scores() -> Tensor:
+        out = function()
+        return out[0] if isinstance(out, tuple) else out
+
+    return scores
+
+
+def forward_tiles(case: Case) -> dict[str, Patches]:
+    """Return tiles whose first dimension gives each warp 16 or 32 rows and that are at least half full."""
+    rows, found = case.Lq * (1 if case.candidates else case.Nq), {}
+    for tokens_first, BM, BN, warps, stages in itertools.product((False, True), ROWS, TOKENS, WARPS, STAGES):
+        first, least = (BN, 16) if tokens_first else (BM, 64)
+        if (least == BM or 2 * rows >= BM) and first >= 64 and 16 <= first // warps <= 32:
+            for walkers in WALKERS:
+                tile = TileConfig(BM, BN, 128, warps, stages, tokens_first=tokens_first, walkers=walkers)
+                found[str(tile._asdict())] = {_FORWARD: put(lambda *_, tile=tile: (tile,)), **_NO_SM90}
+    return found
+
+
+# few: (tokens, stages) of the small-M kernel.
+_SMALL_M = "gpu.tuning.sm90_configs.SMALL_M_TILES"
+FEW_TILES = ((64, 1), (64, 2), (64, 3), (64, 4), (64, 6), (64, 10), (128, 1), (128, 2), (128, 3))
+FEW_SHAPES = ((1, 1000, 300), (2, 1000, 300), (4, 1000, 300), (1, 1000, 1024), (1, 100_000, 180))  # Nq, Nd, Ld
+# The document format or the requested result, and the counts of 32-token queries that are few rows for it.
+FEW_KEPT = {"normalize": 4, "winners": 1, "fp32": 1, "fp8_e4m3": 4, "int8 token": 2, "int8 document": 2}
+
+
+def few_cases() -> dict[str, tuple]:
+    return {
+        f"{kept}, {Nq} x {Nd}, Ld {Ld}": (kept, Nq, Nd, Ld)
+        for kept, most in FEW_KEPT.items()
+        for Nq, Nd, Ld in FEW_SHAPES
+        if Nq <= most and (kept != "fp32" or Nd <= 1000)
+    }
+
+
+def few_call(case: tuple) -> Call:
+    kept, Nq, Nd, Ld = case
+    x = Inputs(Case("few", Nq, Nd, 32, Ld, dtype="float32" if kept == "fp32" else "bfloat16"), "cuda")
+    if kept == "normalize":
+        return lambda: lik_ops.maxsim(x.Q, x.D, normalize=True)
+    if kept == "winners":
+        return lambda: torch.cat([t.flatten().float() for t in lik_ops.maxsim_with_argmax(x.Q, x.D)])
+    D: Any = x.D if kept == "fp32" else lik_ops.quantize(x.D, *kept.split())
+    return lambda: lik_ops.maxsim(x.Q, D)
+
+
+def few_tiles(case: tuple) -> dict[str, Patches]:
+    def patches(tile: Sm90Tile) -> Patches:
+        return {_SMALL_M: lambda present: dict.fromkeys(present, (tile,))}
+
+    return {f"{tokens} x {stages}": patches(Sm90Tile(tokens, stages)) for tokens, stages in FEW_TILES}
+
+
+# pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
+_NEVER = 10**9
+_PER_SM, _WHOLE, _LARGE_D = (
+    f"gpu.tuning.sm90_configs.{name}" for name in ("_MIN_PAIRS_PER_SM", "MAX_WHOLE_QUERY_TOKENS", "_MIN_LARGE_D_TOKENS")
+)
+_GENERIC = {_PER_SM: put(_NEVER), _WHOLE: put(_NEVER), _LARGE_D: put(_NEVER)}
+PAIR_SIDES: dict[str, Patches] = {
+    "generic": _GENERIC | {"gpu.choose._MIN_LONG_DOCUMENT_TOKENS": put(_NEVER)},
+    "gluon": {_PER_SM: put(0), "gpu.choose._MAX_GLUON_PAIRS_PER_SM": put(0)},
+    "split": _GENERIC,
+}
+_FEW_PAIRS = ((4, 32), (8, 32), (32, 32), (2, 128), (1, 300), (1, 1024))  # Nq, Lq
+# Prefix of the name, options, d, (Nq, Lq), Nd, Ld. The calls have fewer (row tile, document) pairs than SMs.
+PAIR_CASES: tuple[tuple[str, dict, tuple, tuple, tuple, tuple], ...] = (
+    ("", {}, (128, 256, 768), _FEW_PAIRS, (4, 8, 16, 32), (180, 1024)),
+    ("mask: ", {"mask": "prefix"}, (128,), ((32, 32), (1, 300), (1, 1024)), (4, 16, 32), (180, 1024)),
+    ("normalize: ", {"normalize": True}, (128,), ((32, 32), (1, 300), (1, 1024)), (4, 16, 32), (180, 1024)),
+    ("long: ", {}, (64, 128, 256, 768), ((1, 32), (4, 32), (1, 1024)), (4, 16, 48), (2048, 3000, 8192)),
+)
+
+
+def pair_cases() -> dict[str, Case]:
+    found = [
+        Case(f"{what}{Nq} x {Nd}, {Lq}/{Ld}, d {d}", Nq, Nd, Lq, Ld, d=d, **options)
+        for what, options, *sizes in PAIR_CASES
+        for d, (Nq, Lq), Nd, Ld in itertools.product(*sizes)
+    ]
+    return {case.name: case for case in found}
+
+
+def dense_call(case: Case) -> Call:
+    x = Inputs(case, "cuda")
+    return lambda: lik_ops.maxsim(x.Q, x.D, **x.options)
+
+
+# head: (tokens, hidden features of a step, warps, stages, programs per SM, registers) of the fused kernel.
+HEAD_TILES = (
+    (256, 64, 8, 4, 1, None),
+    (256, 64, 8, 3, 1, None),
+    (256, 32, 8, 9, 1, None),
+    (256, 64, 16, 4, 1, None),
+    (256, 128, 8, 2, 1, None),
+    (128, 64, 4, 3, 2, None),
+    (128, 64, 8, 3, 2, 128),
+    (128, 128, 8, 3, 1, None),
+    (128, 64, 8, 6, 1, None),
+)
+HEAD_NARROW_TILES = ((256, 64, 16, 5, 1, None), (256, 32, 8, 10, 1, None), (128, 64, 4, 4, 2, None))  # d <= 64
+
+
+def head_cases() -> dict[str, head.Head]:
+    """Return the cases that are fused on an H100 or H200."""
+    most = head_configs.MAX_QUERY_ROWS
+    return {c.name: c for c in head.CASES if c.what == "scores" and c.Nq * c.Lq <= most and c.Nd >= 264}
+
+
+def head_call(case: head.Head) -> Call:
+    x = head.Inputs(case)
+    Q, H, W, b = x.tensors
+    return lambda: lik_ops.maxsim_from_hidden(Q, H, W, b, d_mask=x.d_mask)
+
+
+def head_tiles(case: head.Head) -> dict[str, Patches]:
+    processors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+
+    def patches(BN: int, BK: int, warps: int, stages: int, programs: int, registers: int | None) -> Patches:
+        changed = change(warps, stages, registers, programs * processors, BN=BN, BK=BK)
+        return {"families.head.configs.configure_scores": changed}
+
+    return {str(tile): patches(*tile) for tile in HEAD_TILES + (HEAD_NARROW_TILES if case.d <= 64 else ())}
+
+
+# soft: (BM, BN, warps, stages, registers) of the generic kernels.
+SOFT_TILES = {
+    "forward": (
+        *((64, 64, 4, *rest) for rest in ((2, None), (2, 96), (3, 128))),
+        *((128, 64, 4, *rest) for rest in ((2, None), (2, 128), (3, None))),
+        *((128, 64, 8, *rest) for rest in ((2, None), (3, 80), (3, 128))),
+    ),
+    "queries": (
+        *((64, 64, 4, *rest) for rest in ((3, None), (2, 128))),
+        *((128, 64, 8, *rest) for rest in ((2, None), (3, 128), (2, 128))),
+        *((64, 128, 4, 2, None), (128, 128, 8, 2, None), (128, 32, 8, 3, 128)),
+    ),
+    "documents": (
+        *((64, 64, 4, *rest) for rest in ((3, None), (2, 160))),
+        *((128, 64, 8, *rest) for rest in ((2, None), (3, None))),
+        *((64, 128, 4, 2, None), (128, 128, 8, 2, None)),
+    ),
+}
+
+
+def soft_cases() -> dict[str, tuple[str, Case]]:
+    sizes: dict[str, tuple[int, dict[str, Any]]] = {"256x256": (256, soft.SHORT), "pages 32x32": (32, soft.PAGES)}
+    shapes = [Case(name, n, n, **lengths) for name, (n, lengths) in sizes.items()]
+    return {f"{case.name}, {part}": (part, case) for case in shapes for part in SOFT_TILES}
+
+
+def soft_call(case: tuple[str, Case]) -> Call:
+    """Return a part of a call. A backward receives freshly computed soft maxima."""
+    part, x = case[0], Inputs(case[1], "cuda")
+    rest = None, None, None, None, soft.TAU, False
+    if part == "forward":
+        return lambda: torch.ops.lik.maxsim_soft_fwd(x.Q, x.D, *rest, False)[0]
+    lse = torch.ops.lik.maxsim_soft_fwd(x.Q, x.D, *rest, True)[1]
+    needs = [part == "queries", part == "documents", False, False]
+    return lambda: torch.ops.lik.maxsim_soft_bwd(x.grad_scores, x.Q, x.D, lse, *rest, needs)[needs.index(True)]
+
+
+def soft_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
+    name = f"families.soft.configs.configure_soft_{'forward' if case[0] == 'forward' else 'backward'}"
+    generic = {"families.soft.configs.configure_soft_sm90_backward": put(lambda *_: None)}
+
+    def rows(present: Callable[..., Any], BM: int) -> Callable[..., Any]:
+        """Patch the forward so that a query longer than a tile is processed tile by tile."""
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            found = present(*args, **kwargs)
+            each, long = min(found.config.ROWS_PER_QUERY, BM), found.config.ROWS_PER_QUERY > BM
+            long = long or found.config.LONG_QUERIES
+            return replace(found, config=found.config._replace(ROWS_PER_QUERY=each, LONG_QUERIES=long))
+
+        return choose if case[0] == "forward" else present
+
+    def patches(BM: int, BN: int, warps: int, stages: int, registers: int | None) -> Patches:
+        changed = change(warps, stages, registers, BM=BM, BN=BN)
+        return {name: lambda present: rows(changed(present), BM), **generic}
+
+    return {str(tile): patches(*tile) for tile in SOFT_TILES[case[0]]}
+
+
+# backward: (BM, BN, warps, stages, registers) of the gradients, (BM, warps) of the lists of bucketed rows, and
+# (BN, tokens of a program, warps) of the sparse kernel.
+GATHER_TILES = (
+    *((8, 16, 4, None, registers) for registers in (128, 112)),
+    *((8, 4, 4, None, 64), (16, 8, 4, None, 128), (4, 16, 2, None, 128)),
+)
+PRODUCT_TILES = (
+    *((64, 16, 4, *rest) for rest in ((3, 168), (3, 128), (4, 168))),
+    *((64, 32, 4, 3, 168), (128, 16, 4, 3, 168)),
+)
+FP32_PRODUCT_TILES = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
+LISTS = ((1024, 4), (512, 2))
+SPARSE_TILES = ((32, 1024, 4), (16, 1024, 4), (32, 512, 4), (32, 256, 4), (32, 1024, 8), (32, 1024, 2))
+_BACKWARD_CASES = (
+    Case("in-batch 256", 256, 256, 32, 300),
+    Case("in-batch long", 128, 128, 32, 1024),
+    Case("pages", 128, 128, 1024, 1024),
+    Case("candidates", 256, 16, 32, 1024, candidates=True),
+    Case("small", 32, 32, 32, 300),
+    Case("small fp32", 64, 64, 32, 180, dtype="float32"),
+)
+
+
+def draw_argmax(case: Case, kind: str) -> Tensor:
+    """Draw an argmax: "uniform", "zipf" (a few tokens win most query tokens, as in text), or "one" token."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (case.Nq, case.Nd, case.Lq) if case.candidates else (case.Nd, case.Nq, case.Lq)
+    uniform = torch.rand(shape, generator=generator, device="cuda")
+    if kind == "one":
+        index = torch.full(shape, case.Ld // 3, device="cuda")
+    elif kind == "zipf":  # the n-th most frequent token, chosen at random, wins a share of about 1 / n
+        order = torch.randperm(case.Ld, generator=generator, device="cuda")
+        index = order[(uniform.mul_(torch.tensor(case.Ld + 1.0).log()).exp_() - 1).long().clamp_(0, case.Ld - 1)]
+    else:
+        index = (uniform * case.Ld).long().clamp_(max=case.Ld - 1)
+    return index.to(torch.int16)
+
+
+def backward_cases() -> dict[str, tuple[str, str, Case]]:
+    drawn = itertools.product(_BACKWARD_CASES, ("uniform", "zipf", "one"), ("queries", "documents"))
+    return {f"{case.name}, {kind}, {part}": (part, kind, case) for case, kind, part in drawn}
+
+
+def backward_call(case: tuple[str, str, Case]) -> Call:
+    part, kind, shape = case
+    x, argmax = Inputs(shape, "cuda"), draw_argmax(shape, kind)
+    needs = [part == "queries", part == "documents", False]
+    args = x.grad_scores, x.Q, x.D, argmax, None, None, None, False, needs
+    return lambda: torch.ops.lik.maxsim_bwd_lowmem(*args)[needs.index(True)]
+
+
+def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
+    part, kind, shape = case
+    table = "gpu.tuning.backward_configs.configure"
+    if kind != "uniform":
+        return {}
+
+    def tiles(name: str, choices: tuple) -> dict[str, Patches]:
+        return {str(c): {f"{table}_{name}": change(*c[2:], BM=c[0], BN=c[1])} for c in choices}
+
+    if part == "queries":
+        return tiles("gather", GATHER_TILES)
+    if shape.candidates:
+        most = "gpu.backward.documents._MAX_PROGRAM_TOKENS"
+        changed = partial(change, stages=1, registers=255)
+        return {
+            str((BN, tokens, warps)): {f"{table}_sparse_documents": changed(warps, BN=BN), most: put(tokens)}
+            for BN, tokens, warps in SPARSE_TILES
+        }
+    lists = {f"lists {BM} x {warps}": {f"{table}_buckets": change(warps, 1, BM=BM)} for BM, warps in LISTS}
+    return tiles("documents", PRODUCT_TILES if shape.dtype == "bfloat16" else FP32_PRODUCT_TILES) | lists
+
+
+SWEEPS = {
+    "forward": Sweep(forward_cases, forward_call, forward_tiles),
+    "few": Sweep(few_cases, few_call, few_tiles),
+    "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
+    "head": Sweep(head_cases, head_call, head_tiles),
+    "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),
+    "backward": Sweep(backward_cases, backward_call, backward_tiles, exact=False),
+}

@@ -16,7 +16,7 @@ from lik_ops.gpu.runtime.memory import makers
 from lik_ops.gpu.tuning import architectures
 
 _empty_cpu: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
-_bound: dict[tuple, Bound] = {}
+_bound: dict[tuple, Bound] = {}  # by kernel, options, and description of the arguments
 
 
 class Bound(launcher.CompiledKernel):
@@ -38,7 +38,15 @@ def _direct(x: int, y: int, z: int, stream: int, values: Any) -> None:
 
 def _bind(kernel: Any, args: tuple, options: dict[str, Any]) -> tuple[Bound, list]:
     description, values = launcher.describe_args(kernel, args)
-    return _bound.setdefault((id(kernel), *options.items(), *description), Bound()), values
+    return _bound.setdefault((kernel, tuple(options.items()), description), Bound()), values
+
+
+def get_specializations() -> list[tuple[str, tuple, tuple]]:
+    """Return what was launched, as kernel name, options, and description of the arguments.
+
+    On a GPU, each item is compiled separately.
+    """
+    return [(kernel.__name__, *others) for kernel, *others in _bound]
 
 
 # With one SM even tiny calls use the Gluon kernels, as in the recorded figures.

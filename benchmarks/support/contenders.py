@@ -81,6 +81,13 @@ def _flash(case: Case, x: Inputs) -> Scorer | str:
     return score
 
 
+def get_scorer(name: str, case: Case, x: Inputs) -> Scorer | str:
+    """Return the differentiable scorer of an implementation with its default options."""
+    if name == "lik_ops":
+        return lambda Q, D: lik_ops.maxsim(Q, D, **x.options)
+    return {"late-interaction-kernels": _late_interaction, "flash-maxsim": _flash}[name](case, x)
+
+
 def forget_tuning() -> None:
     """Make the peers tune their kernels again, in less time than by default.
 

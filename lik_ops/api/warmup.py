@@ -66,7 +66,7 @@ def warmup(
         Nq: one or several numbers of queries in a call. A small and a large number may use different kernels. The
             backward also loads the argmax differently if ``Nq * Lq`` is not a multiple of 16.
         Ld: one or several lengths of documents. Documents shorter than a tile (64 tokens) may use a different kernel.
-            So may documents of several thousand tokens if Nd is small.
+            So may multiples of 128 tokens, and documents of several thousand tokens if Nd is small.
         Nd: one or several numbers of documents, or of candidates for each query. A small and a large number may use
             different kernels.
         candidates: each query has its own documents: D is ``[Nq, K, Ld, d]``.

@@ -126,13 +126,13 @@ def _sort_argmax(call: GradientCall, BN: int, lists: TileBucketArgs, rows: int, 
 
 def _bucket_argmax(call: GradientCall, launch: LaunchConfig, lists: TileBucketArgs, rows: int, documents: int) -> None:
     """Launch the counting sort of the argmax by token tile."""
-    grid = check_grid(documents * lists.blocks)
+    grid, up = check_grid(documents * lists.blocks), call.up._replace(norms=None, scale=None)  # neither is read
     if lists.blocks > 1:
-        call.run(maxsim_count_argmax, grid, (call.up, lists, rows), launch)
+        call.run(maxsim_count_argmax, grid, (up, lists, rows), launch)
         config = launch.config._replace(BM=min(launch.config.BM, 1024))
         scan = lists.starts, lists.tiles * lists.blocks, config
         launcher.launch(maxsim_scan_counts, (documents,), scan, {"num_warps": 4})
-    call.run(maxsim_list_argmax, grid, (call.up, lists, rows, lists.blocks == 1), launch)
+    call.run(maxsim_list_argmax, grid, (up, lists, rows, lists.blocks == 1), launch)
 
 
 def _sum_tiles(

@@ -262,7 +262,8 @@ class _PackedGradientCall:
             for first in range(0, up.count, listing.own):
                 part = up._replace(items=items[:, first:])
                 programs = check_grid(min(part.items.shape[1], listing.room) * listing.blocks)
-                call.run(maxsim_list_packed_argmax, programs, (part, lists), listing.launch)
+                bare = part._replace(norms=None, scale=None)  # neither is read
+                call.run(maxsim_list_packed_argmax, programs, (bare, lists), listing.launch)
                 sum_tiles(part, listing.bounds(starts, first, up.count), lists, launch)
             if listing.own < up.count:  # tiles with more documents than a chunk lists
                 sum_tiles(up, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))

@@ -62,7 +62,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common.primitives import load_query_mask, load_query_weight, locate_rows
 from ..forward.sm90.dense import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from ..forward.sm90.gluon_names import async_load, reinterpret
-from ..forward.sm90.pipeline import ACCUMULATOR_ROWS, advance_stage, make_tile_pipeline
+from ..forward.sm90.pipeline import ACCUMULATOR_ROWS, advance_stage, make_tile_pipeline, open_stage
 from .backward import load_upstream
 from .maximum import check_temperature, compute_probabilities, compute_rate
 
@@ -72,17 +72,16 @@ def _make_pipeline(x, C: gl.constexpr):
     """Allocate the pipeline of tiles that descriptor `x` reads, and shared memory for the owned rows of both groups."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
     OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ACCUMULATOR_ROWS, C.BD], x.dtype)
-    ring = make_tile_pipeline(x, TILE, C.STAGES, 2, C)
+    ring = make_tile_pipeline(x.dtype, TILE, C.STAGES, 2, C.BN, C.BD)
     return ring, gl.allocate_shared_memory(x.dtype, [2, ACCUMULATOR_ROWS, C.BD], OWN)
 
 
 @gluon.jit
 def _copy_tile(x, at, ring, stage, phase, C: gl.constexpr):
     """Copy the tile that begins at `at` into a stage. Rows outside the tensor are zeros."""
-    mbarrier.wait(ring.empty.index(stage), phase)
-    mbarrier.expect(ring.full.index(stage), x.block_type.nbytes)
+    full = open_stage(ring, stage, phase, x.block_type.nbytes)
     tile = reinterpret(ring.tiles.index(stage), x.dtype, x.block_type.shape, x.layout)
-    async_load(x, at, ring.full.index(stage), tile)
+    async_load(x, at, full, tile)
     return advance_stage(stage, phase, C)
 
 

@@ -481,7 +481,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
         )
     elif C.ENCODING != "":
         RAW: gl.constexpr = D.layout
-        raw = make_tile_pipeline(D, RAW, C.STAGES, 1, C)  # raw bytes, read by the conversion warps only
+        raw = make_tile_pipeline(D.dtype, RAW, C.STAGES, 1, C.BN, C.BD)  # raw bytes, read by the conversion warps only
         x = QueryOperands(Q, None, parts, d)  # the conversion warps read the scales
         gl.warp_specialize(
             [

@@ -68,8 +68,6 @@ Invariants:
 - Scores have the same bits as in `maxsim_forward`. Features are summed in ascending order in fp32.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -78,23 +76,9 @@ from ...common.primitives import load_query_mask, load_query_weight, nan_max, su
 from .accumulators import split_lanes
 from .dense import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .gluon_names import async_load, reinterpret
-from .pipeline import ACCUMULATOR_ROWS, advance_stage
+from .pipeline import ACCUMULATOR_ROWS, TilePipeline, advance_stage, make_tile_pipeline, open_stage
 
 STEP_FEATURES = gl.constexpr(64)  # features of a step: 128 bytes, the widest swizzle
-
-
-class StepPipeline(NamedTuple):
-    """Steps of both operands in shared memory, with the barriers of their stages.
-
-    `queries` has two entries per stage, one for each warp group. `norms` is room for the inverse norms of a tile's
-    tokens, which arrive with the last step of the tile, or 0 unless C.NORMALIZE.
-    """
-
-    queries: Any
-    documents: Any
-    full: Any
-    empty: Any
-    norms: Any
 
 
 @gluon.jit
@@ -105,7 +89,7 @@ def _retreat_stage(stage, C: gl.constexpr):
 
 
 @gluon.jit
-def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
+def _produce(Q, D, norms, ring, q_smem, begin, end, parts, K, Ld, d, C: gl.constexpr):
     """Fill the pipeline with all steps of all tiles of the program (producer warp).
 
     Elements outside a tensor are zeros. The last tile of a document shifts back unless C.SHORT_DOCUMENTS.
@@ -123,17 +107,15 @@ def _produce(Q, D, norms, ring, begin, end, parts, K, Ld, d, C: gl.constexpr):
         for t0 in range(0, Ld, C.BN):
             token = row if C.SHORT_DOCUMENTS else row + gl.minimum(t0, Ld - C.BN)
             for c0 in range(0, d, STEP_FEATURES):
-                full = ring.full.index(stage)
-                mbarrier.wait(ring.empty.index(stage), phase)
                 if C.NORMALIZE and c0 + STEP_FEATURES >= d:
-                    mbarrier.expect(full, STEP + norms.block_type.nbytes)
+                    full = open_stage(ring, stage, phase, STEP + norms.block_type.nbytes)
                     async_load(norms, [task % K * tiles * C.BN + t0], full, ring.norms.index(stage))
                 else:
-                    mbarrier.expect(full, STEP)
-                async_load(D, [token, c0], full, ring.documents.index(stage))
+                    full = open_stage(ring, stage, phase, STEP)
+                async_load(D, [token, c0], full, ring.tiles.index(stage))
                 for G in gl.static_range(2):
                     first = group + G * GROUPS
-                    rows = reinterpret(ring.queries.index(2 * stage + G), Q.dtype, BLOCK, LAYOUT)
+                    rows = reinterpret(q_smem.index(2 * stage + G), Q.dtype, BLOCK, LAYOUT)
                     async_load(Q, [first // parts, first % parts * C.ROWS_PER_QUERY, c0], full, rows)
                 stage, phase = advance_stage(stage, phase, C)
 
@@ -165,7 +147,7 @@ def _store_scores(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexp
 
 
 @gluon.jit
-def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+def _consume(Q, norms, ring, q_smem, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Score warp group G's 64 rows of each row tile against the documents of the tile (consumer)."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     stage = 0
@@ -176,8 +158,8 @@ def _consume(Q, norms, ring, scores, begin, end, parts, sizes, d, G: gl.constexp
         for _ in range(0, sizes.Ld, C.BN):
             for c0 in range(0, d, STEP_FEATURES):
                 mbarrier.wait(ring.full.index(stage), phase)
-                rows = ring.queries.index(2 * stage + G)
-                S = warpgroup_mma(rows, ring.documents.index(stage).permute((1, 0)), S, use_acc=c0 > 0, is_async=True)
+                rows = q_smem.index(2 * stage + G)
+                S = warpgroup_mma(rows, ring.tiles.index(stage).permute((1, 0)), S, use_acc=c0 > 0, is_async=True)
                 S = warpgroup_mma_wait(1, [S])
                 mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1, pred=c0 > 0)
                 stage, phase = advance_stage(stage, phase, C)
@@ -216,26 +198,21 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
     pairs = row_tiles.to(gl.int64) * sizes.K
     begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
     end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = C.STAGES
-    room = 0
+    inverse = 0
     if C.NORMALIZE:
-        room = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout)
-    ring = StepPipeline(
-        gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, ACCUMULATOR_ROWS, STEP_FEATURES], D.layout),
-        gl.allocate_shared_memory(D.dtype, [C.STAGES, C.BN, STEP_FEATURES], D.layout),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], BARRIER),
-        room,
-    )
-    for n in gl.static_range(STAGES):
-        mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=2)
+        inverse = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout)
+    q_smem = gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, ACCUMULATOR_ROWS, STEP_FEATURES], D.layout)
+    DTYPE: gl.constexpr = D.dtype
+    LAYOUT: gl.constexpr = D.layout
+    STAGES: gl.constexpr = C.STAGES
+    BN: gl.constexpr = C.BN
+    ring = make_tile_pipeline(DTYPE, LAYOUT, STAGES, 2, BN, STEP_FEATURES)
+    ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, inverse)
     gl.warp_specialize(
         [
-            (_consume, (Q, query_norms, ring, scores, begin, end, parts, sizes, d, 0, C)),
-            (_consume, (Q, query_norms, ring, scores, begin, end, parts, sizes, d, 1, C)),
-            (_produce, (rows, D, norms, ring, begin, end, parts, sizes.K, sizes.Ld, d, C)),
+            (_consume, (Q, query_norms, ring, q_smem, scores, begin, end, parts, sizes, d, 0, C)),
+            (_consume, (Q, query_norms, ring, q_smem, scores, begin, end, parts, sizes, d, 1, C)),
+            (_produce, (rows, D, norms, ring, q_smem, begin, end, parts, sizes.K, sizes.Ld, d, C)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

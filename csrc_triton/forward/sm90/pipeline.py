@@ -1,9 +1,20 @@
-"""Shared-memory pipeline of document tiles and its barriers, for the sm_90 kernels.
+"""Shared-memory pipeline of document tiles and its barriers, for all sm_90 kernels.
 
 A pipeline has C.STAGES stages. A pipeline stage is room for one document tile in shared memory with a `full` and an
 `empty` barrier. The producer warp waits at `empty`, then starts a TMA copy that arrives at `full`. Consumer warps wait
 at `full`, read the tile on the tensor cores, and arrive at `empty`. Each side advances (stage, phase) on its own. The
 phase flips when the stage index wraps around. A barrier wait names the phase that must have completed.
+
+```text
+producer                                            consumer
+stage = 0; phase = 1                                stage = 0; phase = 0
+for each tile:                                      for each tile:
+    full = open_stage(stage, phase, bytes)              wait(full[stage], phase)
+    TMA copies that arrive at `full`                    products, then arrive(empty[stage])
+    stage, phase = advance_stage(stage, phase)          stage, phase = advance_stage(stage, phase)
+```
+
+`empty` counts the roles that read a tile. A wait for phase 1 of a new barrier returns at once.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +44,7 @@ class TilePipeline(NamedTuple):
     `full[stage]` says that a tile has arrived, `empty[stage]` that it may be overwritten. `turn[g]` is the ping-pong
     barrier of warp group g. `search` serves `_resolve_argmax`. It has one barrier for the copies of each warp group,
     and one that both groups arrive at after their last tile. `norms` is a `PipelineNorms`, or 0 if tokens have no
-    scales.
+    scales. The large-d kernel has the inverse norms themselves in `norms`. Absent members are 0.
     """
 
     tiles: Any
@@ -86,22 +97,21 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
         The `TilePipeline` and `q_smem [4, 64, BD]`. Entries 2 g and 2 g + 1 belong to warp group g.
     """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    TILES: gl.constexpr = C.STAGES
+    STAGES: gl.constexpr = C.STAGES
     DTYPE: gl.constexpr = gl.float16 if C.ENCODING != "" else D.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if C.ENCODING != "" else D.layout
+    ring = make_tile_pipeline(DTYPE, LAYOUT, STAGES, 2, C.BN, C.BD)
     ring = TilePipeline(
-        gl.allocate_shared_memory(DTYPE, [TILES, C.BN, C.BD], LAYOUT),
-        gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER),
+        ring.tiles,
+        ring.full,
+        ring.empty,
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
         _allocate_norms(norms, C),
     )
     q_smem = gl.allocate_shared_memory(DTYPE, [4, ACCUMULATOR_ROWS, C.BD], LAYOUT)
-    for n in gl.static_range(TILES):
-        mbarrier.init(ring.full.index(n), count=1)
-        mbarrier.init(ring.empty.index(n), count=2)
-        if C.NORMALIZE and not C.PRECOMPUTED_SCALES:
+    if C.NORMALIZE and not C.PRECOMPUTED_SCALES:
+        for n in gl.static_range(STAGES):
             mbarrier.init(ring.norms.ready.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(ring.turn.index(n), count=1)
@@ -111,24 +121,35 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
 
 
 @gluon.jit
-def make_tile_pipeline(x, layout: gl.constexpr, TILES: gl.constexpr, READERS: gl.constexpr, C: gl.constexpr):
-    """Allocate a pipeline of TILES stages, each read by READERS roles, without any other barriers.
+def make_tile_pipeline(
+    DTYPE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    TILES: gl.constexpr,
+    READERS: gl.constexpr,
+    BN: gl.constexpr,
+    BD: gl.constexpr,
+):
+    """Allocate and initialize a pipeline of TILES tiles `[BN, BD]`, without other barriers than `full` and `empty`.
 
-    Args:
-        x: Tensor descriptor that the stages are filled from.
-        layout: Shared-memory layout of a tile.
-        TILES: Number of stages.
-        READERS: Arrivals that `empty` waits for.
-        C: `Sm90Config`.
+    READERS roles read each tile.
     """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    tiles = gl.allocate_shared_memory(x.dtype, [TILES, C.BN, C.BD], layout)
+    tiles = gl.allocate_shared_memory(DTYPE, [TILES, BN, BD], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER)
     for n in gl.static_range(TILES):
         mbarrier.init(full.index(n), count=1)
         mbarrier.init(empty.index(n), count=READERS)
     return TilePipeline(tiles, full, empty, 0, 0, 0)
+
+
+@gluon.jit
+def open_stage(ring, stage, phase, BYTES: gl.constexpr):
+    """Wait until a stage may be overwritten, and return its `full` barrier, which then expects BYTES (producer)."""
+    full = ring.full.index(stage)
+    mbarrier.wait(ring.empty.index(stage), phase)
+    mbarrier.expect(full, BYTES)
+    return full
 
 
 @gluon.jit

@@ -105,11 +105,15 @@ def make_small_m_pipeline(D, norms, C: gl.constexpr):
         The `TilePipeline`, with token scales if they are precomputed, and the shared memory of the query rows. Each
         warp group has its own copy of the query rows.
     """
-    TILE: gl.constexpr = D.layout
     CONVERTED: gl.constexpr = C.ENCODING != "" or C.SPLIT_FP32
     DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
-    ring = make_tile_pipeline(D, TILE, 2 * C.STAGES, 1, C)
+    RAW: gl.constexpr = D.dtype
+    TILE: gl.constexpr = D.layout
+    SLOTS: gl.constexpr = 2 * C.STAGES
+    BN: gl.constexpr = C.BN
+    BD: gl.constexpr = C.BD
+    ring = make_tile_pipeline(RAW, TILE, SLOTS, 1, BN, BD)
     if C.PRECOMPUTED_SCALES and C.ENCODING == "":
         scales = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], norms.layout)
         ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, PipelineNorms(scales, 0))

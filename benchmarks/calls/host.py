@@ -86,7 +86,19 @@ def scoring(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     holes = torch.rand(1000, 300, device=Q.device) < 0.7
     one, int8 = wide_Q[:1], lik_ops.quantize(wide_D)
     two_int8 = int8, lik_ops.quantize(wide_D[:600, :180])
+    packed_Q, packed_D = Q.flatten(0, 1), D.flatten(0, 1)
+    cu_q, cu_d = (torch.arange(9, device=Q.device) * n for n in (32, 64))
+    stores = [(packed_D[: 8 * n], torch.arange(9, device=Q.device) * n) for n in range(24, 64)]
+
+    def packed_in_turn() -> Tensor:
+        tokens, bounds = stores[next(turn) % 40]
+        return lik_ops.maxsim_varlen(packed_Q, tokens, cu_q, bounds)
+
+    raw = packed_Q, packed_D, cu_q, cu_d[:-1].contiguous(), cu_d.diff(), *[None] * 4, False, None, 32, "auto"
     found: dict[str, Callable[[], object]] = {
+        "lik_ops.maxsim_varlen": lambda: lik_ops.maxsim_varlen(packed_Q, packed_D, cu_q, cu_d),
+        "lik_ops.maxsim_varlen, 40 stores in turn": packed_in_turn,
+        "lik::maxsim_ragged_fwd": lambda: torch.ops.lik.maxsim_ragged_fwd(*raw),
         "lik_ops.maxsim": lambda: lik_ops.maxsim(Q, D),
         "torch.ops.lik.maxsim": lambda: torch.ops.lik.maxsim(Q, D),
         "lik_ops.maxsim, masks and weights": lambda: lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=weight),
@@ -130,6 +142,13 @@ def training(Q: Tensor, D: Tensor) -> dict[str, Callable[[], object]]:
     for name, scores in kept.items():
         found[f"backward {name}"] = lambda s=scores: torch.autograd.grad(s, (Q, D), upstream, retain_graph=True)
         found[f"step {name}"] = step(lambda b=name: lik_ops.maxsim(Q, D, backward=b))
+    packed_Q, packed_D = (x.detach().flatten(0, 1).requires_grad_() for x in (Q, D))
+    cu_q, cu_d = (torch.arange(9, device=Q.device) * n for n in (32, 64))
+    found["packed step"] = lambda: torch.autograd.grad(
+        lik_ops.maxsim_varlen(packed_Q, packed_D, cu_q, cu_d), (packed_Q, packed_D), upstream
+    )
+    raw = None, None, None, False, torch.int16, "auto"
+    found["step, lik::maxsim_fwd"] = step(lambda: torch.ops.lik.maxsim_fwd(Q, D, *raw)[0])
     found["step, eager einsum"] = step(lambda: einsum(Q, D))
     try:
         from late_interaction_kernels import maxsim

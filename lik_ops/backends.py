@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+from .core.plan_cache import plans
 from .core.settings import get_requested_backend
 from .portable import backend as portable
 
@@ -26,7 +27,8 @@ def explain_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def clear_plan_caches() -> None:
-    """Clear the plans that the backends derived from their configuration tables."""
+    """Drop all plans and captured calls, for example after a configuration table has changed."""
+    plans.clear()
     if f"{__package__}.gpu.backend" in sys.modules:
         from .gpu import backend as cuda
 

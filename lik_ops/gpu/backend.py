@@ -3,19 +3,17 @@
 It runs on CUDA and ROCm GPUs, and on CPU tensors in Triton's interpreter (``TRITON_INTERPRET=1``), which the tests use.
 """
 
+from ..core.plan_cache import plans
 from ..families.chamfer.gpu import backward_chamfer, forward_chamfer
 from ..families.head.gpu import backward_head, forward_head
 from ..families.loss.gpu import count_labels, label_gradients, label_losses
 from ..families.soft.gpu import backward_soft, forward_soft
 from .backward.dense import GradientPlan, backward_lowmem, backward_unified
 from .backward.packed import backward_cut, backward_ragged
-from .forward import dense as cuda_forward
-from .forward import packed as cuda_ragged
-from .forward import sm90_quantized
 from .forward.code_scores import code_scores
 from .forward.dense import forward, forward_plan
 from .forward.packed import forward_ragged, ragged_plan
-from .forward.quantized import forward_quantized, forward_quantized_cut, keep_int8
+from .forward.quantized import find_quantized_plan, forward_quantized, forward_quantized_cut, keep_int8
 from .forward.topk import best, best_of_parts
 from .runtime.arguments import architecture, unavailable
 from .runtime.capture import Calls
@@ -35,6 +33,7 @@ __all__ = [
     "best_of_parts",
     "code_scores",
     "count_labels",
+    "find_quantized_plan",
     "forget",
     "forward",
     "forward_chamfer",
@@ -55,6 +54,4 @@ __all__ = [
 def forget() -> None:
     """Drop all plans and captured calls that were derived from the configuration tables."""
     Calls.forget()
-    cuda_forward.clear_plans()
-    sm90_quantized.clear_plans()
-    cuda_ragged.clear_plans()
+    plans.clear()

@@ -4,15 +4,18 @@ One forward serves three layouts: a cross product, candidates of each query, and
 operators, and their bodies select a backend at run time.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..core.arguments import choose_argmax_dtype, require
-from ..core.segments import RaggedArgs
+from ..core.segments import PackedArgs, RaggedArgs
 from .checks import values
 from .registration.custom import custom_op
 from .registration.family import (
@@ -21,6 +24,7 @@ from .registration.family import (
     fake_forward,
     fake_gradient,
     lookup_backend,
+    lookup_once,
     make_raising_double_backward,
     register_autograd,
 )
@@ -74,10 +78,21 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         none. Without `argmax_dtype` it has size [0].
     """
     r, (normalize, argmax_dtype, max_seqlen_q, backward) = RaggedArgs(*args[:9]), args[9:]
-    backend = lookup_backend(_FWD, r, args[9:], r.Q, _check_forward, r, argmax_dtype, max_seqlen_q, backward)
+    run = lookup_once(_FWD, r, args[9:], _make_forward, r, normalize, argmax_dtype, max_seqlen_q, backward)
     values.check_ragged(_FWD, r, max_seqlen_q)
     functional.reject_forward_ad(r.Q, r.D, r.q_weight)
-    return backend.forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
+    return run(r, max_seqlen_q=max_seqlen_q)
+
+
+def _make_forward(
+    r: RaggedArgs, normalize: bool, argmax_dtype: Any, max_seqlen_q: int, backward: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Validate the arguments and return the function that computes them."""
+    _check_forward(r, argmax_dtype, max_seqlen_q, backward)
+    backend = backends.select_backend(r.Q.device, r.Q.dtype)
+    if hasattr(backend, "ragged_plan"):
+        return backend.ragged_plan(PackedArgs.of(r, max_seqlen_q), normalize, argmax_dtype).forward_ragged
+    return partial(backend.forward_ragged, normalize=normalize, argmax_dtype=argmax_dtype)
 
 
 @maxsim_ragged_fwd.register_fake

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import make_metadata_key
+from ...core.plan_cache import plans
 from .. import choose
 from ..runtime.arguments import is_tf32_allowed
 from ..tuning import sm90_configs
@@ -15,9 +16,6 @@ from .plans import DensePlan
 from .sm90_dense import Sm90LargeDPlan, Sm90Plan
 from .sm90_packed import MaskedPlan
 from .splits import DocumentSplitPlan
-
-_MAX_PLANS = 4096
-_plans: dict[tuple, DensePlan] = {}
 
 
 def forward_plan(
@@ -41,13 +39,8 @@ def forward_plan(
         argmax_dtype: dtype of the argmax, or None without an argmax.
     """
     tf32 = is_tf32_allowed(Q.dtype)
-    key = (*make_metadata_key(Q, D, q_mask, d_mask, q_weight), normalize, argmax_dtype, tf32)
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = make_plan(Q, D, d_mask, normalize, argmax_dtype)
-    return plan
+    key = ("DensePlan", *make_metadata_key(Q, D, q_mask, d_mask, q_weight), normalize, argmax_dtype, tf32)
+    return plans.get(key) or plans.store(key, make_plan(Q, D, d_mask, normalize, argmax_dtype))
 
 
 def make_plan(
@@ -78,8 +71,3 @@ def forward(
     """Return fp32 scores `[Nq, Nd]` or `[Nq, K]`, and the argmax, which is empty if `argmax_dtype` is None."""
     plan = forward_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
     return plan.forward(plan.scores_shape, (Q, D, q_mask, d_mask, q_weight), True)[0]
-
-
-def clear_plans() -> None:
-    """Drop all plans, which were derived from the configuration tables."""
-    _plans.clear()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...core.plan_cache import PlanCache, plans
 from ...core.segments import PackedArgs, RaggedArgs
 from ...csrc_triton.common.arguments import (
     CodecDequantArgs,
@@ -40,7 +41,7 @@ from ..runtime.arguments import (
     use_device,
 )
 from ..runtime.capture import Calls
-from ..runtime.memory import is_deterministic, makers, raw_stream
+from ..runtime.memory import allocate_tensor, is_deterministic, makers, raw_stream
 from ..tuning import architectures, forward_configs, sm90_configs
 from . import sm90_packed as rows
 from . import splits
@@ -49,7 +50,7 @@ from .plans import Plan
 AnyDequantArgs: TypeAlias = DequantArgs | CodecDequantArgs
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
-_MAX_PLANS = _MAX_TILES = 4096
+_MAX_TILES = 4096
 _MAX_DESCRIPTORS = 64  # cached for each plan
 # Values of `KernelConfig.ENCODING` whose documents descriptors can read.
 _DESCRIPTOR_ENCODINGS = ("", *forward_configs.INT8_TERMS_BY_ENCODING, "number", "fp8", "e4m3", "e5m2")
@@ -100,8 +101,7 @@ class PackedPlan(Plan):
         plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
         self.by_rows = self.uses_descriptor and plain and c.d_mask is None and c.q_lengths is None
         self.in_sections = not (stored or self.single)
-        self.chosen: dict[tuple, sm90_configs.RowMaximaChoice | choose.SplitChoice | None] = {}
-        self.tiles: dict[tuple, _CompiledTile] = {}
+        self.chosen, self.tiles = PlanCache(_MAX_TILES), PlanCache(_MAX_TILES)
         self.descriptors: dict[tuple, tuple] = {}
         self.calls, self.makers = Calls(), makers(self.device)
 
@@ -113,6 +113,11 @@ class PackedPlan(Plan):
             counts: dequantization arguments of encoded documents, else None.
         """
         return self._run_with_fallback(c) if counts is None else self._run_generic(c, counts)
+
+    def forward_ragged(self, r: RaggedArgs, max_seqlen_q: int) -> tuple[Tensor, Tensor]:
+        """Return the scores and the argmax of an operator's call. Without `argmax_dtype` the argmax is empty."""
+        scores, argmax = self.forward(PackedArgs.of(r, max_seqlen_q))
+        return scores, allocate_tensor((0,), (1,), torch.int32, self.device) if argmax is None else argmax
 
     def _choose_fast(self, c: PackedArgs) -> sm90_configs.RowMaximaChoice | choose.SplitChoice | None:
         """Return the row maxima or split choice of a call, or None, cached by the sizes that it depends on."""
@@ -131,12 +136,10 @@ class PackedPlan(Plan):
 
     def _look_up_choice(self, key: tuple, find: Callable, c: PackedArgs) -> Any:
         """Return the cached choice for `key`, computed by `find` the first time."""
-        found = self.chosen.get(key, self)
-        if found is self:
-            if len(self.chosen) >= _MAX_TILES:
-                self.chosen.clear()
-            found = self.chosen[key] = find(c, argmax=self.argmax_dtype is not None, arch=self.arch)
-        return found
+        found = self.chosen.get(key)
+        if found is None:
+            found = self.chosen.store(key, find(c, argmax=self.argmax_dtype is not None, arch=self.arch) or False)
+        return found or None
 
     def _run_fast(self, c: PackedArgs) -> tuple[Tensor, Tensor | None] | None:
         """Return the result of the row maxima or split kernels, or None if neither is chosen."""
@@ -151,7 +154,9 @@ class PackedPlan(Plan):
             queries, _, segments = self._group_args(c, c.tensors)
             return rows.forward_row_maxima(choice, c, QueryArgs._make(queries), SegmentArgs._make(segments), dtype)
 
-        scores, *argmax = self.calls.run(c.metadata(), c.tensors, self.device, compute)
+        # The key of the plan and these sizes determine all shapes and strides, because rows are evenly spaced.
+        key = *c.sizes, c.q_each, c.d_each
+        scores, *argmax = self.calls.run(key, c.tensors, self.device, compute)
         return scores, argmax[0] if argmax else None
 
     def _run_generic(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
@@ -170,13 +175,10 @@ class PackedPlan(Plan):
 
     def _get_tile(self, c: PackedArgs, Lq: int, wide: int, few: bool) -> _CompiledTile:
         """Return the tile for sizes that are not cached yet."""
-        if len(self.tiles) >= _MAX_TILES:
-            self.tiles.clear()
         argmax = self.argmax_dtype is not None
         launch, levels = choose.choose_packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
         _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
-        tile = self.tiles[c.queries, Lq, wide, few] = _CompiledTile(launch, levels, self.d, self.arch)
-        return tile
+        return self.tiles.store((c.queries, Lq, wide, few), _CompiledTile(launch, levels, self.d, self.arch))
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
         """Return the scores and fill `argmax`, with a direct launch if the kernel is already compiled."""
@@ -321,9 +323,6 @@ def _has_int32_sizes(c: PackedArgs) -> bool:
     return 0 < c.Td <= _INT32_MAX and (c.columns | c.max_seqlen_q) <= _INT32_MAX
 
 
-_plans: dict[tuple, PackedPlan] = {}
-
-
 def ragged_plan(
     c: PackedArgs,
     normalize: bool,
@@ -346,18 +345,8 @@ def ragged_plan(
     per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]
     counted = None if counts is None else tuple([x.dtype if isinstance(x, Tensor) else None for x in counts])
     options = c.candidates, normalize, argmax_dtype, tf32, stored, counted
-    key = (*tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], *options)
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = PackedPlan(c, normalize, argmax_dtype, stored)
-    return plan
-
-
-def clear_plans() -> None:
-    """Drop all plans, which were derived from the configuration tables."""
-    _plans.clear()
+    key = ("PackedPlan", *tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], *options)
+    return plans.get(key) or plans.store(key, PackedPlan(c, normalize, argmax_dtype, stored))
 
 
 def forward_ragged(
@@ -367,6 +356,4 @@ def forward_ragged(
 
     The argmax is empty if `argmax_dtype` is None.
     """
-    c = PackedArgs.of(r, max_seqlen_q)
-    scores, argmax = ragged_plan(c, normalize, argmax_dtype).forward(c)
-    return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
+    return ragged_plan(PackedArgs.of(r, max_seqlen_q), normalize, argmax_dtype).forward_ragged(r, max_seqlen_q)

@@ -57,8 +57,16 @@ def forward_quantized(
     return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
+def find_quantized_plan(c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None) -> Any:
+    """Return the plan of a dense kernel for a packed call, or False if no dense kernel supports the call."""
+    if stored.format not in _DENSE_FORMATS or c.candidates or normalize or argmax_dtype:
+        return False
+    is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
+    return is_dense and sm90_quantized.find_plan(c, stored)
+
+
 def forward_quantized_cut(
-    c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
+    c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, plan: Any = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores, and the argmax or None, of a packed call.
 
@@ -67,10 +75,12 @@ def forward_quantized_cut(
         stored: the encoded documents with their axes.
         normalize: whether tokens are normalized.
         argmax_dtype: dtype of the argmax, or None without an argmax.
+        plan: the result of `find_quantized_plan`, if known.
     """
-    if stored.format in _DENSE_FORMATS and not (c.candidates or normalize or argmax_dtype):
-        is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
-        scores = sm90_quantized.forward(c, stored) if is_dense else None
+    if plan is None:
+        plan = find_quantized_plan(c, stored, normalize, argmax_dtype)
+    if plan:
+        scores = sm90_quantized.forward(plan, c, stored)
         if scores is not None:
             return scores, None
     if c.candidates or c.pairs is not None:  # few calls have the same number of candidates or pairs

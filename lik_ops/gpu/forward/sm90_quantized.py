@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...core.arguments import make_metadata_key
+from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs
 from ...formats.table import FORMATS, EncodedTokens
@@ -20,10 +21,6 @@ from ..runtime.arguments import architecture, use_device
 from ..tuning import sm90_configs
 from ..tuning.forward_configs import INT8_TERMS_BY_ENCODING
 from .sm90_dense import Sm90Plan
-
-_MAX_PLANS = 4096
-_MISSING: Any = object()
-_plans: dict[tuple, QuantizedPlan | None] = {}
 
 
 class QuantizedArgs(NamedTuple):
@@ -81,34 +78,36 @@ class QuantizedPlan(Sm90Plan):
         return EncodedDocumentArgs(x.D, x.scale, *x.scale.stride())
 
 
-def forward(c: PackedArgs, stored: EncodedTokens) -> Tensor | None:
-    """Return the scores of the cross product of dense queries and dense documents without a mask.
+def _view_bytes(data: Tensor) -> Tensor:
+    """Return encoded documents as int8."""
+    return data if data.dtype == torch.int8 else data.view(torch.int8)
 
-    Return None if `maxsim_forward_ragged` has to serve.
+
+def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[False]:
+    """Return the cached plan of a cross product of dense queries and dense documents without a mask.
+
+    Return False if `maxsim_forward_ragged` has to serve.
 
     Args:
         c: the call.
         stored: the documents with their axes.
     """
-    data, scale = stored.data, stored.scale
-    data = data if data.dtype == torch.int8 else data.view(torch.int8)
-    key = (*make_metadata_key(c.Q, data, c.q_mask, None, c.q_weight), scale.shape, scale.stride(), stored.format)
-    plan = _plans.get(key, _MISSING)
-    if plan is _MISSING:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
+    data, scale = _view_bytes(stored.data), stored.scale
+    metadata = make_metadata_key(c.Q, data, c.q_mask, None, c.q_weight)
+    key = ("QuantizedPlan", *metadata, scale.shape, scale.stride(), stored.format)
+    plan = plans.get(key)
+    if plan is None:
         arch, terms = architecture(c.Q.device), INT8_TERMS_BY_ENCODING.get(stored.format)
         if terms:
             choice = choose.choose_int8(c.Q, data, scale, terms, arch)
         else:
             choice = choose.choose_fp8(c.Q, data, FORMATS[stored.format].kernel, arch)
-        plan = _plans[key] = None if choice is None else QuantizedPlan(choice, c.Q, data)
-    if plan is None:
-        return None
+        plan = plans.store(key, choice is not None and QuantizedPlan(choice, c.Q, data))
+    return plan
+
+
+def forward(plan: QuantizedPlan, c: PackedArgs, stored: EncodedTokens) -> Tensor | None:
+    """Return the scores of a call with its plan, or None if `maxsim_forward_ragged` has to serve."""
+    data, scale = _view_bytes(stored.data), stored.scale
     each = scale if scale.shape == data.shape[:2] else scale.expand(data.shape[:2])
     return plan.forward(QuantizedArgs(c.Q, data, c.q_mask, c.q_weight, each))
-
-
-def clear_plans() -> None:
-    """Drop all plans, which were derived from the configuration tables."""
-    _plans.clear()

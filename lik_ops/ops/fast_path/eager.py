@@ -17,25 +17,23 @@ from torch import Tensor
 
 from ... import backends
 from ...core.arguments import BACKWARDS, DTYPES, INDEX_DTYPES, as_bool, check_dense, choose_argmax_dtype, score_dtype
+from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...core.settings import get_requested_backend, is_checking_values, use_backend
 from ...families.loss.ops import LossArgs, LossCall, check_loss_args, make_default_labels
 from ...formats.table import EncodedTokens
 from ..checks import hints
-from ..registration import family
 from .cuts import has_even_rows, infer_sizes, is_contiguous_index
 from .eager_calls import DenseCall, PackedCall
-from .recent import RecentCall
 from .watchers import (
-    get_fp32_precision,
     is_below_autograd,
     is_dispatch_idle,
     is_ordinary_tensor,
     make_call_key,
+    make_dense_key,
     make_rowless_key,
 )
 
-_MAX_CALLS = 4096
 _ARG_TYPES = (
     Tensor,
     Tensor,
@@ -46,13 +44,6 @@ _ARG_TYPES = (
 )  # types of the arguments of `try_maxsim`; other types use the operator
 _fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 _NULL_CONTEXT = contextlib.nullcontext()  # replaces a `use_backend` block, which costs a microsecond
-_calls: dict[tuple, Any] = {}  # decisions by dispatch key; None if the call must use the operator
-_recent_calls = {
-    "maxsim": RecentCall(),
-    "maxsim_with_argmax": RecentCall(),
-    "ragged": RecentCall(True),
-    "quantized": RecentCall(True),
-}
 
 
 class _MaxSim(torch.autograd.Function):
@@ -90,14 +81,6 @@ class _MaxSim(torch.autograd.Function):
 def _match_leaf_shape(gradient: Tensor, leaf: Tensor) -> Tensor:
     """Return the gradient in the shape of `leaf`, without the leading axis that a 2-D `leaf` lacks."""
     return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
-
-
-def _store_call(key: tuple, call: Any) -> Any:
-    """Store the decisions about calls with this dispatch key, and return them."""
-    if len(_calls) >= _MAX_CALLS:
-        _calls.clear()
-    _calls[key] = call
-    return call
 
 
 def try_maxsim(
@@ -146,24 +129,15 @@ def _find_call(name: str, given: tuple, options: tuple) -> Any:
     """Return the decisions about a dense call, or None if the call must use the dispatcher."""
     if _is_compiling():
         return None
-    recent, choice = _recent_calls[name], get_requested_backend()
-    call = recent.find(given, (*options, choice))
-    if call is not None:
-        return call
-    description = make_call_key(given, options) if is_dispatch_idle() else None
-    if description is None:
+    key = make_dense_key(name, given, options)
+    if key is None:
         return None
-    tf32 = description[2] is _fp32 and get_fp32_precision() == "tf32"  # the dtype of Q, if it is a tensor
-    description += name, tf32, choice
-    key = tuple(description)
-    call = _calls.get(key, key)
-    if call is not key:
-        if call is not None:
-            recent.note_result(call, given, (*options, choice))
-        return call
-    if not all(isinstance(x, kind) for x, kind in zip((*given, *options), _ARG_TYPES, strict=True)):
-        return None  # left to the operator
-    return _store_call(key, _make_call(name, *given, *options))
+    call = plans.get(key)
+    if call is None:
+        if not all(isinstance(x, kind) for x, kind in zip((*given, *options), _ARG_TYPES, strict=True)):
+            return None  # left to the operator
+        call = plans.store(key, _make_call(name, *given, *options) or False)
+    return call or None
 
 
 def _make_call(name: str, *arguments: Any) -> DenseCall | None:
@@ -198,7 +172,7 @@ def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     Raises:
         TypeError, ValueError: as `lik_ops.maxsim_cross_entropy`.
     """
-    if _is_compiling() or is_checking_values() or not is_dispatch_idle():
+    if _is_compiling() or is_checking_values():
         return None
     Q, D, labels, q_mask, d_mask, q_weight, temperature, normalize, ignore_index, reduction = arguments
     if type(temperature) not in (int, float) or not 0 < temperature <= sys.float_info.max:
@@ -206,11 +180,10 @@ def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         return None
     given = Q, D, q_mask, d_mask, q_weight, labels, normalize, reduction
-    description = make_call_key(given[:6], given[6:])
-    if description is None:
+    key = make_call_key("maxsim_cross_entropy", given[:6], given[6:])
+    if key is None:
         return None
-    key = ("maxsim_cross_entropy", get_fp32_precision(), get_requested_backend(), *description)
-    call = _calls.get(key) or _store_call(key, _make_loss_call(given))
+    call = plans.get(key) or plans.store(key, _make_loss_call(given))
     if call.differentiable and is_below_autograd():
         return None
     if labels is None:
@@ -236,7 +209,7 @@ def _make_packed_call(c: PackedArgs, options: tuple, argmax_dtype: Any) -> Packe
     The sizes of `c` fit together. The result serves calls with other leading sizes, so it must not depend on them.
     """
     Q, D, device = c.Q, c.D, c.Q.device
-    normalize, backward, recompute, with_argmax, is_bounded, _ = options
+    normalize, backward, recompute, with_argmax, is_bounded = options
     ordinary = (
         all(isinstance(x, bool) for x in (normalize, recompute, with_argmax))
         and backward in BACKWARDS
@@ -244,7 +217,8 @@ def _make_packed_call(c: PackedArgs, options: tuple, argmax_dtype: Any) -> Packe
         and D.dtype == Q.dtype
         and D.shape[-1] == Q.shape[-1] >= 1
         and all(x is None or x.device == device for x in c.tensors)
-        and all(x is None or (x.dtype in INDEX_DTYPES and x.is_contiguous()) for x in c.indices)
+        and all(x is None or x.dtype in INDEX_DTYPES for x in c.indices)
+        and all(map(is_contiguous_index, c.indices))
         and (c.pairs is None or (c.pairs.shape[1:] == (2,) and not c.candidates))
         and (c.q_lengths is None or c.cu_seqlens_q is None)
         and all(m is None or m.dtype == torch.bool for m in (c.q_mask, c.d_mask))
@@ -293,40 +267,23 @@ def try_maxsim_ragged(
         return None
     indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
     given, is_bounded = (Q, D, *indices, *per_token), max_seqlen_q is not None
-    options = normalize, backward, recompute, with_argmax, is_bounded, get_requested_backend()
-    call = _recent_calls["ragged"].find(given, options)
-    description = None
-    if call is None:
-        description = make_rowless_key((Q, D, *per_token), indices, options) if is_dispatch_idle() else None
-        if description is None:
-            return None
-    sizes = infer_sizes(Q, D, indices, per_token, max_seqlen_q)
-    if sizes is None:
+    options = normalize, backward, recompute, with_argmax, is_bounded
+    key = make_rowless_key("maxsim_ragged", given, options)
+    sizes = None if key is None else infer_sizes(Q, D, indices, per_token, max_seqlen_q)
+    if key is None or sizes is None:
         return None
     c = PackedArgs(*given, *sizes)
-    if description is not None:
-        call = _find_packed_call(c, options, description)
-    if call is None or (call.differentiable and is_below_autograd()):
+    argmax_dtype = choose_argmax_dtype(c.Td)
+    key = argmax_dtype, key
+    call = plans.get(key)
+    if call is None:
+        call = plans.store(key, _make_packed_call(c, options, argmax_dtype) or False)
+    if not call or (call.differentiable and is_below_autograd()):
         return None
     if not call.differentiable:
         return call.plan.forward(c)
     found = _MaxSim.apply(Q, D, q_weight, call, c)
     return found if with_argmax else (found, None)
-
-
-def _find_packed_call(c: PackedArgs, options: tuple, description: list) -> Any:
-    """Return the decisions about a packed call, or None if the call must use the operator."""
-    argmax_dtype = choose_argmax_dtype(c.Td)
-    description += argmax_dtype, c.Q.dtype is _fp32 and get_fp32_precision() == "tf32"
-    key = tuple(description)
-    call = _calls.get(key, key)
-    if call is key:
-        return _store_call(key, _make_packed_call(c, options, argmax_dtype))
-    # `RecentCall` ignores leading sizes. The dtype of the argmax depends on them, and so does the contiguity of some
-    # indices.
-    if call is not None and call.argmax_dtype is None and all(map(is_contiguous_index, c.indices)):
-        _recent_calls["ragged"].note_result(call, c.tensors, options)
-    return call
 
 
 def try_maxsim_quantized(
@@ -362,7 +319,7 @@ def try_maxsim_quantized(
         return None
     is_ordinary = (
         all(is_ordinary_tensor(x) for x in tensors)
-        and all(x is None or x.is_contiguous() for x in indices)
+        and all(map(is_contiguous_index, indices))
         and all(has_even_rows(x, 1) for x in (Q, data))
         and all(x is None or has_even_rows(x, 0) for x in per_token)
     )
@@ -370,57 +327,55 @@ def try_maxsim_quantized(
     if not (is_ordinary and hasattr(backend, "forward_quantized_cut")):
         return None
     c = PackedArgs(Q, data, *indices, *per_token, *sizes)
-    if not with_argmax and max_seqlen_q is None and all(map(is_contiguous_index, indices)):
+    if not with_argmax and max_seqlen_q is None:
         _store_quantized(stored, c, options, backend)
     return backend.forward_quantized_cut(c, stored, options[1], choose_argmax_dtype(c.Td) if with_argmax else None)
 
 
-def _make_quantized_key(tensors: tuple, options: tuple) -> tuple | None:
-    """Return the key in `_calls` of a call with quantized documents, or None if the call must use the operator."""
-    if not is_dispatch_idle():
-        return None
-    Q, data, *indices, q_mask, d_mask, q_weight = tensors[:10]
-    description = make_rowless_key((Q, data, q_mask, d_mask, q_weight, *tensors[10:]), tuple(indices), options[1:])
-    return None if description is None else ("quantized", options[0], *description)
-
-
 def _store_quantized(stored: EncodedTokens, c: PackedArgs, options: tuple, backend: Any) -> None:
-    """Store that a call with quantized documents may use the shortcut."""
-    tensors = *c.tensors, stored.scale, stored.minimum, *stored[4:]
-    key = _make_quantized_key(tensors, (*options, stored.format, get_requested_backend()))
-    if key is not None and key not in _calls:
-        _store_call(key, (backend,))
+    """Store the backend of a call with quantized documents and, for dense documents, its plan and its sizes."""
+    key = _make_quantized_key(stored, c.tensors, options)
+    if key is not None and plans.get(key) is None:
+        if _has_indices(c):
+            plans.store(key, (backend, None, None))
+        else:
+            plans.store(key, (backend, backend.find_quantized_plan(c, stored, options[1], None), c.sizes))
+
+
+def _make_quantized_key(stored: EncodedTokens, given: tuple, options: tuple) -> tuple | None:
+    """Return the key of a call with quantized documents, or None if the call must use the operator."""
+    tensors = *given, stored.scale, stored.minimum, *stored[4:]
+    # `data` does not determine the number of features of a token.
+    name = "maxsim_quantized", stored.format, options[0]
+    return (make_rowless_key if _has_indices(given) else make_call_key)(name, tensors, options[1:])
+
+
+def _has_indices(given: tuple) -> bool:
+    """Return whether any index of a `PackedArgs` is given. Without them, dense tensors have the same shapes again."""
+    return any(x is not None for x in given[2:7])
 
 
 def repeat_maxsim_quantized(
     stored: EncodedTokens, Q: Any, indices: tuple, per_token: tuple, options: tuple
 ) -> Tensor | None:
-    """Return the scores if `try_maxsim_quantized` has handled a call with the same dispatch key before, else None.
+    """Return the scores if `try_maxsim_quantized` has handled a call with the same key before, else None.
 
     The arguments need no validation.
     """
     if _is_compiling() or is_checking_values():
         return None
-    tensors = Q, stored.data, *indices, *per_token, stored.scale, stored.minimum, *stored[4:]
-    options, recent = (*options, stored.format, get_requested_backend()), _recent_calls["quantized"]
-    found = recent.find(tensors, options)
+    given = Q, stored.data, *indices, *per_token
+    found = plans.get(_make_quantized_key(stored, given, options))
     if found is None:
-        key = _make_quantized_key(tensors, options)
-        found = None if key is None else _calls.get(key)
-        # `recent` ignores leading sizes, so it recognizes only indices that are contiguous at every leading size.
-        if found is not None and all(map(is_contiguous_index, indices)):
-            recent.note_result(found, tensors, options)
-    sizes = None if found is None else infer_sizes(Q, stored.data, indices, per_token, None)
-    if sizes is None:
         return None
-    c = PackedArgs(*tensors[:10], *sizes)
-    return found[0].forward_quantized_cut(c, stored, options[1], None)[0]
+    backend, plan, sizes = found
+    if sizes is None:
+        sizes = infer_sizes(Q, stored.data, indices, per_token, None)
+        if sizes is None:
+            return None
+    return backend.forward_quantized_cut(PackedArgs(*given, *sizes), stored, options[1], None, plan)[0]
 
 
 def clear_call_caches() -> None:
-    """Clear all decisions about calls, for example after a configuration table has changed."""
-    _calls.clear()
-    for recent in _recent_calls.values():
-        recent.forget()
-    family.clear_lookups()
+    """Drop all plans and captured calls, for example after a configuration table has changed."""
     backends.clear_plan_caches()

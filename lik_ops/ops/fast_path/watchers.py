@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ...core.settings import get_requested_backend
 from ..stack import autocast
 
 _INCLUDED, _EXCLUDED = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
@@ -20,7 +21,7 @@ _Tensor, _Parameter, _dtype = torch.Tensor, torch.nn.Parameter, torch.dtype
 count_function_modes, is_profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _is_autocasting = autocast.is_enabled_anywhere
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled, _fp32 = torch.is_grad_enabled, torch.float32
 # The C function of `torch.backends.cuda.matmul.fp32_precision`, because the property costs half a microsecond.
 get_fp32_precision: Callable[[], str] = (
     partial(torch._C._get_fp32_precision_getter, "cuda", "matmul")
@@ -86,31 +87,59 @@ def is_backward_direct(*tensors: Tensor) -> bool:
     return short and is_dispatch_idle() and all(map(is_ordinary_tensor, tensors))
 
 
-def make_call_key(tensors: Sequence, options: Sequence) -> list | None:
-    """Return the dispatch key of a call, or None if an argument is unusual.
+def make_call_key(name: Hashable, tensors: Sequence, options: Sequence) -> tuple | None:
+    """Return the key of a call in the plan cache, or None if the dispatcher must see the call.
 
     The key determines how a call is validated and computed, except for tensor values. A tensor contributes its shape,
-    strides, dtype, device and whether its gradient is recorded. An option contributes itself. There is no key for a
-    tensor that is not `is_ordinary_tensor`, and none for options of types outside `_OPTION_TYPES`. Equal values of
-    other types, such as 1 and True, must not share a key.
+    strides, dtype, device and whether its gradient is recorded. An option contributes itself. Settings contribute the
+    requested backend and, for fp32, the precision of products. There is no key for a tensor that is not
+    `is_ordinary_tensor`, and none for options of types outside `_OPTION_TYPES`. Equal values of other types, such as 1
+    and True, must not share a key.
     """
-    found: list = []
+    if not is_dispatch_idle():
+        return None
+    for x in options:
+        if type(x) not in _OPTION_TYPES:
+            return None
+    key = [name, get_requested_backend(), *options]
     records = _is_grad_enabled()
     for x in tensors:
         if x is None:
-            found.append(None)
+            key.append(None)
             continue
         kind = type(x)
         if kind is not _Tensor and kind is not _Parameter:
             return None
         if _get_key_bits(_KEYS(x)) not in _usual_keys and not _learn_dispatch_keys(x):
             return None
-        found += x.shape, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
-    for x in options:
-        if type(x) not in _OPTION_TYPES:
-            return None
-    found += options
-    return found
+        key += x.shape, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
+    Q = tensors[0]
+    if Q is not None and Q.dtype is _fp32:
+        key.append(get_fp32_precision())
+    return tuple(key)
+
+
+def make_dense_key(name: str, given: tuple, options: tuple[bool, str, bool]) -> tuple | None:
+    """Return a key as `make_call_key` does, for Q, D, q_mask, d_mask and q_weight.
+
+    The case without masks and weights is written out, which saves a fifth of the time.
+    """
+    Q, D, q_mask, d_mask, q_weight = given
+    if not (q_mask is None and d_mask is None and q_weight is None and type(Q) is type(D) is _Tensor):
+        return make_call_key(name, given, options)
+    usual, (normalize, backward, recompute) = _usual_keys, options
+    if (
+        not is_dispatch_idle()
+        or _get_key_bits(_KEYS(Q)) not in usual
+        or _get_key_bits(_KEYS(D)) not in usual
+        or not (type(normalize) is type(recompute) is bool and type(backward) is str)
+    ):
+        return make_call_key(name, given, options)
+    dtype, records = Q.dtype, _is_grad_enabled()
+    settings = name, get_requested_backend(), get_fp32_precision() if dtype is _fp32 else None
+    flags = normalize, backward, recompute, records and Q.requires_grad, records and D.requires_grad
+    tensors = dtype, Q.shape, Q.stride(), Q.get_device(), D.dtype, D.shape, D.stride(), D.get_device()
+    return settings + flags + tensors
 
 
 def make_operator_key(arguments: Sequence) -> list:
@@ -127,34 +156,49 @@ def make_operator_key(arguments: Sequence) -> list:
     return found
 
 
-def make_rowless_key(per_token: tuple, indices: tuple, options: tuple) -> list | None:
-    """Return the `make_call_key` of a ragged call without leading sizes, which differ from one ragged call to the next.
+def make_rowless_key(name: Hashable, given: tuple, options: tuple) -> tuple | None:
+    """Return the `make_call_key` of a packed call without leading sizes, which differ from one packed call to the next.
 
-    Kernels need contiguous indices, and contiguity may depend on the leading size, so it is part of the key. For three
-    axes or fewer the shape is not sliced, because a slice costs as much time as all other work.
+    The strides of an index and its other sizes determine whether it `is_contiguous_index`. For three axes or fewer the
+    shape of a tensor of tokens is not sliced, because a slice costs as much time as all other work.
+
+    Args:
+        name: the name of the function, and values of other types that the call depends on.
+        given: the tensors of a `PackedArgs`, followed by further tensors with one row for each token.
+        options: hashable options.
     """
-    found: list = []
+    if not is_dispatch_idle():
+        return None
+    for x in options:
+        if type(x) not in _OPTION_TYPES:
+            return None
+    Q, D, *indices = given[:7]
+    key = [name, get_requested_backend(), *options]
     records = _is_grad_enabled()
-    for x in per_token:
+    for x in indices:
         if x is None:
-            found.append(None)
+            key.append(None)
             continue
-        if not is_ordinary_tensor(x):
+        if type(x) is not _Tensor or (_get_key_bits(_KEYS(x)) not in _usual_keys and not _learn_dispatch_keys(x)):
+            return None
+        strides = x.stride()
+        key += strides, strides if len(strides) == 1 else x.shape[1:], x.dtype, x.get_device()
+    for x in (Q, D, *given[7:]):
+        if x is None:
+            key.append(None)
+            continue
+        kind = type(x)
+        if kind is not _Tensor and kind is not _Parameter:
+            return None
+        if _get_key_bits(_KEYS(x)) not in _usual_keys and not _learn_dispatch_keys(x):
             return None
         shape = x.shape
         n = len(shape)
         width = shape[1] if n == 2 else (shape[1], shape[2]) if n == 3 else shape[1:] if n else -1
-        found += width, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
-    for x in indices:
-        if x is None:
-            found.append(None)
-            continue
-        if type(x) is not _Tensor or (_get_key_bits(_KEYS(x)) not in _usual_keys and not _learn_dispatch_keys(x)):
-            return None
-        n = x.dim()
-        found += -1 if n == 1 else x.shape[1] if n == 2 else x.shape, x.dtype, x.get_device(), x.is_contiguous()
-    others = make_call_key((), options)
-    return None if others is None else found + others
+        key += width, x.stride(), x.dtype, x.get_device(), records and x.requires_grad
+    if Q is not None and Q.dtype is _fp32:
+        key.append(get_fp32_precision())
+    return tuple(key)
 
 
 def is_call_direct(*tensors: Tensor | None) -> bool:

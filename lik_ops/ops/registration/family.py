@@ -13,13 +13,12 @@ from torch.library import CustomOpDef
 from ... import backends
 from ..._ops import add_op_namespace_prefix
 from ...core.arguments import BACKWARDS, check_choice, require, score_dtype
+from ...core.plan_cache import plans
 from ...core.segments import DenseArgs, RaggedArgs, Shape
 from ...core.settings import get_requested_backend, use_backend
 from ..fast_path.watchers import get_fp32_precision, make_operator_key
 
 ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
-_MAX_LOOKUPS = 4096
-_lookups: dict[tuple, Any] = {}  # results of `lookup_once` by operator and dispatch key
 T = TypeVar("T")
 
 
@@ -36,13 +35,8 @@ def lookup_once(op: str, given: Sequence, options: tuple, find: Callable[..., T]
         *arguments: the arguments of `find`.
     """
     key = (op, options, get_requested_backend(), get_fp32_precision(), *make_operator_key(given))
-    found = _lookups.get(key)
-    if found is None:
-        found = find(*arguments)
-        if len(_lookups) >= _MAX_LOOKUPS:
-            _lookups.clear()
-        _lookups[key] = found
-    return found
+    found = plans.get(key)
+    return plans.store(key, find(*arguments)) if found is None else found
 
 
 def lookup_backend(
@@ -56,11 +50,6 @@ def _check_and_select(Q: Tensor, check: Callable[..., Any], arguments: tuple) ->
     """Check the arguments and return the backend for the device and dtype of Q."""
     check(*arguments)
     return backends.select_backend(Q.device, Q.dtype)
-
-
-def clear_lookups() -> None:
-    """Clear all results, for example after a configuration table has changed."""
-    _lookups.clear()
 
 
 def check_forward(op: str, tensors: DenseArgs | RaggedArgs, argmax_dtype: Any, backward: str) -> None:

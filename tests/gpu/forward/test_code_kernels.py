@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from lik_ops.core.plan_cache import plans
 from lik_ops.formats.table import RESIDUAL_FORMATS
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
@@ -14,7 +15,6 @@ from ...support.common import CUDA, INTERPRETER, INTERPRETING
 pytest.importorskip("triton", reason="these are kernels in Triton")
 import triton
 
-from lik_ops.gpu.forward import packed as cuda_ragged
 from lik_ops.gpu.forward import quantized as quantized_calls
 from lik_ops.gpu.runtime import launcher
 
@@ -124,7 +124,7 @@ def test_programs_of_codes_in_words_walk_from_document_to_document(place, format
         return launch(kernel, grid, *rest)
 
     with in_words(monkeypatch):
-        cuda_ragged.clear_plans()
+        plans.clear()
         monkeypatch.setattr(launcher, "launch", noted)
         scores, _ = p.forward(argmax_dtype=None)
         assert 0 < grids[-1] < len(lengths) * len(queries) // 2

@@ -8,6 +8,7 @@ import torch
 
 import lik_ops
 from lik_ops import Quantized
+from lik_ops.core.plan_cache import plans
 from lik_ops.formats.table import ALL_FORMATS, FORMATS, INT8_QUERIES, EncodedTokens
 from lik_ops.ops.fast_path import eager
 from lik_ops.ops.topk import SearchArgs
@@ -18,7 +19,6 @@ from ...support.common import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.gpu import backend
-from lik_ops.gpu.forward import packed as cuda_ragged
 from lik_ops.gpu.tuning import forward_configs
 from lik_ops.gpu.tuning.architectures import KernelKey
 
@@ -313,16 +313,20 @@ def test_calls_of_other_scales_by_turns(place):
 
 def test_plans_tell_tensors_apart(place):
     """The key of a plan holds everything that determines the compiled kernel."""
-    cuda_ragged.clear_plans()
+    plans.clear()
+
+    def keys():
+        return [key for key in plans if key[0] == "PackedPlan"]
+
     for format in ALL_FORMATS:
         problem("cross", torch.float16, 96, format, queries=(3,), documents=(5,)).to(place.device).forward()
-    assert len(cuda_ragged._plans) == len(ALL_FORMATS)
-    assert len({(key[1][0], key[-2], key[-1]) for key in cuda_ragged._plans}) == len(ALL_FORMATS)
+    assert len(keys()) == len(ALL_FORMATS)
+    assert len({(key[2][0], key[-2], key[-1]) for key in keys()}) == len(ALL_FORMATS)
     p = problem("cross", torch.float16, 96, "residual2", queries=(3,), documents=(5,))
     for codes, centroids in itertools.product((torch.int32, torch.int64), (torch.float16, torch.float32)):
         coded = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
         dataclasses.replace(p, stored=coded).to(place.device).forward()
-    assert len(cuda_ragged._plans) == len(ALL_FORMATS) + 3  # one of these existed
+    assert len(keys()) == len(ALL_FORMATS) + 3  # one of these existed
 
 
 @every_format_and_codes

@@ -8,6 +8,7 @@ import torch
 
 import lik_ops
 from lik_ops import reference
+from lik_ops.core.plan_cache import PlanCache
 from lik_ops.core.segments import PackedArgs, RaggedArgs
 
 from ...support.common import INTERPRETING
@@ -99,14 +100,14 @@ def test_scales_that_documents_share_are_no_row_of_scales_for_all():
 def test_plans_that_another_thread_drops(monkeypatch):
     from lik_ops.gpu.forward import sm90_quantized
 
-    class Dropping(dict):
-        def __setitem__(self, key, value):
-            pass
+    class Dropping(PlanCache):
+        def store(self, key, entry):
+            return entry
 
-    monkeypatch.setattr(sm90_quantized, "_plans", Dropping())
+    monkeypatch.setattr(sm90_quantized, "plans", Dropping(8))
     D = lik_ops.quantize(torch.randn(3, 70, 32), "int8")
     c = PackedArgs(torch.randn(2, 4, 32), D.data, *[None] * 8, 2, 3, False, 8, 210, 4)
-    assert sm90_quantized.forward(c, D.kept()) is None  # a CPU has no plan
+    assert sm90_quantized.find_plan(c, D.kept()) is False  # a CPU has no plan
 
 
 def documents(Nd, Ld, d, scale, seed=0, query="half"):
@@ -121,7 +122,8 @@ def fast(Q, D, q_mask=None, q_weight=None):
 
     (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
     c = PackedArgs(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
-    found = sm90_quantized.forward(c, D.kept())
+    plan = sm90_quantized.find_plan(c, D.kept())
+    found = sm90_quantized.forward(plan, c, D.kept()) if plan else None
     assert found is not None
     return found
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
 from lik_ops import backends
+from lik_ops.core.plan_cache import plans
 from lik_ops.ops.fast_path import eager, watchers
 
 from ...support.common import INTERPRETING, PLACES, Problem, build
@@ -310,11 +311,11 @@ def test_saved_tensors_are_guarded_against_later_writes():
 
 
 def test_what_is_kept_is_bounded(monkeypatch):
-    monkeypatch.setattr(eager, "_MAX_CALLS", 3)
+    monkeypatch.setattr(plans, "capacity", 4)
     eager.clear_call_caches()
     for Ld in range(1, 9):
         lik_ops.maxsim(torch.ones(1, 2, 4), torch.ones(1, Ld, 4))
-        assert len(eager._calls) <= 3
+        assert len(plans) <= 4
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

@@ -9,8 +9,9 @@ from torch.autograd import forward_ad
 
 import lik_ops
 from lik_ops import backends
+from lik_ops.core.plan_cache import plans
 from lik_ops.core.segments import PackedArgs
-from lik_ops.ops.fast_path import eager
+from lik_ops.ops.fast_path import eager, watchers
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
 from .test_eager import FunctionSeen, Seen, Wrapped
@@ -255,11 +256,15 @@ def test_nothing_runs_before_the_launch(name, launches, monkeypatch):
     """Only the allocation of the scores may run. Any other operation would cost as much as the launch."""
     x = inputs(dtype=torch.bfloat16)
     CALLS[name](x)
-    monkeypatch.setattr(eager, "is_dispatch_idle", lambda: True)
+    monkeypatch.setattr(watchers, "is_dispatch_idle", lambda: True)
     with Seen() as seen:
         CALLS[name](x)
     assert seen.names == ["aten.empty_strided.default"]
     assert len(launches) == 1
+
+
+def packed_plans():
+    return [x for x in plans.values() if isinstance(x, cuda_ragged.PackedPlan)]
 
 
 @without_kernels
@@ -272,7 +277,7 @@ def test_other_rows_are_launched_directly_too(launches):
             Q, cu_q = lik_ops.pack([torch.randn(n, 16) for n in queries])
             assert lik_ops.maxsim_varlen(Q, D, cu_q, cu_d).shape == (2, len(lengths))
     assert len(launches) == 1 and len(launches[0][2].launched) == 11
-    assert len(cuda_ragged._plans) == 1
+    assert len(packed_plans()) == 1
 
 
 @without_kernels
@@ -328,7 +333,7 @@ def test_nothing_to_score_launches_nothing(launches):
 @without_kernels
 @torch.no_grad()
 def test_what_is_kept_is_bounded(launches, monkeypatch):
-    monkeypatch.setattr(cuda_ragged, "_MAX_PLANS", 3)
+    monkeypatch.setattr(plans, "capacity", 6)
     monkeypatch.setattr(cuda_ragged, "_MAX_TILES", 3)
     monkeypatch.setattr(cuda_ragged, "_MAX_DESCRIPTORS", 3)
     kept = []
@@ -337,8 +342,8 @@ def test_what_is_kept_is_bounded(launches, monkeypatch):
         for n in (1, 2, 3, 4, 5) * 2:
             kept.append(D[:n].clone())
             lik_ops.maxsim_varlen(torch.randn(n, 1, d), kept[-1], None, cu_d)
-            assert len(cuda_ragged._plans) <= 3
-            for plan in cuda_ragged._plans.values():
+            assert len(plans) <= 6
+            for plan in packed_plans():
                 assert len(plan.tiles) <= 3 and len(plan.descriptors) <= 3
 
 

@@ -1,6 +1,6 @@
-"""Test that the last call of a function is recognized if it repeats, and no other call, with or without watchers.
+"""Test that a plan in the cache serves repeated calls and no others, with or without observers of the dispatcher.
 
-`test_eager_keys` shows for recognized calls that no argument may differ.
+`test_eager_keys` compares the results of all changes of an argument.
 """
 
 import contextlib
@@ -13,11 +13,10 @@ from torch.autograd import forward_ad
 import lik_ops
 from lik_ops import backends
 from lik_ops.api import inputs, ragged, score
-from lik_ops.core.settings import get_requested_backend
-from lik_ops.ops.fast_path import cuts, eager, recent
+from lik_ops.core.plan_cache import plans
+from lik_ops.ops.fast_path import cuts, eager
 
 from .test_eager import FunctionSeen, Seen, Wrapped
-from .test_eager_keys import PLACE
 
 
 class Dense:
@@ -53,7 +52,7 @@ class Ragged(Dense):
 
 @pytest.fixture(params=[Dense, WithWinners, Ragged], ids=lambda layout: layout.name)
 def layout(request, monkeypatch):
-    """Yield a call that is recognized."""
+    """Yield a call that may use the fast path."""
     made = request.param()
     eager.clear_call_caches()
     if made.name == "ragged":  # whose fast path only leads to the Triton backend
@@ -75,22 +74,30 @@ class Found:
         return (c.Q.detach(),) if self.differentiable else (c.Q, None)
 
 
-def recognise(layout):
-    for _ in range(recent._MIN_REPEATS + 1):
-        assert layout.call() is not None
-    assert eager._recent_calls[layout.name]._known is not None
+def serving(layout, *args, **options):
+    """Return the entry of the plan cache that serves this call without being made for it, or None."""
+    found = []
 
+    class Spy:
+        def get(self, key):
+            found.append(plans.get(key))
+            return found[-1]
 
-def is_recognised(layout, *args, **options):
-    """Return whether this call is found without computing its dispatch key."""
-    described = []
+        store = staticmethod(plans.store)
+
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("make_call_key", "make_rowless_key"):
-            real = getattr(eager, name)
-            patch.setattr(eager, name, lambda *given, real=real: described.append(True) or real(*given))
+        patch.setattr(eager, "plans", Spy())
         with contextlib.suppress(TypeError, ValueError):
             layout.call(*args, **options)
-    return not described
+    return found[-1] if found else None
+
+
+def make_known(layout):
+    """Make the call, and return the entry of the plan cache that serves its repetition."""
+    assert layout.call() is not None
+    found = serving(layout)
+    assert found
+    return found
 
 
 WATCHERS = {
@@ -112,145 +119,101 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("watcher", WATCHERS)
-def test_who_watches_sees_a_call_that_was_recognised(layout, watcher):
-    recognise(layout)
+def test_observers_see_a_known_call(layout, watcher):
+    known = make_known(layout)
     with WATCHERS[watcher]():
         assert layout.call() is None
-    recognise(layout)
+    assert serving(layout) is known
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_and_tracers_see_it_too(layout, transform):
-    recognise(layout)
+    make_known(layout)
     ways = []
     TRANSFORMS[transform](lambda x: ways.append(layout.call()) or x * 2)
     assert ways == [None]
 
 
-def test_calls_of_other_arguments_are_not_recognised(layout):
+def test_a_known_call_serves_no_call_with_other_arguments(layout):
+    known = make_known(layout)
     for n, x in enumerate(layout.x):
         others = [x.as_subclass(Wrapped), x.to("meta"), None, [x], x[None], x.new_empty(x.shape).expand(2, *x.shape)]
         if n < 2:
             more_memory = torch.cat([x, x], -1)
             others += [x.double(), x.bfloat16(), torch._neg_view(x), more_memory[..., : x.shape[-1]], more_memory]
             others += [torch.nested.nested_tensor([x, x]), x.to_sparse(), torch._efficientzerotensor(*x.shape)]
-            others += [x.clone().requires_grad_(), torch.nn.Parameter(x), x.mT.contiguous().mT, layout.x[1 - n]]
-            with torch.inference_mode():
-                others.append(x + 1)
+            others += [x.clone().requires_grad_(), torch.nn.Parameter(x), x.mT.contiguous().mT]
+            others += [] if layout.name == "ragged" else [layout.x[1 - n]]
         for other in others:
-            recognise(layout)
-            assert not is_recognised(layout, n, other), (n, type(other), getattr(other, "shape", None))
-    recognise(layout)
+            assert serving(layout, n, other) is not known, (n, type(other), getattr(other, "shape", None))
     for option in ({"normalize": 0}, {"normalize": True}, {"backward": "lowmem"}, {"recompute": True}):
-        recognise(layout)
-        assert not is_recognised(layout, **option)
+        assert serving(layout, **option) is not known
+    assert serving(layout) is known
 
 
-def test_nor_other_masks(layout):
-    """The masks have the same shape and another position."""
-    if layout.name == "maxsim":
-        x, mask = [torch.randn(5, 6, 4), torch.randn(5, 6, 4)], torch.ones(5, 6, dtype=torch.bool)
-        options = {"normalize": False, "backward": "auto", "recompute": False}
-        for _ in range(recent._MIN_REPEATS + 1):
-            eager.try_maxsim(*x, mask, None, None, **options)
-        known = eager._recent_calls["maxsim"]._known
-        rest = (*options.values(), get_requested_backend())
-        assert known.fits((*x, mask, None, None), rest)
-        assert not known.fits((*x, None, mask, None), rest)
-        assert not known.fits((*x, mask, mask, None), rest)
-        assert not known.fits((*x, None, None, None), rest)
+def test_equal_masks_in_other_positions_are_other_calls():
+    Q, D, mask = torch.randn(5, 6, 4), torch.randn(5, 6, 4), torch.ones(5, 6, dtype=torch.bool)
+    keys = {
+        eager.make_dense_key("maxsim", (Q, D, *masks, None), (False, "auto", False))
+        for masks in ((mask, None), (None, mask), (mask, mask), (None, None))
+    }
+    assert len(keys) == 4 and None not in keys
 
 
-def test_other_values_are_recognised_and_other_rows_of_packed_tensors(layout):
-    recognise(layout)
+def test_a_known_call_serves_other_values_and_other_rows_of_packed_tensors(layout):
+    known = make_known(layout)
     for n, x in enumerate(layout.x):
-        assert is_recognised(layout, n, x.clone())
-    assert is_recognised(layout, 1, torch.cat([layout.x[1], layout.x[1]])) == (layout.name == "ragged")
+        assert serving(layout, n, x.clone()) is known
+    more = torch.cat([layout.x[1], layout.x[1]])
+    assert (serving(layout, 1, more) is known) == (layout.name == "ragged")
 
 
 def test_settings_are_part_of_a_call(layout):
-    recognise(layout)
+    known = make_known(layout)
     with lik_ops.use_backend("portable"):
-        assert not is_recognised(layout)
-    recognise(layout)
+        assert serving(layout) is None
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert not is_recognised(layout)
-        recognise(layout)
+        assert serving(layout) is None
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert not is_recognised(layout)
-    recognise(layout)
+    assert serving(layout) is known
     with torch.no_grad():  # nothing to record anyway
-        assert is_recognised(layout)
+        assert serving(layout) is known
 
 
-def test_gradients_that_are_recorded_are_part_of_a_call(layout):
+def test_recorded_gradients_are_part_of_a_call(layout):
     layout.x[0].requires_grad_()
     if layout.name == "maxsim_with_argmax":
         assert layout.call() is None
         return
-    recognise(layout)
+    known = make_known(layout)
     with torch.no_grad():
-        assert not is_recognised(layout)
-        recognise(layout)
-    assert not is_recognised(layout)
-    recognise(layout)
+        assert serving(layout) is None
+        assert make_known(layout) is not known
+    assert serving(layout) is known
     with torch._C._AutoDispatchBelowAutograd():  # nothing may be recorded here
         assert layout.call() is None
 
 
-def test_what_differs_from_call_to_call_is_never_recognised(layout):
-    others = [x.clone() for x in layout.x[:2]]
-    others[1] = torch.cat([others[1]] * 2, -1)
-    others[0] = torch.cat([others[0]] * 2, -1)
-    for _ in range(4):
-        assert not is_recognised(layout)
-        layout.call()
-        x, layout.x[:2] = layout.x[:2], others
-        assert not is_recognised(layout)
-        layout.x[:2] = x
-    assert eager._recent_calls[layout.name]._known is None
-
-
-def test_indices_of_more_rows_are_contiguous_or_not_recognised():
+@pytest.mark.parametrize("apart", [torch.tensor([[0, 9], [4, 9], [9, 9]])[:, 0], torch.zeros(4, 3).long()[:, :2]])
+def test_only_strides_that_are_contiguous_for_any_number_of_rows_are_accepted(apart):
     """One row is contiguous for any stride, but several rows are not."""
-    with PLACE.use():
-        layout = Ragged()
-        eager.clear_call_caches()
-        odd = torch.tensor([[0, 9], [9, 9], [9, 9]])[:, 0]
-        assert odd[:1].is_contiguous() and not odd.is_contiguous()
-        assert cuts.is_contiguous_index(layout.x[2]) and not cuts.is_contiguous_index(odd[:1])
-        pairs = torch.zeros(4, 3, dtype=torch.int64)
-        assert (
-            cuts.is_contiguous_index(pairs)
-            and not cuts.is_contiguous_index(pairs[:1, :2])
-            and pairs[:1, :2].is_contiguous()
-        )
-
-
-def test_without_torchs_guards_calls_are_described_each_time(layout, monkeypatch):
-    def others_arguments(*args, **kwargs):
-        raise TypeError
-
-    for guards in (None, others_arguments):
-        eager.clear_call_caches()
-        monkeypatch.setattr(recent, "_Guards", guards)
-        for _ in range(recent._MIN_REPEATS + 2):
-            assert not is_recognised(layout)
-
-
-def test_this_version_of_torch_has_guards():
-    assert recent._Guards is not None
+    assert apart[:1].is_contiguous() and not apart.is_contiguous()
+    assert not cuts.is_contiguous_index(apart[:1])
+    assert cuts.is_contiguous_index(apart.contiguous()) and cuts.is_contiguous_index(apart.contiguous()[:1])
 
 
 @pytest.fixture
 def checked(monkeypatch):
     """Record the calls whose arguments were checked. A stand-in for the Triton backend scores quantized documents."""
     seen, real = [], inputs.prepare_args
-    by_kernels = {"forward_quantized_cut": lambda c, *_: (c.Q.new_zeros(c.queries, c.columns), None)}
+    by_kernels = {
+        "find_quantized_plan": lambda *_: False,
+        "forward_quantized_cut": lambda c, *_: (c.Q.new_zeros(c.queries, c.columns), None),
+    }
     backend = SimpleNamespace(**{**vars(backends.portable), **by_kernels})
     monkeypatch.setattr(backends, "select_backend", lambda device, dtype: backend)
     for module in (score, ragged):
@@ -261,9 +224,8 @@ def checked(monkeypatch):
     eager.clear_call_caches()
 
 
-def recognise_quantized(checked, call):
-    for _ in range(recent._MIN_REPEATS + 1):
-        call()
+def make_quantized_known(checked, call):
+    call()
     checked.clear()
     call()
     assert not checked
@@ -271,7 +233,7 @@ def recognise_quantized(checked, call):
 
 @pytest.mark.parametrize("format", ["int8", "uint8", "binary", "residual2"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_quantised_documents_are_recognised(checked, format, packed):
+def test_known_calls_with_quantized_documents_are_not_checked_again(checked, format, packed):
     x, more = torch.randn(5, 6, 16), torch.randn(9, 6, 16)
     codec = lik_ops.ResidualCodec.train(x.flatten(0, 1), 2, 4) if format == "residual2" else None
 
@@ -285,20 +247,20 @@ def test_quantised_documents_are_recognised(checked, format, packed):
     def call(Q=Q, D=D, bounds=bounds, **options):
         return lik_ops.maxsim_varlen(Q, D, None, bounds, **options) if packed else lik_ops.maxsim(Q, D, **options)
 
-    def is_recognised(**changes):
-        recognise_quantized(checked, call)
+    def is_unchecked(**changes):
+        make_quantized_known(checked, call)
         with contextlib.suppress(TypeError, ValueError, NotImplementedError):
             call(**changes)
         return not checked
 
     assert call().shape == (2, 5)
-    assert is_recognised(Q=torch.randn(2, 3, 16)) and is_recognised(Q=torch.randn(7, 3, 16))
+    assert is_unchecked(Q=torch.randn(2, 3, 16)) and is_unchecked(Q=torch.randn(7, 3, 16)) == packed
     assert call(D=made(more), bounds=torch.arange(0, 55, 6)).shape == (2, 9)
     weights = torch.ones(2, 3)
     others = [Q[0], Q.double(), Q.as_subclass(Wrapped), Q.to("meta"), [Q[0]], None, torch.randn(2, 3, 17)]
     others += [torch._neg_view(Q), Q.clone().requires_grad_(), torch.nested.nested_tensor([Q[0], Q[1]])]
     for other in others:
-        assert not is_recognised(Q=other), type(other)
+        assert not is_unchecked(Q=other), type(other)
     for options in (
         {"q_weight": weights},
         {"normalize": True},
@@ -306,14 +268,14 @@ def test_quantised_documents_are_recognised(checked, format, packed):
         {"backward": "lowmem"},
         {"bounds": 0},
     ):
-        assert packed or "bounds" not in options or not is_recognised(q_mask=weights.bool())
-        assert ("bounds" in options and not packed) or not is_recognised(**options), options
-    assert not is_recognised(D=made(x, "fp8_e5m2"))
-    assert not is_recognised(
+        assert packed or "bounds" not in options or not is_unchecked(q_mask=weights.bool())
+        assert ("bounds" in options and not packed) or not is_unchecked(**options), options
+    assert not is_unchecked(D=made(x, "fp8_e5m2"))
+    assert not is_unchecked(
         D=lik_ops.quantize(x.flatten(0, 1) if packed else x, "int8" if format != "int8" else "uint8")
     )
     for watcher in WATCHERS.values():
-        recognise_quantized(checked, call)
+        make_quantized_known(checked, call)
         with watcher(), contextlib.suppress(NotImplementedError, RuntimeError):
             call()
         assert checked
@@ -324,7 +286,7 @@ def test_features_that_bytes_do_not_tell_are_told_apart(checked):
     Q, D = torch.randn(2, 3, 16), lik_ops.quantize(torch.randn(5, 6, 16), "binary")
     other = lik_ops.quantize(torch.randn(5, 6, 12), "binary")
     assert other.data.shape == D.data.shape
-    recognise_quantized(checked, lambda: lik_ops.maxsim(Q, D))
+    make_quantized_known(checked, lambda: lik_ops.maxsim(Q, D))
     with pytest.raises(ValueError, match="d"):
         lik_ops.maxsim(Q, other)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...core.plan_cache import PlanCache
 from . import launcher
 from .arguments import current_device
 from .memory import is_deterministic, makers, raw_stream
@@ -357,7 +358,7 @@ class Calls:
     every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        self._found: dict[tuple, Replay | bool] = {}  # True after the first call, False if calls cannot be replayed
+        self._found = PlanCache(_MAX_CALLS)  # a `Replay`, True after the first call, False if calls cannot be replayed
         Calls.every.add(self)
 
     def run(self, key: tuple, given: Tensors, device: torch.device, function: Callable, *arguments: Any) -> Any:
@@ -375,13 +376,11 @@ class Calls:
             results = found(given)
             return function(*arguments) if results is None else results
         if found is None:
-            if len(self._found) >= _MAX_CALLS:
-                self._found.clear()
-            self._found[key] = True
+            self._found.store(key, True)
         elif found and not launcher.has_launch_hooks() and _can_record(given):
             with RecordingMode(given) as recorder:
                 results = function(*arguments)
-            self._found[key] = recorder.replay(results, device) or False
+            self._found.store(key, recorder.replay(results, device) or False)
             return results
         return function(*arguments)
 

@@ -27,7 +27,7 @@ from ..core.arguments import (
     describe_type,
     format_shape,
 )
-from ..core.segments import RaggedArgs
+from ..core.segments import PackedArgs
 from ..formats.index import Index
 from ..formats.quantized import Quantized, make_placeholder
 from ..ops.checks import hints, values
@@ -70,10 +70,16 @@ class ScoringArgs(NamedTuple):
         """An upper bound on the tokens of a query that needs no device sync."""
         return self.Q.shape[1 if self.cu_seqlens_q is None else 0]
 
-    def ragged(self, offsets: Tensor | None, lengths: Tensor | None = None, pairs: Tensor | None = None) -> RaggedArgs:
-        """Return the `RaggedArgs` of the operator for documents at `offsets` or for `pairs`."""
-        per_token = self.q_mask, self.d_mask, self.q_weight
-        return sharding.make_ragged_args(self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, *per_token)
+    def packed(
+        self,
+        offsets: Tensor | None,
+        lengths: Tensor | None = None,
+        pairs: Tensor | None = None,
+        max_seqlen_q: Any = None,
+    ) -> PackedArgs:
+        """Return the arguments of the operator for documents at `offsets` or for `pairs`."""
+        tensors = self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, self.q_mask, self.d_mask, self.q_weight
+        return sharding.make_packed_args(tensors, self.most if max_seqlen_q is None else max_seqlen_q)
 
 
 def prepare_args(
@@ -295,11 +301,11 @@ def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
     """
     if g.own:
         assert g.quantized is not None
-        r, shape = g.ragged(None), g.quantized.shape[:2]
+        r, shape = g.packed(None).ragged(), g.quantized.shape[:2]
         r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))
-        return _restore_axes(g, *_call_operator(g, r, g.most))
+        return _restore_axes(g, *_call_operator(g, PackedArgs.of(r, g.most)))
     found = _try_eager(g, g.cu_seqlens_d)
-    return _restore_axes(g, *(_call_operator(g, g.ragged(g.cu_seqlens_d), g.most) if found is None else found))
+    return _restore_axes(g, *(_call_operator(g, g.packed(g.cu_seqlens_d)) if found is None else found))
 
 
 def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Any]:
@@ -332,7 +338,7 @@ def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[
         _check_candidates(g, offsets, lengths, (queries, None), "[Nq, K]")
     if values.needs_value_checks(offsets, lengths):
         values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *as_given, "D", g.D)
-    return _restore_axes(g, *_call_operator(g, g.ragged(offsets, lengths), g.most))
+    return _restore_axes(g, *_call_operator(g, g.packed(offsets, lengths)))
 
 
 def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
@@ -378,11 +384,11 @@ def _score_pairs(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None) -> tup
         return found
     if g.cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = _bound_query_length(g, g.cu_seqlens_q)
-    r, bound = g.ragged(g.cu_seqlens_d, pairs=pairs), g.most if max_seqlen_q is None else max_seqlen_q
-    if values.needs_value_checks(pairs, r.cu_seqlens_q):
-        values.check_pairs(g.op, pairs, r.queries, r.columns)
-        values.check_max_seqlen(g.op, r.cu_seqlens_q, pairs, bound)
-    return _call_operator(g, r, bound)
+    c = g.packed(g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)
+    if values.needs_value_checks(pairs, c.cu_seqlens_q):
+        values.check_pairs(g.op, pairs, c.queries, c.columns)
+        values.check_max_seqlen(g.op, c.ragged().cu_seqlens_q, pairs, c.max_seqlen_q)
+    return _call_operator(g, c)
 
 
 def _bound_query_length(g: ScoringArgs, cu_seqlens_q: Tensor) -> int:
@@ -399,38 +405,37 @@ def _bound_query_length(g: ScoringArgs, cu_seqlens_q: Tensor) -> int:
     return g.Q.shape[0]
 
 
-def _call_operator(g: ScoringArgs, r: RaggedArgs, max_seqlen_q: int) -> tuple[Tensor, Tensor | None]:
+def _call_operator(g: ScoringArgs, c: PackedArgs) -> tuple[Tensor, Tensor | None]:
     """Return scores and argmax from the ragged operator, or from the quantized operator for quantized documents."""
     if g.quantized is not None:
-        return _call_quantized_operator(g, g.quantized, r, max_seqlen_q)
-    return call_ragged_operator(
-        r, g.normalize, max_seqlen_q, g.backward, recompute=g.recompute, with_argmax=g.with_argmax
-    )
+        return _call_quantized_operator(g, g.quantized, c)
+    return call_ragged_operator(c, g.normalize, g.backward, recompute=g.recompute, with_argmax=g.with_argmax)
 
 
-def _call_quantized_operator(
-    g: ScoringArgs, D: Quantized, r: RaggedArgs, max_seqlen_q: int
-) -> tuple[Tensor, Tensor | None]:
+def _call_quantized_operator(g: ScoringArgs, D: Quantized, c: PackedArgs) -> tuple[Tensor, Tensor | None]:
     """Return scores and argmax of ``lik::maxsim_quantized_fwd``.
 
     Raise if a gradient is needed.
     """
-    functional.reject_forward_ad(r.Q, r.q_weight)
-    if needs_gradients(r.Q, r.q_weight):
+    functional.reject_forward_ad(c.Q, c.q_weight)
+    if needs_gradients(c.Q, c.q_weight):
         raise NotImplementedError(
             f"{g.op}: scores of quantized documents have no gradient: call it under torch.no_grad, or score"
             " D.dequantize()"
         )
     sharding.register_if_needed()
-    dtype = choose_argmax_dtype(r.D.shape[0]) if g.with_argmax else None
-    scores, argmax = lik.maxsim_quantized_fwd(r.Q, *D.stored(), *r[2:], g.normalize, dtype, max_seqlen_q)
+    dtype = choose_argmax_dtype(c.Td) if g.with_argmax else None
+    stored = D.stored()
+    if c.offsets is None:
+        stored = stored._replace(data=stored.data.view(*c.D.shape[:-1], stored.data.shape[1]))
+    Q, _, *others = c.operator_tensors
+    scores, argmax = lik.maxsim_quantized_fwd(Q, *stored, *others, g.normalize, dtype, c.max_seqlen_q)
     return scores, argmax if g.with_argmax else None
 
 
 def call_ragged_operator(
-    r: RaggedArgs,
+    c: PackedArgs,
     normalize: bool,
-    max_seqlen_q: int,
     backward: str,
     *,
     recompute: bool = False,
@@ -439,9 +444,8 @@ def call_ragged_operator(
     """Return scores and argmax of ``lik::maxsim_ragged_fwd``, after rejecting unsupported transforms.
 
     Args:
-        r: the arguments of the operator.
+        c: the arguments of the operator.
         normalize: L2-normalize every token first.
-        max_seqlen_q: an upper bound on the tokens of a query.
         backward: ``"lowmem"``, ``"unified"`` or ``"auto"``.
         recompute: do not keep the argmax for the backward.
         with_argmax: also return the argmax.
@@ -457,11 +461,11 @@ def call_ragged_operator(
             "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
             " torch.autograd, or pad and call lik_ops.maxsim"
         )
-    functional.reject_forward_ad(r.Q, r.D, r.q_weight)
+    functional.reject_forward_ad(c.Q, c.D, c.q_weight)
     sharding.register_if_needed()
-    keeps = with_argmax or (needs_gradients(r.Q, r.D, r.q_weight) and not recompute)
-    argmax_dtype = choose_argmax_dtype(r.D.shape[0]) if keeps else None
-    scores, argmax = lik.maxsim_ragged_fwd(*r, normalize, argmax_dtype, max_seqlen_q, backward)
+    keeps = with_argmax or (needs_gradients(c.Q, c.D, c.q_weight) and not recompute)
+    argmax_dtype = choose_argmax_dtype(c.Td) if keeps else None
+    scores, argmax = lik.maxsim_ragged_fwd(*c.operator_tensors, normalize, argmax_dtype, c.max_seqlen_q, backward)
     return scores, argmax if with_argmax else None
 
 
@@ -495,10 +499,11 @@ def _reshape_argmax(g: ScoringArgs, argmax: Tensor, of_one: bool) -> ArgmaxOutpu
 
 def score_aligned_pairs(g: ScoringArgs) -> Tensor:
     """Return the scores ``[B]`` of query i and document i, computed as one candidate for each query."""
-    r, bound = g.ragged(g.cu_seqlens_d), g.most
+    c = g.packed(g.cu_seqlens_d)
+    r = c.ragged()
     if r.columns != r.queries:
         raise ValueError(f"{g.op}: D: expected B = {r.queries} documents, got {r.columns}")
     r = r._replace(d_offsets=r.d_offsets.unsqueeze(1), d_lengths=r.d_lengths.unsqueeze(1))
     g = g._replace(Q=r.Q, D=r.D, cu_seqlens_q=r.cu_seqlens_q, q_mask=r.q_mask, d_mask=r.d_mask, q_weight=r.q_weight)
     found = _try_eager(g, r.d_offsets, r.d_lengths)
-    return (_call_operator(g, r, bound) if found is None else found)[0].squeeze(1)
+    return (_call_operator(g, PackedArgs.of(r, c.max_seqlen_q)) if found is None else found)[0].squeeze(1)

@@ -17,7 +17,7 @@ from ..core.arguments import (
     check_weight,
     format_shape,
 )
-from ..core.segments import RaggedArgs, make_dense_offsets
+from ..core.segments import PackedArgs, make_dense_offsets
 from ..formats.quantized import Quantized
 from ..ops.checks import values
 from ..ops.fast_path import eager
@@ -309,8 +309,8 @@ def _score_padded_views(
     B, C, Ld, _ = D.shape
     offsets = make_dense_offsets(B * C, Ld, D.device)[:-1].view(B, C)
     q_mask = lengths_to_mask(query_lengths, Q.shape[1])
-    r = RaggedArgs.of(Q, D.flatten(0, 2), None, offsets, doc_lengths, None, q_mask, None, q_weight)
-    return inputs.call_ragged_operator(r, normalize, Q.shape[1], "auto")[0]
+    tensors = Q, D.flatten(0, 2), None, offsets, doc_lengths, None, q_mask, None, q_weight
+    return inputs.call_ragged_operator(PackedArgs.of(tensors, Q.shape[1]), normalize, "auto")[0]
 
 
 def _mask_valid_lengths(lengths: Tensor, most) -> Tensor:

@@ -1,16 +1,25 @@
-"""Argument records: `DenseArgs` and `RaggedArgs` for operators, and `PackedArgs` for kernels.
+"""Argument records: `DenseArgs` for dense operators, `PackedArgs` for ragged operators and kernels, and `RaggedArgs`.
 
 Each record computes the shapes of its scores and argmax.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arguments import check_cu_seqlens, check_dense, check_dense_batched, check_indices, check_per_token, check_tokens
+from .arguments import (
+    check_cu_seqlens,
+    check_dense,
+    check_dense_batched,
+    check_indices,
+    check_per_token,
+    check_tokens,
+    describe_type,
+)
 
 Shape = tuple[Any, ...]  # sizes may be symbolic
 
@@ -50,11 +59,11 @@ def _compute_ragged_shapes(queries: Any, columns: Any, rows: Any, pairs: Tensor 
 
 
 class RaggedArgs(NamedTuple):
-    """Tensors of the ragged operators: packed tokens, their segments, and the (query, document) pairs to score.
+    """A ragged call in which all tokens are packed and every segment has an explicit offset and length.
 
-    A segment, offset, length or index that is negative or reaches outside its tensor makes its scores NaN. Documents
-    may overlap and repeat. Queries may not. If descending offsets make queries overlap, argmax and gradients are
-    undefined.
+    Code that cannot read the other forms of `PackedArgs` uses this one. A segment, offset, length or index that is
+    negative or reaches outside its tensor makes its scores NaN. Documents may overlap and repeat. Queries may not. If
+    descending offsets make queries overlap, argmax and gradients are undefined.
 
     Scores are ``[Nq, Nd]``, ``[Nq, K]`` for candidates (2-D offsets), or ``[P]`` for pairs. The argmax is relative to
     its document, and its shape is ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``.
@@ -106,22 +115,6 @@ class RaggedArgs(NamedTuple):
         """Return whether each query has its own documents."""
         return self.d_offsets.dim() == 2
 
-    def check(self, op: str) -> None:
-        """Raise ValueError or TypeError, naming the argument, unless all fit together. Messages begin with `op`."""
-        Q, d_offsets, pairs = self.Q, self.d_offsets, self.pairs
-        check_tokens(op, Q, self.D, ("[Tq, d]",), ("[Td, d]",))
-        check_cu_seqlens(op, "cu_seqlens_q", self.cu_seqlens_q, Q.device)
-        expected: Shape
-        if pairs is None and isinstance(d_offsets, Tensor) and d_offsets.dim() == 2:
-            expected, spelled = (self.queries, None), "[Nq, K]"
-        else:
-            expected, spelled = (None,), "[Nd]" if pairs is not None else "[Nd] or [Nq, K]"
-        check_indices(op, "d_offsets", d_offsets, expected, spelled, Q.device)
-        check_indices(op, "d_lengths", self.d_lengths, d_offsets.shape, "the shape of d_offsets", Q.device)
-        if pairs is not None:
-            check_indices(op, "pairs", pairs, (None, 2), "[P, 2]", Q.device)
-        check_per_token(op, Q, self.D, self.q_mask, self.d_mask, self.q_weight, (torch.bool,))
-
     def scores_shape(self) -> Shape:
         """Return the shape of the scores."""
         return _compute_ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, None)[0]
@@ -132,7 +125,7 @@ class RaggedArgs(NamedTuple):
 
 
 class PackedArgs(NamedTuple):
-    """Arguments of a kernel: the caller's tensors, without any operation applied to them, and their sizes.
+    """Arguments of a ragged operator or kernel: the caller's tensors, without any operation applied, and their sizes.
 
     - If `lengths` is None, `offsets` is ``[Nd + 1]``, the first row of each document and the end of the last one.
     - If `cu_seqlens_q` is None, Q is dense ``[Nq, Lq, d]``. Then `q_lengths`, if given, limits the tokens of each
@@ -208,16 +201,41 @@ class PackedArgs(NamedTuple):
         return self.queries * self.columns if self.candidates else self.columns
 
     @classmethod
-    def of(cls, r: RaggedArgs, max_seqlen_q: int) -> PackedArgs:
-        """Return the kernel's arguments for an operator's arguments. Kernels need contiguous indices."""
-        cuts = r.cu_seqlens_q.contiguous(), r.d_offsets.contiguous(), r.d_lengths.contiguous()
-        pairs = None if r.pairs is None else r.pairs.contiguous()
-        counts, rows = (r.queries, r.columns), (r.Q.shape[0], r.D.shape[0])
-        per_token = r.q_mask, r.d_mask, r.q_weight
-        return cls(r.Q, r.D, *cuts, pairs, None, *per_token, *counts, r.candidates, *rows, max_seqlen_q)
+    def of(cls, tensors: Sequence, max_seqlen_q: Any) -> PackedArgs:
+        """Return the arguments of a ragged operator with their sizes.
+
+        Args:
+            tensors: the tensors of the operator, which `check_ragged_tensors` accepts.
+            max_seqlen_q: an upper bound of the query lengths.
+        """
+        Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
+        if cu_seqlens_q is None:
+            queries, Tq = Q.shape[0], Q.shape[0] * Q.shape[1]
+        else:
+            queries, Tq = cu_seqlens_q.shape[0] - 1, Q.shape[0]
+        if offsets is None:
+            columns, Td = D.shape[0], D.shape[0] * D.shape[1]
+        else:
+            columns, Td = offsets.shape[-1] - (lengths is None), D.shape[0]
+        candidates = offsets is not None and offsets.dim() == 2
+        indices = cu_seqlens_q, offsets, lengths, pairs, None
+        sizes = queries, columns, candidates, Tq, Td, max_seqlen_q
+        return cls._make((Q, D, *indices, *per_token, *sizes))
+
+    def for_kernel(self) -> PackedArgs:
+        """Return arguments that a kernel can read: contiguous indices, and evenly spaced rows."""
+        tokens = [x if has_even_rows(x, 1) else x.contiguous() for x in self[:2]]
+        indices = [x if x is None or x.is_contiguous() else x.contiguous() for x in self.indices]
+        per_token = [x if x is None or has_even_rows(x, 0) else x.contiguous() for x in self.per_token]
+        return PackedArgs._make((*tokens, *indices, *per_token, *self.sizes))
+
+    @property
+    def operator_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors of a ragged operator, which do not include `q_lengths`."""
+        return *self[:6], *self.per_token
 
     def ragged(self) -> RaggedArgs:
-        """Return the operator's arguments for the same call, without `q_lengths`, which operators do not support."""
+        """Return the same call with packed tokens, without `q_lengths`. This runs small torch operations."""
         return RaggedArgs.of(*self[:6], *self.per_token)
 
     def scores_shape(self) -> Shape:
@@ -227,6 +245,50 @@ class PackedArgs(NamedTuple):
     def argmax_shape(self) -> Shape:
         """Return the shape of the argmax."""
         return _compute_ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[1]
+
+
+def check_ragged_tensors(op: str, tensors: Sequence) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless `tensors` are those of a ragged operator."""
+    Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight = tensors
+    q_shape = "[Tq, d]" if cu_seqlens_q is not None else "[Nq, Lq, d] without cu_seqlens_q"
+    d_shape = "[Td, d]" if d_offsets is not None else "[Nd, Ld, d] without d_offsets"
+    check_tokens(op, Q, D, (q_shape,), (d_shape,))
+    if cu_seqlens_q is not None:
+        check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, Q.device)
+    _check_document_segments(op, Q, cu_seqlens_q, d_offsets, d_lengths, pairs)
+    if pairs is not None:
+        check_indices(op, "pairs", pairs, (None, 2), "[P, 2]", Q.device)
+    check_per_token(op, Q, D, q_mask, d_mask, q_weight, (torch.bool,))
+
+
+def _check_document_segments(op: str, Q: Tensor, cu_seqlens_q: Any, d_offsets: Any, d_lengths: Any, pairs: Any) -> None:
+    """Raise ValueError or TypeError unless the offsets and lengths of documents fit together."""
+    if d_offsets is None:
+        if d_lengths is not None:
+            raise ValueError(f"{op}: d_lengths: expected None without d_offsets, got {describe_type(d_lengths)}")
+        return
+    if d_lengths is None:
+        check_cu_seqlens(op, "d_offsets", d_offsets, Q.device, "[Nd + 1] without d_lengths")
+        return
+    expected: Shape
+    if pairs is None and isinstance(d_offsets, Tensor) and d_offsets.dim() == 2:
+        queries = Q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        expected, spelled = (queries, None), "[Nq, K]"
+    else:
+        expected, spelled = (None,), "[Nd]" if pairs is not None else "[Nd] or [Nq, K]"
+    check_indices(op, "d_offsets", d_offsets, expected, spelled, Q.device)
+    check_indices(op, "d_lengths", d_lengths, d_offsets.shape, "the shape of d_offsets", Q.device)
+
+
+def has_even_rows(x: Tensor, features: int) -> bool:
+    """Return whether all leading axes could be one axis with a constant stride.
+
+    Args:
+        x: the tensor.
+        features: the number of trailing axes to exclude, 1 for tokens and 0 for masks and weights.
+    """
+    shape, stride = x.shape[: x.dim() - features], x.stride()
+    return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
 def make_segment_rows(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,7 @@ def _unpack_backward_args(op: str, args: tuple) -> tuple[DenseArgs, Sequence[boo
     """Return the validated tensors of a backward, and `needs`. An argmax of size [0] requests recomputation."""
     grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, _, needs = args
     tensors = DenseArgs(Q, D, q_mask, d_mask, q_weight)
+    tensors.check(op)
     check_gradient(op, grad_scores, tensors, argmax, tensors.argmax_shape() if argmax.dim() != 1 else (0,), needs)
     return tensors, needs
 

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..core.arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, describe_type, require
-from ..core.segments import RaggedArgs
+from ..core.segments import PackedArgs, check_ragged_tensors
 from ..formats.table import OPERAND_FORMATS, EncodedTokens, Format
 from .checks import values
 from .registration.custom import custom_op
-from .registration.family import check_forward, fake_forward, lookup_backend, make_raising_backward
+from .registration.family import check_forward_options, fake_forward, lookup_backend, make_raising_backward
 from .stack import batching_ragged, functional
 
 _SCHEMA = (
     "(Tensor Q, Tensor data, Tensor scale, Tensor? minimum, str format, Tensor? codes, Tensor? centroids,"
-    " Tensor? weights, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask,"
+    " Tensor? weights, Tensor? cu_seqlens_q, Tensor? d_offsets, Tensor? d_lengths, Tensor? pairs, Tensor? q_mask,"
     " Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q)"
     " -> (Tensor, Tensor)"
 )
@@ -30,24 +30,31 @@ def make_tokens_like(Q: Tensor, shape: Any) -> Tensor:
     return Q.new_empty(()).expand(shape)
 
 
-def _unpack_args(args: tuple) -> tuple[RaggedArgs, EncodedTokens]:
-    """Return the packed arguments, with a placeholder for D, and the encoded documents."""
-    Q, stored = args[0], EncodedTokens(*args[_ENCODED_SLICE])
-    D = make_tokens_like(Q, (stored.data.shape[0], Q.shape[-1]))
-    return RaggedArgs(Q, D, *args[_ENCODED_SLICE.stop : _FIRST_OPTION]), stored
+def _unpack_args(args: tuple) -> tuple[tuple, EncodedTokens]:
+    """Return the tensors of the ragged call, with a placeholder for D, and the encoded tokens with one token axis."""
+    Q, data = args[:2]
+    stored = EncodedTokens(data.flatten(0, -2), *args[2 : _ENCODED_SLICE.stop])
+    D = make_tokens_like(Q, (*data.shape[:-1], Q.shape[-1]))
+    return (Q, D, *args[_ENCODED_SLICE.stop : _FIRST_OPTION]), stored
 
 
-def _check_forward_args(r: RaggedArgs, stored: EncodedTokens, argmax_dtype: Any) -> None:
+def _check_forward_args(tensors: tuple, stored: EncodedTokens, argmax_dtype: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
-    check_forward(_FWD, r, argmax_dtype, "auto")
+    check_ragged_tensors(_FWD, tensors)
+    check_forward_options(_FWD, tensors[1], argmax_dtype, "auto")
+    _check_encoded_tokens(tensors[0], stored)
+
+
+def _check_encoded_tokens(Q: Tensor, stored: EncodedTokens) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless the encoded documents fit Q."""
     check_choice(_FWD, "format", stored.format, tuple(OPERAND_FORMATS))
     kept = OPERAND_FORMATS[stored.format]
-    expected = -(-r.Q.shape[-1] // kept.each)
+    expected = -(-Q.shape[-1] // kept.each)
     if stored.data.dtype != kept.bytes:
         raise TypeError(f"{_FWD}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
     require(
-        stored.data.dim() == 2 and stored.data.shape[1] == expected,
-        lambda: f"{_FWD}: data: expected [Td, {expected}] for d = {r.Q.shape[-1]}, got {list(stored.data.shape)}",
+        stored.data.shape[1] == expected,
+        lambda: f"{_FWD}: data: expected [Td, {expected}] for d = {Q.shape[-1]}, got {list(stored.data.shape)}",
     )
     for name, x in (("scale", stored.scale), ("minimum", stored.minimum)):
         check_tensor(_FWD, name, x, or_none=name == "minimum" and not kept.affine)
@@ -58,10 +65,10 @@ def _check_forward_args(r: RaggedArgs, stored: EncodedTokens, argmax_dtype: Any)
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
         if x.dtype != torch.float32 or not fits:
             raise ValueError(f"{_FWD}: {name}: expected fp32 [Td] or [1], got {x.dtype} {list(x.shape)}")
-    _check_code_tensors(stored, kept, r.Q.shape[-1])
+    _check_code_tensors(stored, kept, Q.shape[-1])
     for name, x in stored._asdict().items():
-        if isinstance(x, Tensor) and x.device != r.Q.device:
-            raise ValueError(f"{_FWD}: {name}: expected the device of Q, {r.Q.device}, got {x.device}")
+        if isinstance(x, Tensor) and x.device != Q.device:
+            raise ValueError(f"{_FWD}: {name}: expected the device of Q, {Q.device}, got {x.device}")
 
 
 def _check_code_tensors(stored: EncodedTokens, kept: Format, d: Any) -> None:
@@ -89,9 +96,9 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
     Documents are dequantized in the kernel. There is no gradient. The arguments, in the order of the schema:
 
-    - ``Q``: query tokens ``[Tq, d]``.
-    - ``data``: encoded tokens ``[Td, n]``, where n is d, or fewer if `format` packs several features into a byte. FP8
-      values are passed as uint8.
+    - ``Q``: query tokens ``[Tq, d]``, or ``[Nq, Lq, d]`` without ``cu_seqlens_q``.
+    - ``data``: encoded tokens ``[Td, n]``, or ``[Nd, Ld, n]`` without ``d_offsets``, where n is d, or fewer if `format`
+      packs several features into a byte. FP8 values are passed as uint8.
     - ``scale``, ``minimum``: fp32 ``[Td]`` or ``[1]``. ``minimum`` is None unless the format has one.
     - ``format``: the name of the format. With ``"int8_int8"`` documents are int8, and a GPU may round queries to int8.
     - ``codes``, ``centroids``, ``weights``: int32 or int64 ``[Td]``, fp16, bf16 or fp32 ``[C, d]``, and fp32
@@ -105,19 +112,20 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     Returns:
         ``(scores, argmax)`` with the shapes and dtypes of ``lik::maxsim_ragged_fwd``.
     """
-    (r, stored), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
+    (tensors, stored), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
     given, options = args[:_FIRST_OPTION], args[_FIRST_OPTION:]
-    backend = lookup_backend(_FWD, given, options, r.Q, _check_forward_args, r, stored, argmax_dtype)
-    values.check_ragged(_FWD, r, max_seqlen_q)
-    functional.reject_forward_ad(r.Q, r.q_weight)
-    return backend.forward_quantized(r, stored, normalize, argmax_dtype, max_seqlen_q)
+    backend = lookup_backend(_FWD, given, options, args[0], _check_forward_args, tensors, stored, argmax_dtype)
+    values.check_ragged(_FWD, tensors, max_seqlen_q)
+    functional.reject_forward_ad(args[0], tensors[8])
+    return backend.forward_quantized(tensors, stored, normalize, argmax_dtype, max_seqlen_q)
 
 
 @maxsim_quantized_fwd.register_fake
 def _(*args):
-    (r, stored), (_, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
-    _check_forward_args(r, stored, argmax_dtype)
-    return fake_forward(r, r.argmax_shape(max_seqlen_q), argmax_dtype)
+    (tensors, stored), (_, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
+    _check_forward_args(tensors, stored, argmax_dtype)
+    c = PackedArgs.of(tensors, max_seqlen_q)
+    return fake_forward(c, c.argmax_shape(), argmax_dtype)
 
 
 maxsim_quantized_fwd.register_autograd(

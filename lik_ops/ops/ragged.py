@@ -4,7 +4,7 @@ One forward serves three layouts: a cross product, candidates of each query, and
 operators, and their bodies select a backend at run time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,11 @@ from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..core.arguments import choose_argmax_dtype, require
-from ..core.segments import PackedArgs, RaggedArgs
+from ..core.segments import PackedArgs, RaggedArgs, check_ragged_tensors
 from .checks import values
 from .registration.custom import custom_op
 from .registration.family import (
-    check_forward,
+    check_forward_options,
     check_gradient,
     fake_forward,
     fake_gradient,
@@ -32,7 +32,7 @@ from .registration.gradients import is_unified
 from .stack import batching_ragged, functional
 
 _TENSORS = (
-    "Tensor Q, Tensor D, Tensor cu_seqlens_q, Tensor d_offsets, Tensor d_lengths, Tensor? pairs, Tensor? q_mask,"
+    "Tensor Q, Tensor D, Tensor? cu_seqlens_q, Tensor? d_offsets, Tensor? d_lengths, Tensor? pairs, Tensor? q_mask,"
     " Tensor? d_mask, Tensor? q_weight"
 )
 _FWD_SCHEMA = (
@@ -45,9 +45,10 @@ _BWD_SCHEMA = (
 _FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_ragged_fwd", "maxsim_ragged_bwd"))
 
 
-def _check_forward(tensors: RaggedArgs, argmax_dtype: Any, max_seqlen_q: Any, backward: str) -> None:
+def _check_forward(tensors: Sequence, argmax_dtype: Any, max_seqlen_q: Any, backward: str) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
-    check_forward(_FWD, tensors, argmax_dtype, backward)
+    check_ragged_tensors(_FWD, tensors)
+    check_forward_options(_FWD, tensors[1], argmax_dtype, backward)
     require(max_seqlen_q >= 0, lambda: f"{_FWD}: max_seqlen_q: expected 0 or more, got {max_seqlen_q}")
 
 
@@ -57,14 +58,15 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
     The arguments, in the order of the schema:
 
-    - ``Q``: query tokens ``[Tq, d]``.
-    - ``D``: document tokens ``[Td, d]`` with the dtype and device of ``Q``.
-    - ``cu_seqlens_q``: int32 or int64 ``[Nq + 1]``, the first row of each query and the end of the last one.
+    - ``Q``: query tokens ``[Tq, d]``, or ``[Nq, Lq, d]`` without ``cu_seqlens_q``.
+    - ``D``: document tokens ``[Td, d]``, or ``[Nd, Ld, d]`` without ``d_offsets``, with the dtype and device of ``Q``.
+    - ``cu_seqlens_q``: int32 or int64 ``[Nq + 1]``, the first row of each query and the end of the last one, or None.
     - ``d_offsets``, ``d_lengths``: the first row and the number of rows of each document, int32 or int64. Their shape
-      is ``[Nd]`` for a cross product and for pairs, and ``[Nq, K]`` for candidates.
+      is ``[Nd]`` for a cross product and for pairs, and ``[Nq, K]`` for candidates. Without ``d_lengths``,
+      ``d_offsets`` is ``[Nd + 1]``, the first row of each document and the end of the last one. Both may be None.
     - ``pairs``: int32 or int64 ``[P, 2]``, (query, document) indices, or None.
-    - ``q_mask``, ``d_mask``: bool ``[Tq]`` and ``[Td]`` (True = keep), or None.
-    - ``q_weight``: fp32 (fp64 for fp64) ``[Tq]``, or None.
+    - ``q_mask``, ``d_mask``: bool (True = keep), the shapes of ``Q`` and ``D`` without d, or None.
+    - ``q_weight``: fp32 (fp64 for fp64), the shape of ``Q`` without d, or None.
     - ``normalize``: whether to L2-normalize every token.
     - ``argmax_dtype``: int16, int32 or int64, or None for no argmax. Without an argmax the backward computes it again.
     - ``max_seqlen_q``: an upper bound of the query lengths. With ``pairs``, a longer query scores NaN.
@@ -77,35 +79,39 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``. It is a token index within the document, or -1 if there is
         none. Without `argmax_dtype` it has size [0].
     """
-    r, (normalize, argmax_dtype, max_seqlen_q, backward) = RaggedArgs(*args[:9]), args[9:]
-    run = lookup_once(_FWD, r, args[9:], _make_forward, r, normalize, argmax_dtype, max_seqlen_q, backward)
-    values.check_ragged(_FWD, r, max_seqlen_q)
-    functional.reject_forward_ad(r.Q, r.D, r.q_weight)
-    return run(r, max_seqlen_q=max_seqlen_q)
+    tensors, (normalize, argmax_dtype, max_seqlen_q, backward) = args[:9], args[9:]
+    given = tensors, normalize, argmax_dtype, max_seqlen_q, backward
+    run = lookup_once(_FWD, tensors, args[9:], _make_forward, *given)
+    values.check_ragged(_FWD, tensors, max_seqlen_q)
+    functional.reject_forward_ad(args[0], args[1], args[8])
+    return run(tensors, max_seqlen_q=max_seqlen_q)
 
 
 def _make_forward(
-    r: RaggedArgs, normalize: bool, argmax_dtype: Any, max_seqlen_q: int, backward: str
+    tensors: Sequence, normalize: bool, argmax_dtype: Any, max_seqlen_q: int, backward: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Validate the arguments and return the function that computes them."""
-    _check_forward(r, argmax_dtype, max_seqlen_q, backward)
-    backend = backends.select_backend(r.Q.device, r.Q.dtype)
+    _check_forward(tensors, argmax_dtype, max_seqlen_q, backward)
+    backend = backends.select_backend(tensors[0].device, tensors[0].dtype)
     if hasattr(backend, "ragged_plan"):
-        return backend.ragged_plan(PackedArgs.of(r, max_seqlen_q), normalize, argmax_dtype).forward_ragged
+        c = PackedArgs.of(tensors, max_seqlen_q).for_kernel()
+        return backend.ragged_plan(c, normalize, argmax_dtype).forward_ragged
     return partial(backend.forward_ragged, normalize=normalize, argmax_dtype=argmax_dtype)
 
 
 @maxsim_ragged_fwd.register_fake
 def _(*args):
-    r, (_, argmax_dtype, max_seqlen_q, backward) = RaggedArgs(*args[:9]), args[9:]
-    _check_forward(r, argmax_dtype, max_seqlen_q, backward)
-    return fake_forward(r, r.argmax_shape(max_seqlen_q), argmax_dtype)
+    tensors, (_, argmax_dtype, max_seqlen_q, backward) = args[:9], args[9:]
+    _check_forward(tensors, argmax_dtype, max_seqlen_q, backward)
+    c = PackedArgs.of(tensors, max_seqlen_q)
+    return fake_forward(c, c.argmax_shape(), argmax_dtype)
 
 
-def _check_gradient(grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, needs: Any) -> None:
+def _check_gradient(grad_scores: Tensor, tensors: Sequence, argmax: Tensor, needs: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all arguments of the backward fit together."""
-    expected = r.argmax_shape(argmax.shape[-1] if argmax.dim() else 0)
-    check_gradient(_BWD, grad_scores, r, argmax, expected, needs)
+    check_ragged_tensors(_BWD, tensors)
+    c = PackedArgs.of(tensors, argmax.shape[-1] if argmax.dim() else 0)
+    check_gradient(_BWD, grad_scores, c, argmax, c.argmax_shape(), needs)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_ragged_bwd"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))
@@ -123,23 +129,24 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         The gradients of Q, D and q_weight, each with the dtype of its input, or with size [0] if not needed.
     """
-    grad_scores, r, (argmax, normalize, unified, needs) = args[0], RaggedArgs(*args[1:10]), args[10:]
-    backend = lookup_backend(_BWD, args[:11], tuple(needs), r.Q, _check_gradient, grad_scores, r, argmax, needs)
-    functional.reject_forward_ad(grad_scores, r.Q, r.D, r.q_weight)
-    return backend.backward_ragged(grad_scores, r, argmax, normalize, list(needs), unified)
+    grad_scores, tensors, (argmax, normalize, unified, needs) = args[0], args[1:10], args[10:]
+    given = grad_scores, tensors, argmax, needs
+    backend = lookup_backend(_BWD, args[:11], tuple(needs), args[1], _check_gradient, *given)
+    functional.reject_forward_ad(grad_scores, args[1], args[2], args[9])
+    return backend.backward_ragged(grad_scores, tensors, argmax, normalize, list(needs), unified)
 
 
 @maxsim_ragged_bwd.register_fake
 def _(*args):
-    grad_scores, r, (argmax, _, _, needs) = args[0], RaggedArgs(*args[1:10]), args[10:]
-    _check_gradient(grad_scores, r, argmax, needs)
-    return fake_gradient(r, needs)
+    grad_scores, tensors, (argmax, _, _, needs) = args[0], args[1:10], args[10:]
+    _check_gradient(grad_scores, tensors, argmax, needs)
+    return fake_gradient(PackedArgs.of(tensors, argmax.shape[-1]), needs)
 
 
 def _call_backward(grad_scores, tensors, argmax, options, needs):
     normalize, argmax_dtype, max_seqlen_q, backward = options
     if argmax_dtype is None:  # the forward saved no argmax
-        dtype = choose_argmax_dtype(tensors[1].shape[0])
+        dtype = choose_argmax_dtype(PackedArgs.of(tensors, max_seqlen_q).Td)
         argmax = lik.maxsim_ragged_fwd(*tensors, normalize, dtype, max_seqlen_q, "auto")[1]
     return lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, is_unified(backward), needs)
 

@@ -79,6 +79,7 @@ def _unpack_backward_args(args: tuple) -> DenseArgs:
     if scale.dtype != torch.float32:
         raise TypeError(f"{_BWD}: scale: expected torch.float32, got {scale.dtype}")
     tensors = DenseArgs(Q, make_tokens_like(Q, data.shape), q_mask, None, q_weight)
+    tensors.check(_BWD)
     check_gradient(_BWD, grad_scores, tensors, argmax, tensors.argmax_shape(), needs)
     for name, x, shape in (("data", data, data.shape), ("scale", scale, data.shape[:-1])):
         check_shape(_BWD, name, x, shape, Q.device)

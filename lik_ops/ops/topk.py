@@ -27,7 +27,6 @@ from ..core.arguments import (
     check_tensor,
     score_dtype,
 )
-from ..core.segments import RaggedArgs, make_dense_offsets
 from ..portable.forward import topk as portable_topk
 from .checks import hints
 from .fast_path.watchers import is_call_direct, is_ordinary_tensor
@@ -225,15 +224,12 @@ def _iterate_scores(s: SearchArgs) -> Iterator[Tensor]:
 
 def _iterate_packed_scores(s: SearchArgs, cu_seqlens: Tensor) -> Iterator[Tensor]:
     """Yield the scores of packed documents. An offset outside D or below its predecessor makes the document NaN."""
-    (Nq, Lq, _), chunk = s.Q.shape, _choose_chunk(s)
-    backend = backends.select_backend(s.Q.device, s.Q.dtype)
+    chunk, backend = _choose_chunk(s), backends.select_backend(s.Q.device, s.Q.dtype)
     cu_seqlens = cu_seqlens.to(s.D.device, non_blocking=True)
-    Q, cu_seqlens_q = s.Q.flatten(0, 1), make_dense_offsets(Nq, Lq, s.Q.device)
-    q_mask, q_weight = (None if x is None else x.flatten() for x in (s.q_mask, s.q_weight))
     for begin in range(0, s.documents, chunk):
         part = cu_seqlens[begin : begin + chunk + 1]
-        ragged = RaggedArgs(Q, s.D, cu_seqlens_q, part[:-1], part.diff(), None, q_mask, None, q_weight)
-        yield backend.forward_ragged(ragged, s.normalize, None, Lq)[0]
+        tensors = s.Q, s.D, None, part, None, None, s.q_mask, None, s.q_weight
+        yield backend.forward_ragged(tensors, s.normalize, None, s.Q.shape[1])[0]
 
 
 def _iterate_dense_scores(s: SearchArgs) -> Iterator[Tensor]:

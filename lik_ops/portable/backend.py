@@ -1,15 +1,25 @@
 """The portable backend: plain PyTorch, for CPUs and for any device or dtype without Triton kernels."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.segments import PackedArgs
 from ..families.chamfer.portable import backward_chamfer, forward_chamfer
 from ..families.head.portable import backward_head, forward_head
 from ..families.loss.portable import count_labels, label_gradients, label_losses
 from ..families.soft.portable import backward_soft, forward_soft
+from ..formats.table import EncodedTokens
+from .backward import packed as packed_backward
 from .backward.dense import backward_lowmem, backward_unified
-from .backward.packed import backward_ragged
+from .forward import packed as packed_forward
+from .forward import quantized
 from .forward.code_scores import code_scores
 from .forward.dense import forward
-from .forward.packed import forward_ragged
-from .forward.quantized import forward_quantized, keep_int8
+from .forward.quantized import keep_int8
 from .forward.topk import best, best_of_parts
 from .pace import limit_threads
 
@@ -20,9 +30,8 @@ backward_lowmem, backward_unified, forward = (
     limit_threads(backward_unified),
     limit_threads(forward),
 )
-backward_ragged, forward_ragged = limit_threads(backward_ragged), limit_threads(forward_ragged)
 backward_soft, forward_soft = limit_threads(backward_soft), limit_threads(forward_soft)
-code_scores, forward_quantized = limit_threads(code_scores), limit_threads(forward_quantized)
+code_scores = limit_threads(code_scores)
 
 __all__ = [
     "backward_chamfer",
@@ -45,3 +54,32 @@ __all__ = [
     "label_gradients",
     "label_losses",
 ]
+
+
+@limit_threads
+def forward_ragged(
+    tensors: Sequence, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+) -> tuple[Tensor, Tensor]:
+    """Return the scores and the argmax of a ragged operator. Without `argmax_dtype` the argmax is empty."""
+    r = PackedArgs.of(tensors, max_seqlen_q).ragged()
+    return packed_forward.forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
+
+
+@limit_threads
+def forward_quantized(
+    tensors: Sequence, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+) -> tuple[Tensor, Tensor]:
+    """Return the scores and the argmax of a ragged operator with quantized documents."""
+    r = PackedArgs.of(tensors, max_seqlen_q).ragged()
+    return quantized.forward_quantized(r, stored, normalize, argmax_dtype, max_seqlen_q)
+
+
+@limit_threads
+def backward_ragged(
+    grad_scores: Tensor, tensors: Sequence, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+) -> tuple[Tensor, ...]:
+    """Return the gradients of Q, D and q_weight of a ragged operator, each empty if not needed."""
+    c = PackedArgs.of(tensors, argmax.shape[1])
+    grads = packed_backward.backward_ragged(grad_scores, c.ragged(), argmax, normalize, needs, unified)
+    shapes = c.Q.shape, c.D.shape, c.Q.shape[:-1]
+    return tuple(g.view(shape) if need else g for g, shape, need in zip(grads, shapes, needs, strict=True))

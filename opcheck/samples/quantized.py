@@ -17,16 +17,18 @@ NBITS = {"residual1": 1, "residual2": 2, "residual4": 4, "residual8": 8}
 
 
 def _encode(D: Tensor, format: str) -> tuple:
-    """Return packed tokens as the operator accepts them."""
+    """Return tokens as the operator accepts them."""
     if format in NBITS:
-        return lik_ops.quantize(D, _make_codec(D, NBITS[format])).stored()
-    return lik_ops.quantize(D, format, SCALES[format]).stored()  # type: ignore[arg-type]
+        stored = lik_ops.quantize(D, _make_codec(D, NBITS[format])).stored()
+    else:
+        stored = lik_ops.quantize(D, format, SCALES[format]).stored()  # type: ignore[arg-type]
+    return stored._replace(data=stored.data.view(*D.shape[:-1], stored.data.shape[1]))
 
 
 def _make_codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
     """Return a codec with a few random centroids, whatever the tokens are."""
     generator = torch.Generator().manual_seed(nbits)
-    centroids = torch.randn(7, D.shape[1], generator=generator).to(D.device)
+    centroids = torch.randn(7, D.shape[-1], generator=generator).to(D.device)
     weights = torch.linspace(-1, 1, 2**nbits, device=D.device)
     return lik_ops.ResidualCodec(centroids, weights, (weights[1:] + weights[:-1]) / 2)
 
@@ -60,7 +62,9 @@ def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
 
 def reference(Q, *args: Any) -> tuple:
     """Return the expected scores and argmax."""
-    D = _decode(EncodedTokens(*args[:7]), Q.shape[-1]).to(Q.dtype)
+    data, d = args[0], Q.shape[-1]
+    flat = EncodedTokens(data.flatten(0, -2), *args[1:7])
+    D = _decode(flat, d).to(Q.dtype).view(*data.shape[:-1], d)
     arguments: Any = (Q, D, *args[7:], "auto")
     return ragged.forward_reference(*arguments)
 

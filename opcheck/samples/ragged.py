@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import lik_ops
+from lik_ops.core.segments import PackedArgs
 from lik_ops.opcheck.samples.gradients import compute_gradients
 
 LENGTHS = {  # lengths of queries, lengths of documents, features
@@ -52,8 +53,32 @@ def make_arguments(
     return Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, weight
 
 
+def _make_bounds_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield samples without some of the offsets and lengths: dense tokens, or the bounds of documents."""
+    for name, (q_dense, d_form), kind in (
+        ("dense queries", (True, "lengths"), "candidates"),
+        ("bounds", (False, "bounds"), "cross"),
+        ("dense queries and bounds", (True, "bounds"), "pairs"),
+        ("dense documents", (False, "dense"), "cross"),
+        ("dense", (True, "dense"), "pairs"),
+    ):
+        args = list(make_arguments((4, 4, 4), (5, 5), 8, kind, True, dtype, device))
+        if q_dense:
+            args[2] = None
+            args[0], args[6], args[8] = (args[i].unflatten(0, (3, 4)) for i in (0, 6, 8))  # type: ignore[union-attr]
+        if d_form == "bounds":
+            args[3], args[4] = torch.tensor([0, 5, 10], dtype=torch.int32, device=device), None
+        if d_form == "dense":
+            args[3] = args[4] = None
+            args[1], args[7] = (args[i].unflatten(0, (2, 5)) for i in (1, 7))  # type: ignore[union-attr]
+        for t in (args[0], args[1], args[8]):
+            t.requires_grad_()  # type: ignore[union-attr]
+        yield f"{name}-{kind}-{dtype}", (*args, True, torch.int32, 4, "auto")
+
+
 def forward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
     """Yield the samples of the forward."""
+    yield from _make_bounds_samples(dtype, device)
     for name, (q_lengths, d_lengths, d) in LENGTHS.items():
         longest = max((0, *q_lengths))
         for kind in KINDS:
@@ -105,6 +130,9 @@ def forward_reference(
     Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight, normalize, argmax_dtype, max_seqlen_q, backward
 ) -> tuple:
     """Return the expected scores and argmax."""
+    tensors = Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight
+    r = PackedArgs.of(tensors, max_seqlen_q).ragged()
+    Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight = r
     shape = (cu_q.shape[0] - 1, offsets.shape[-1]) if pairs is None else (pairs.shape[0],)
     width = Q.shape[0] if pairs is None else max_seqlen_q
     scores = torch.zeros(shape, dtype=torch.float64, device=Q.device) + 0 * (Q.sum() + D.sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.segments import PackedArgs, RaggedArgs
+from ...core.segments import PackedArgs
 from ...csrc_triton.backward import pairs as pair_kernels
 from ...csrc_triton.backward.arguments import PackedBucketArgs, SharedTileArgs, TilePairArgs, UpstreamArgs, ZeroFillArgs
 from ...csrc_triton.backward.documents.packed import (
@@ -322,7 +322,8 @@ def _run_backward(
 
 
 def backward_ragged(
-    grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+    grad_scores: Tensor, tensors: Sequence, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> Gradients:
-    """Compute the gradients of `backward_cut` from explicit segment arrays."""
-    return backward_cut(grad_scores, PackedArgs.of(r, argmax.shape[1]), argmax, normalize, needs, unified)
+    """Compute the gradients of `backward_cut` for the tensors of a ragged operator."""
+    c = PackedArgs.of(tensors, argmax.shape[1]).for_kernel()
+    return backward_cut(grad_scores, c, argmax, normalize, needs, unified)

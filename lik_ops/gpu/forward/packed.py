@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.plan_cache import PlanCache, plans
-from ...core.segments import PackedArgs, RaggedArgs
+from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import (
     CodecDequantArgs,
     DequantArgs,
@@ -114,9 +114,9 @@ class PackedPlan(Plan):
         """
         return self._run_with_fallback(c) if counts is None else self._run_generic(c, counts)
 
-    def forward_ragged(self, r: RaggedArgs, max_seqlen_q: int) -> tuple[Tensor, Tensor]:
+    def forward_ragged(self, tensors: Sequence, max_seqlen_q: int) -> tuple[Tensor, Tensor]:
         """Return the scores and the argmax of an operator's call. Without `argmax_dtype` the argmax is empty."""
-        scores, argmax = self.forward(PackedArgs.of(r, max_seqlen_q))
+        scores, argmax = self.forward(PackedArgs.of(tensors, max_seqlen_q).for_kernel())
         return scores, allocate_tensor((0,), (1,), torch.int32, self.device) if argmax is None else argmax
 
     def _choose_fast(self, c: PackedArgs) -> sm90_configs.RowMaximaChoice | choose.SplitChoice | None:
@@ -350,10 +350,11 @@ def ragged_plan(
 
 
 def forward_ragged(
-    r: RaggedArgs, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+    tensors: Sequence, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Return fp32 scores and the argmax in the shapes of `RaggedArgs`.
+    """Return fp32 scores and the argmax of a ragged operator.
 
     The argmax is empty if `argmax_dtype` is None.
     """
-    return ragged_plan(PackedArgs.of(r, max_seqlen_q), normalize, argmax_dtype).forward_ragged(r, max_seqlen_q)
+    c = PackedArgs.of(tensors, max_seqlen_q).for_kernel()
+    return ragged_plan(c, normalize, argmax_dtype).forward_ragged(tensors, max_seqlen_q)

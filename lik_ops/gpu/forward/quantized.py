@@ -5,12 +5,13 @@ The kernel of packed tokens reads encoded documents and multiplies similarities 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.segments import PackedArgs, RaggedArgs
+from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
 from ...formats.table import OPERAND_FORMATS, EncodedTokens
@@ -40,21 +41,21 @@ FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def forward_quantized(
-    r: RaggedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+    tensors: Sequence, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Return scores and argmax in the shapes of `RaggedArgs`.
+    """Return the scores and the argmax of a ragged operator.
 
     Args:
-        r: the call. Its D is a placeholder that only carries the token count.
-        stored: the encoded documents.
+        tensors: the tensors of the operator. D is a placeholder that only carries the token count.
+        stored: the encoded documents with one token axis.
         normalize: whether tokens are normalized.
         argmax_dtype: dtype of the argmax, or None without an argmax.
         max_seqlen_q: maximum number of tokens of a query.
     """
-    scores, argmax = _run_packed(
-        PackedArgs.of(r._replace(D=stored.data), max_seqlen_q), stored, normalize, argmax_dtype
-    )
-    return scores, r.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
+    data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
+    c = PackedArgs.of((tensors[0], data, *tensors[2:]), max_seqlen_q).for_kernel()
+    scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
+    return scores, c.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 
 def find_quantized_plan(c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None) -> Any:

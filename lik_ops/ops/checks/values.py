@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ...core.arguments import LOOKS_LIKE_LENGTHS, format_shape
-from ...core.segments import RaggedArgs
+from ...core.segments import PackedArgs
 from ...core.settings import is_checking_values
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -103,10 +105,11 @@ def check_max_seqlen(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q:
         )
 
 
-def check_ragged(op: str, r: RaggedArgs, max_seqlen_q: int) -> None:
+def check_ragged(op: str, tensors: Sequence, max_seqlen_q: int) -> None:
     """Raise ValueError unless all values of the operator's arguments are valid."""
-    if not needs_value_checks(*r[:6]):
+    if not needs_value_checks(*tensors[:6]):
         return
+    r = PackedArgs.of(tensors, max_seqlen_q).ragged()
     check_cu_seqlens(op, "cu_seqlens_q", r.cu_seqlens_q, "Q", r.Q)
     check_segments(op, ("d_offsets", "d_lengths"), r.d_offsets, r.d_lengths, "D", r.D)
     if r.pairs is not None:

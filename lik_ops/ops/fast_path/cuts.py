@@ -65,17 +65,6 @@ def _infer_candidate_sizes(
     return (listed[1], listed[0] * listed[1] * d_shape[2]) if fits else (None, None)
 
 
-def has_even_rows(x: Tensor, features: int) -> bool:
-    """Return whether all leading axes could be one axis with a constant stride.
-
-    Args:
-        x: the tensor.
-        features: the number of trailing axes to exclude, 1 for tokens and 0 for masks and weights.
-    """
-    shape, stride = x.shape[: x.dim() - features], x.stride()
-    return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
-
-
 def is_contiguous_index(x: Tensor | None) -> bool:
     """Return whether an index tensor with these strides is contiguous for any number of rows."""
     return x is None or x.stride() == (1,) or (x.dim() == 2 and x.stride() == (x.shape[1], 1))

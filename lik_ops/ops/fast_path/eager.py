@@ -18,12 +18,12 @@ from torch import Tensor
 from ... import backends
 from ...core.arguments import BACKWARDS, DTYPES, INDEX_DTYPES, as_bool, check_dense, choose_argmax_dtype, score_dtype
 from ...core.plan_cache import plans
-from ...core.segments import PackedArgs
+from ...core.segments import PackedArgs, has_even_rows
 from ...core.settings import get_requested_backend, is_checking_values, use_backend
 from ...families.loss.ops import LossArgs, LossCall, check_loss_args, make_default_labels
 from ...formats.table import EncodedTokens
 from ..checks import hints
-from .cuts import has_even_rows, infer_sizes, is_contiguous_index
+from .cuts import infer_sizes, is_contiguous_index
 from .eager_calls import DenseCall, PackedCall
 from .watchers import (
     is_below_autograd,

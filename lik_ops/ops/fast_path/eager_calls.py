@@ -123,4 +123,4 @@ class PackedCall(EagerCall):
         if is_backward_direct(grad_scores, c.Q, c.D):
             return self.backend.backward_cut(grad_scores, c, argmax, self.normalize, needs, unified)
         op = lik.maxsim_ragged_bwd
-        return op(grad_scores, *c.ragged(), argmax, self.normalize, unified, needs)
+        return op(grad_scores, *c.operator_tensors, argmax, self.normalize, unified, needs)

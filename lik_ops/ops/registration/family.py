@@ -14,7 +14,7 @@ from ... import backends
 from ..._ops import add_op_namespace_prefix
 from ...core.arguments import BACKWARDS, check_choice, require, score_dtype
 from ...core.plan_cache import plans
-from ...core.segments import DenseArgs, RaggedArgs, Shape
+from ...core.segments import DenseArgs, PackedArgs, Shape
 from ...core.settings import get_requested_backend, use_backend
 from ..fast_path.watchers import get_fp32_precision, make_operator_key
 
@@ -52,11 +52,16 @@ def _check_and_select(Q: Tensor, check: Callable[..., Any], arguments: tuple) ->
     return backends.select_backend(Q.device, Q.dtype)
 
 
-def check_forward(op: str, tensors: DenseArgs | RaggedArgs, argmax_dtype: Any, backward: str) -> None:
+def check_forward(op: str, tensors: DenseArgs, argmax_dtype: Any, backward: str) -> None:
     """Raise ValueError or TypeError, naming the argument, unless a forward accepts these arguments."""
     tensors.check(op)
+    check_forward_options(op, tensors.D, argmax_dtype, backward)
+
+
+def check_forward_options(op: str, D: Tensor, argmax_dtype: Any, backward: str) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless a forward for documents D accepts these options."""
     check_choice(op, "backward", backward, BACKWARDS)
-    check_argmax_dtype(op, argmax_dtype, tensors.D.shape[-2])
+    check_argmax_dtype(op, argmax_dtype, D.shape[-2])
 
 
 def check_argmax_dtype(op: str, argmax_dtype: Any, tokens: Any) -> None:
@@ -101,13 +106,15 @@ def check_gradient_exists(op: str, name: str, x: Tensor | None, need: bool) -> N
 def check_gradient(
     op: str,
     grad_scores: Tensor,
-    tensors: DenseArgs | RaggedArgs,
+    tensors: DenseArgs | PackedArgs,
     argmax: Tensor,
     argmax_shape: Shape,
     needs: Sequence[bool],
 ) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless a backward accepts these arguments."""
-    tensors.check(op)
+    """Raise ValueError or TypeError, naming the argument, unless a backward accepts these arguments.
+
+    The caller has checked `tensors`.
+    """
     Q = tensors.Q
     check_upstream(op, "grad_scores", grad_scores, tensors.scores_shape(), Q)
     check_shape(op, "argmax", argmax, argmax_shape, Q.device)
@@ -116,7 +123,7 @@ def check_gradient(
     check_gradient_exists(op, "q_weight", tensors.q_weight, needs[2])
 
 
-def fake_gradient(tensors: DenseArgs | RaggedArgs, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+def fake_gradient(tensors: DenseArgs | PackedArgs, needs: Sequence[bool]) -> tuple[Tensor, ...]:
     """Return empty gradients of Q, D and q_weight, with size [0] if not needed."""
     Q, D = tensors.Q, tensors.D
     shapes, dtypes = (Q.shape, D.shape, Q.shape[:-1]), (Q.dtype, D.dtype, score_dtype(Q.dtype))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..._ops import ops as lik
-from ...core.segments import RaggedArgs
+from ...core.segments import RaggedArgs, make_dense_offsets
 from ...core.settings import checks
 from .batching import Outputs, _VmapBatch
 
@@ -149,9 +149,38 @@ class _RaggedVmapBatch:
         return 1 if self.layout.queries and not self.layout.pairs else 0
 
 
+def _pack_samples(tensors: tuple, in_dims: tuple) -> tuple[list, list]:
+    """Return the packed form of the tensors of a ragged operator, and their batch axes.
+
+    Args:
+        tensors: the tensors of the operator, of all samples.
+        in_dims: the batch axis of each tensor, or None.
+    """
+    found = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, in_dims, strict=True)]
+    dims = [None if dim is None else 0 for dim in in_dims]
+    Q, D, cu_seqlens_q, offsets, lengths = found[:5]
+    if cu_seqlens_q is None:
+        found[_ENDS] = make_dense_offsets(Q.shape[-3], Q.shape[-2], Q.device)
+        _flatten_tokens(found, _QUERY_SIDE)
+    if offsets is None:
+        offsets = make_dense_offsets(D.shape[-3], D.shape[-2], D.device)
+        _flatten_tokens(found, _DOCUMENT_SIDE)
+    if lengths is None:
+        found[_OFFSETS], found[_LENGTHS], dims[_LENGTHS] = offsets[..., :-1], offsets.diff(), dims[_OFFSETS]
+    return found, dims
+
+
+def _flatten_tokens(tensors: list, side: tuple) -> None:
+    """Replace the tensors of one side by tensors with a single token axis."""
+    for n, i in enumerate(side):
+        if tensors[i] is not None:
+            tensors[i] = tensors[i].flatten(-3, -2) if n == 0 else tensors[i].flatten(-2, -1)
+
+
 def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """Return the outputs of `lik::maxsim_ragged_fwd` for a batch."""
-    batch, constants, op = _VmapBatch(info.batch_size, in_dims, args[:9]), args[9:], lik.maxsim_ragged_fwd
+    tensors, dims = _pack_samples(args[:9], in_dims[:9])
+    batch, constants, op = _VmapBatch(info.batch_size, tuple(dims), tuple(tensors)), args[9:], lik.maxsim_ragged_fwd
     packed = _RaggedVmapBatch(batch, 0, (False, False, False))
     if packed.is_too_large_to_copy:
         return batch.one_by_one(op, *constants)
@@ -161,11 +190,15 @@ def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
 
 def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """Return the outputs of `lik::maxsim_quantized_fwd` for a batch. One call serves samples that share documents."""
-    op, stored, tensors, constants = lik.maxsim_quantized_fwd, args[1:8], args[8:15], args[15:]
-    dims = in_dims[0], None, *in_dims[8:15]
+    op, constants = lik.maxsim_quantized_fwd, args[15:]
+    (Q, data, *tensors), (of_Q, of_data, *dims) = _pack_samples(
+        (*args[:2], *args[8:15]), (*in_dims[:2], *in_dims[8:15])
+    )
+    args, in_dims = (Q, data, *args[2:8], *tensors), (of_Q, of_data, *in_dims[2:8], *dims)
+    stored, dims = args[1:8], [of_Q, None, *dims]
     if not any(dim is not None for dim in in_dims[1:8]):
         packed = _RaggedVmapBatch(
-            _VmapBatch(info.batch_size, dims, (args[0], args[1], *tensors)), 0, (False, False, False)
+            _VmapBatch(info.batch_size, tuple(dims), (Q, data, *tensors)), 0, (False, False, False)
         )
         if not (packed.layout.documents or packed.is_too_large_to_copy):
             x = packed.tensors()
@@ -189,17 +222,22 @@ def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> 
 
 def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any) -> Outputs:
     """Return the outputs of `lik::maxsim_ragged_bwd` for a batch."""
-    *tensors, normalize, unified, needs = args
-    op = lik.maxsim_ragged_bwd
-    batch = _VmapBatch(info.batch_size, in_dims, (grad_scores, *tensors))
+    *given, argmax, normalize, unified, needs = args
+    tensors, dims = _pack_samples(tuple(given), in_dims[1:10])
+    op, dims = lik.maxsim_ragged_bwd, [in_dims[0], *dims, in_dims[10]]
+    batch = _VmapBatch(info.batch_size, tuple(dims), (grad_scores, *tensors, argmax))
     packed = _RaggedVmapBatch(batch, 1, needs)
     if packed.is_too_large_to_copy:
-        return batch.one_by_one(op, normalize, unified, needs)
-    argmax = batch.folded(10, packed.argmax_axis)
-    upstream = packed.join_scores(batch.stacked(0))
-    grads = op(upstream, *packed.tensors(), argmax, normalize, unified, needs)
+        grads = batch.one_by_one(op, normalize, unified, needs)[0]
+    else:
+        argmax = batch.folded(10, packed.argmax_axis)
+        upstream = packed.join_scores(batch.stacked(0))
+        grads = op(upstream, *packed.tensors(), argmax, normalize, unified, needs)
+    q_shape, d_shape = (
+        x.shape if dim is None else x.movedim(dim, 0).shape[1:] for x, dim in zip(given[:2], in_dims[1:3], strict=True)
+    )
     shaped = (
-        g.unflatten(0, (batch.size, packed.sample_shape(i)[0])) if need else g
-        for g, need, i in zip(grads, needs, (0, 1, 0), strict=True)
+        g.reshape(batch.size, *shape) if need else g.new_empty(0)
+        for g, need, shape in zip(grads, needs, (q_shape, d_shape, q_shape[:-1]), strict=True)
     )
     return tuple(shaped), tuple(0 if need else None for need in needs)

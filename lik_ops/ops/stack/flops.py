@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..._ops import ops as lik
-from ...core.segments import RaggedArgs
+from ...core.segments import PackedArgs
 from ..fast_path.watchers import is_ordinary_tensor
 
 
@@ -109,16 +109,18 @@ def _compute_lengths(first: Tensor, last: Tensor, tokens: int) -> Tensor:
     return torch.where((first >= 0) & (first <= last) & (last <= tokens), last - first, 0)
 
 
-def _count_ragged_token_pairs(r: RaggedArgs, longest: Any) -> tuple:
+def _count_ragged_token_pairs(tensors: tuple, longest: Any) -> tuple:
     """Return the number of (query token, document) and of (query token, document token) pairs.
 
     The query of a pair in `pairs` has at most `longest` tokens.
     """
-    Tq, Td = r.Q.shape[0], r.D.shape[0]
-    if not _is_readable(r.cu_seqlens_q, r.d_offsets, r.d_lengths, r.pairs):
-        rows = Tq * r.columns if r.pairs is None else r.pairs.shape[0] * longest
+    c = PackedArgs.of(tensors, longest)
+    Tq, Td = c.Tq, c.Td
+    if not _is_readable(c.Q, *c.indices):
+        rows = Tq * c.columns if c.pairs is None else c.pairs.shape[0] * longest
         # The functions of lik_ops pass documents of a cross product that do not overlap.
-        return rows, Tq * Td if r.pairs is None and not r.candidates else rows * Td
+        return rows, Tq * Td if c.pairs is None and not c.candidates else rows * Td
+    r = c.ragged()
     ends, offsets = r.cu_seqlens_q.long(), r.d_offsets.long()
     queries = _compute_lengths(ends[:-1], ends[1:], Tq)
     documents = _compute_lengths(offsets, offsets + r.d_lengths, Td)
@@ -133,18 +135,16 @@ def _count_ragged_token_pairs(r: RaggedArgs, longest: Any) -> tuple:
 
 
 def _ragged_forward_flops(*args, out_val=None, **kwargs):
-    tensors, longest = RaggedArgs(*args[:9]), args[11]
-    return 2 * _count_ragged_token_pairs(tensors, longest)[1] * tensors.Q.shape[-1]
+    return 2 * _count_ragged_token_pairs(args[:9], args[11])[1] * args[0].shape[-1]
 
 
 def _ragged_backward_flops(grad_scores, *args, out_val=None, **kwargs):
-    tensors, (argmax, _, _, needs) = RaggedArgs(*args[:9]), args[9:]
-    return _count_products(needs) * 2 * _count_ragged_token_pairs(tensors, argmax.shape[1])[0] * tensors.Q.shape[-1]
+    tensors, (argmax, _, _, needs) = args[:9], args[9:]
+    return _count_products(needs) * 2 * _count_ragged_token_pairs(tensors, argmax.shape[1])[0] * args[0].shape[-1]
 
 
 def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
-    tensors, longest = RaggedArgs(Q, data, *args[6:13]), args[15]
-    return 2 * _count_ragged_token_pairs(tensors, longest)[1] * Q.shape[-1]
+    return 2 * _count_ragged_token_pairs((Q, data, *args[6:13]), args[15])[1] * Q.shape[-1]
 
 
 def register_formulas() -> None:

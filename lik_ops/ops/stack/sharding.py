@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..._ops import ops as lik
-from ...core.segments import RaggedArgs
+from ...core.segments import PackedArgs, RaggedArgs
 
 _registered = False
 # The class and a placement, once the rules are registered.
@@ -54,10 +54,15 @@ def replicate_like(x: Tensor, like: Tensor) -> Tensor:
     return _DTensor.from_local(x, mesh, [_replicate] * mesh.ndim, run_check=False)
 
 
-def make_ragged_args(*tensors: Tensor | None) -> RaggedArgs:
-    """Return `RaggedArgs.of` these tensors, which may be DTensors."""
-    if _DTensor is None or not isinstance(tensors[0], _DTensor):
-        return RaggedArgs.of(*tensors)  # type: ignore[arg-type]
+def make_packed_args(tensors: tuple, max_seqlen_q: Any) -> PackedArgs:
+    """Return `PackedArgs.of` these tensors, which may be DTensors."""
+    if _DTensor is not None and isinstance(tensors[0], _DTensor):
+        tensors = _pack_tensors(*tensors)
+    return PackedArgs.of(tensors, max_seqlen_q)
+
+
+def _pack_tensors(*tensors: Any) -> RaggedArgs:
+    """Return the packed form of a call with DTensors. Only this form has placements other than replicated."""
     # torch cannot flatten an unevenly sharded axis, and the rules replicate packed tokens.
     Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
     Q, D, *per_token = (_gather_shards(x) for x in (Q, D, *per_token))
@@ -141,6 +146,8 @@ class _Placements(NamedTuple):
         """Return placements of scores, argmax, the tensors of the call, and the gradients. Only lists are sharded."""
         whole, first, second, _, partial = self
         everything: Any = RaggedArgs(*_list_placements(r, (whole,) * len(r)))
+        if r.cu_seqlens_q is None or r.d_lengths is None:  # an axis of tokens or a bound of two documents
+            return ((whole, whole, everything, whole),)
         if r.pairs is not None:
             scores, lists = first, everything._replace(pairs=first)
         else:

@@ -2,10 +2,12 @@
 
 ``LIK_OPS_BACKEND`` and `use_backend` select the backend. ``LIK_OPS_CHECKS`` and `checks` turn checks of values on.
 ``LIK_OPS_NORM_WARNING`` and `norm_warning` turn the warning for tokens that look unnormalized on or off.
+``LIK_OPS_CAPTURE`` and ``LIK_OPS_KERNEL`` are for debugging. They are read once, because plans depend on them.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import reprlib
 from collections.abc import Iterator
@@ -13,7 +15,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 BACKENDS = ("auto", "triton", "portable")
+# The generic kernels serve every call. The sm_90 kernels serve the calls that `lik_ops.gpu.supports` describes.
+KERNELS = ("auto", "generic", "sm90")
 BACKEND_VARIABLE, CHECKS_VARIABLE, NORM_VARIABLE = "LIK_OPS_BACKEND", "LIK_OPS_CHECKS", "LIK_OPS_NORM_WARNING"
+CAPTURE_VARIABLE, KERNEL_VARIABLE = "LIK_OPS_CAPTURE", "LIK_OPS_KERNEL"
 
 # The dictionary behind os.environ. A lookup in os.environ itself costs most of a microsecond in every call.
 _environment = getattr(os.environ, "_data", None)
@@ -81,10 +86,40 @@ def is_checking_values() -> bool:
         return chosen
     if _environment is not None and _checks_key not in _environment:
         return False
-    value = os.environ.get(CHECKS_VARIABLE, "")
+    return _read_flag(CHECKS_VARIABLE, False)
+
+
+def _read_flag(variable: str, default: bool) -> bool:
+    """Return whether an environment variable is 1 and not 0, or `default` if it is unset or empty."""
+    value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{CHECKS_VARIABLE}: expected 0 or 1, got {value!r}")
-    return value == "1"
+        raise ValueError(f"{variable}: expected 0 or 1, got {value!r}")
+    return value == "1" if value else default
+
+
+@functools.cache
+def is_capturing() -> bool:
+    """Return whether the launches of repeated calls are captured: ``LIK_OPS_CAPTURE``, else True. Read once."""
+    return _read_flag(CAPTURE_VARIABLE, True)
+
+
+@functools.cache
+def get_forced_kernel() -> str:
+    """Return the kernel family that ``LIK_OPS_KERNEL`` forces, or ``"auto"``. Read once.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    value = os.environ.get(KERNEL_VARIABLE) or "auto"
+    if value not in KERNELS:
+        raise ValueError(f"{KERNEL_VARIABLE}: expected one of {', '.join(KERNELS)}, got {reprlib.repr(value)}")
+    return value
+
+
+def require_unforced(reason: str) -> None:
+    """Raise ValueError with the reason why no sm_90 kernel serves a call, if ``LIK_OPS_KERNEL=sm90`` forces one."""
+    if get_forced_kernel() == "sm90":
+        raise ValueError(f"lik_ops: {KERNEL_VARIABLE}=sm90 cannot serve this call: {reason}")
 
 
 @contextmanager
@@ -134,10 +169,7 @@ def is_warning_of_norms() -> bool:
     chosen = _norm_warning.get()
     if chosen is not None:
         return chosen
-    value = os.environ.get(NORM_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{NORM_VARIABLE}: expected 0 or 1, got {value!r}")
-    return value != "0"
+    return _read_flag(NORM_VARIABLE, True)
 
 
 @contextmanager

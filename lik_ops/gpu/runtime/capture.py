@@ -2,10 +2,25 @@
 
 A backend's work depends only on the metadata of its tensors. A second call with the same metadata therefore allocates
 the same memory and launches the same kernels, with different pointers. The second call is captured, and later calls
-replay it with little host time. A call with an operation that cannot be replayed, such as a PyTorch operation other
-than an allocation, is not captured and runs as usual.
+replay it with little host time. A captured call becomes a generated Python function, which costs half the time of
+interpreting the recorded steps. Code in `lik_ops.gpu` does not run in a replay, so breakpoints there are not hit.
+``LIK_OPS_CAPTURE=0`` turns capture off, and every call then runs this code.
 
-A captured call becomes a generated Python function, which costs half the time of interpreting the recorded steps.
+Captured are allocations through PyTorch, fills of whole new tensors, and direct launches. A launch keeps its compiled
+kernel, its grid, and its arguments. Each pointer is kept as a tensor of the call and an offset, and each TMA descriptor
+as its shape and strides. Captured calls are results of `Calls.run`, by key.
+
+A call is captured only if these conditions hold. Otherwise it runs as usual:
+
+- Every operation is an allocation, a fill of a whole tensor that the call allocated, a view, or a direct launch.
+- Inputs do not overlap in memory and start at multiples of 16 bytes, so that a pointer identifies its tensor.
+- Each pointer argument points into exactly one tensor, and each result has memory that the call allocated.
+- No launch hook is set, as profilers do.
+
+A replay is valid for every call with the same key. It returns None, and the call runs as usual, if an input does not
+start at a multiple of 16 bytes, if another device is current, or if a launch hook is set. The key holds everything else
+that affects a call: shapes, strides, dtypes, options, and global settings such as TF32. `Calls.forget` drops all
+captured calls. A replay allocates memory again, so no recorded address is used later. Encoded descriptors are cached by the address of their tensor.
 """
 
 from __future__ import annotations
@@ -24,6 +39,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.plan_cache import PlanCache
+from ...core.settings import is_capturing
 from . import launcher
 from .arguments import current_device
 from .memory import is_deterministic, makers, raw_stream
@@ -377,7 +393,7 @@ class Calls:
             return function(*arguments) if results is None else results
         if found is None:
             self._found.store(key, True)
-        elif found and not launcher.has_launch_hooks() and _can_record(given):
+        elif found and is_capturing() and not launcher.has_launch_hooks() and _can_record(given):
             with RecordingMode(given) as recorder:
                 results = function(*arguments)
             self._found.store(key, recorder.replay(results, device) or False)

@@ -126,7 +126,9 @@ def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: in
     Q = torch.empty((Nq, Lq, d), dtype=dtype, device="meta")
     data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
     chosen = choose.choose_int8(Q, data, scale, 2, arch)
-    return f"{chosen.kernel} on {arch.name}: {chosen.tile()}" if chosen else f"maxsim_forward_ragged on {arch.name}"
+    if isinstance(chosen, str):
+        return f"maxsim_forward_ragged on {arch.name}"
+    return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
 
 
 def describe_triton() -> str:

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,29 @@ def ragged_calls(g: torch.Generator, shape: tuple, counts: tuple, options: dict[
         )
 
 
-def records(device: str, small: bool) -> Iterator[tuple[str, str]]:
+def scored(call: Callable, leaves: list[Tensor], g: torch.Generator, skip_unserved: bool) -> str | None:
+    """Return a digest of results and gradients, or None for a call that ``LIK_OPS_KERNEL`` cannot serve."""
+
+    def check_skipped(error: ValueError) -> None:
+        if not (skip_unserved and "cannot serve this call" in str(error)):
+            raise error
+
+    try:
+        scores, argmax = call()
+    except ValueError as error:
+        check_skipped(error)
+        with lik_ops.use_backend("portable"):  # draws the same numbers as a call that is served
+            torch.randn(call()[0].shape, generator=g)
+        return None
+    upstream = torch.randn(scores.shape, generator=g).to(scores)
+    try:
+        return digest(scores, argmax, *torch.autograd.grad(scores, leaves, upstream))
+    except ValueError as error:  # the backward computes the argmax again
+        check_skipped(error)
+        return None
+
+
+def records(device: str, small: bool, skip_unserved: bool = False) -> Iterator[tuple[str, str]]:
     """Yield names of calls, and a digest of their results and gradients."""
     dtypes = (torch.float32, torch.float16) if small else DTYPES
     grid = ((False,), dtypes, SMALL_SHAPES, COUNTS[1:2]) if small else ((False, True), dtypes, SHAPES, COUNTS)
@@ -138,10 +160,11 @@ def records(device: str, small: bool) -> Iterator[tuple[str, str]]:
         g = torch.Generator().manual_seed(sum(shape) + sum(counts))
         for calls in (dense_calls, ragged_calls):
             for name, leaves, call in calls(g, shape, counts, {"dtype": dtype, "device": device, "ties": ties}):
-                scores, argmax = call()
-                upstream = torch.randn(scores.shape, generator=g).to(scores)
-                grads = torch.autograd.grad(scores, leaves, upstream)
-                yield f"{dtype} {shape} {counts} {'ties ' * ties}{name}", digest(scores, argmax, *grads)
+                found = scored(call, leaves, g, skip_unserved)
+                if found is not None:
+                    yield f"{dtype} {shape} {counts} {'ties ' * ties}{name}", found
+        if skip_unserved:
+            continue
         Q, D = (
             torch.randn(n, L, shape[2], generator=g).to(device, dtype) for n, L in zip((2, 90), shape, strict=False)
         )
@@ -154,10 +177,11 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compare", action="store_true", help="with the file, instead of writing it")
     parser.add_argument("--small", action="store_true", help="few shapes, fp32 and fp16: for Triton's interpreter")
+    parser.add_argument("--skip-unserved", action="store_true", help="skip calls that LIK_OPS_KERNEL cannot serve")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    found = dict(records(arguments.device, arguments.small))
+    found = dict(records(arguments.device, arguments.small, arguments.skip_unserved))
     if not arguments.compare:
         arguments.file.write_text(json.dumps(found, indent=1))
         print(f"{len(found)} digests, backend {os.environ.get('LIK_OPS_BACKEND', 'auto')}")

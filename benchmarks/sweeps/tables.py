@@ -61,7 +61,7 @@ def change(
 
 # forward: tiles of `maxsim_forward`, and the numbers of its persistent programs.
 _FORWARD = "gpu.tuning.forward_configs.select_tiles"
-_NO_SM90 = {"gpu.tuning.sm90_configs.configure_sm90": put(lambda *args, **options: None)}
+_NO_SM90 = {"gpu.choose.get_forced_kernel": put(lambda: "generic")}
 ROWS, TOKENS, WARPS, STAGES = (16, 32, 64, 128, 256), (64, 128), (4, 8), (1, 2, 3, 4, 5)
 WALKERS = (0, 264, 396, 528)
 
@@ -130,12 +130,12 @@ def few_tiles(case: tuple) -> dict[str, Patches]:
 # pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
 _NEVER = 10**9
 _PER_SM, _WHOLE, _LARGE_D = (
-    f"gpu.tuning.sm90_configs.{name}" for name in ("_MIN_PAIRS_PER_SM", "MAX_WHOLE_QUERY_TOKENS", "_MIN_LARGE_D_TOKENS")
+    f"gpu.tuning.sm90_configs.{name}" for name in ("MIN_PAIRS_PER_SM", "MAX_WHOLE_QUERY_TOKENS", "MIN_LARGE_D_TOKENS")
 )
 _GENERIC = {_PER_SM: put(_NEVER), _WHOLE: put(_NEVER), _LARGE_D: put(_NEVER)}
 PAIR_SIDES: dict[str, Patches] = {
-    "generic": _GENERIC | {"gpu.choose._MIN_LONG_DOCUMENT_TOKENS": put(_NEVER)},
-    "gluon": {_PER_SM: put(0), "gpu.choose._MAX_GLUON_PAIRS_PER_SM": put(0)},
+    "generic": _GENERIC | {"gpu.generic_choices._MIN_LONG_DOCUMENT_TOKENS": put(_NEVER)},
+    "gluon": {_PER_SM: put(0), "gpu.generic_choices._MAX_GLUON_PAIRS_PER_SM": put(0)},
     "split": _GENERIC,
 }
 _FEW_PAIRS = ((4, 32), (8, 32), (32, 32), (2, 128), (1, 300), (1, 1024))  # Nq, Lq
@@ -238,7 +238,7 @@ def soft_call(case: tuple[str, Case]) -> Call:
 
 def soft_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
     name = f"families.soft.configs.configure_soft_{'forward' if case[0] == 'forward' else 'backward'}"
-    generic = {"families.soft.configs.configure_soft_sm90_backward": put(lambda *_: None)}
+    generic = {"families.soft.gpu_sm90.get_forced_kernel": put(lambda: "generic")}
 
     def rows(present: Callable[..., Any], BM: int) -> Callable[..., Any]:
         """Patch the forward so that a query longer than a tile is processed tile by tile."""

@@ -29,7 +29,7 @@ def source(
 ) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax}
     Nq = max(1, 256 // Lq) if normalize and not given else 256  # precomputed norms are read from 6 row tiles on
-    choice = sm90_configs.configure_sm90(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    choice = sm90_configs.configure_sm90(SM_90, Nq, 256, Lq, Ld, d, **chosen)
     assert choice is not None and choice.config.PRECOMPUTED_SCALES is given
     C = choice.config
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
@@ -111,7 +111,7 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
 
 
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
-    choice = sm90_configs.configure_fp8(SM_90, dtype, Nq, 256, Lq, Ld, d, kept=kept)
+    choice = sm90_configs.configure_fp8(SM_90, Nq, 256, Lq, Ld, d, kept=kept)
     return numbers_source(choice, dtype, d, options, False)
 
 
@@ -197,7 +197,7 @@ def check(compiled, tmp_path: Path, products: bool = False) -> None:
 
 def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": False}
-    choice = sm90_configs.configure_sm90(SM_90, dtype, 256, 256, Lq, Ld, d, **chosen)
+    choice = sm90_configs.configure_sm90(SM_90, 256, 256, Lq, Ld, d, **chosen)
     assert choice is not None
     C, features = choice.config, fw.STEP_FEATURES.value
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))

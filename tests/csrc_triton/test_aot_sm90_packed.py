@@ -13,7 +13,7 @@ from lik_ops.csrc_triton.common.arguments import MaskPatchArgs, QueryArgs, RowMa
 from lik_ops.csrc_triton.forward.generic import row_sums
 from lik_ops.csrc_triton.forward.sm90 import packed as fr
 from lik_ops.csrc_triton.forward.sm90.pipeline import make_tile_layout
-from lik_ops.gpu import choose
+from lik_ops.gpu import generic_choices
 from lik_ops.gpu.triton_versions import get_triton_release
 from lik_ops.gpu.tuning import sm90_configs
 
@@ -165,8 +165,8 @@ def test_sums_over_sections_do_not_spill(layout, Nq, Lq, everything):
         "constexpr" if layout == "packed" else "i32",
     )
     Q, D = (torch.empty(n, length, 128, dtype=torch.bfloat16, device="meta") for n, length in ((Nq, Lq), (2, 2**16)))
-    found = choose.choose_document_splits(
-        choose.make_cut(Q, D, None, None), everything, everything, replace(SM_90, processors=132)
+    found = generic_choices.choose_document_splits(
+        generic_choices.make_cut(Q, D, None, None), everything, everything, replace(SM_90, processors=132)
     )
     without_spills(sums_source(layout, found.sums, cut, found.launch.config), found.make_sum_options)
 

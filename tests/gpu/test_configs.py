@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lik_ops
-from lik_ops.gpu import choose
+from lik_ops.gpu import generic_choices
 from lik_ops.gpu.tuning import forward_configs
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, KernelKey, LaunchConfig
 from lik_ops.gpu.tuning.forward_table import FORWARD_RULES
@@ -73,7 +73,7 @@ LYING = ["contiguous", "transposed", "apart", "unaligned"]
 @pytest.mark.parametrize("Ld", [3, 100])
 def test_descriptors_read_documents_of_any_length(Ld, how):
     Q, D = torch.randn(40, 32, 128).half(), _lying(torch.randn(400, Ld, 128).half(), how)
-    choice = choose.choose_generic(Q, D, True, False, ARCHITECTURES["sm_90"])
+    choice = generic_choices.choose_generic(Q, D, True, False, ARCHITECTURES["sm_90"])
     assert choice.uses_descriptor == (how in ("contiguous", "unaligned"))
     assert (Ld < choice.launch.config.BN) == choice.launch.config.SHORT_DOCUMENTS
 

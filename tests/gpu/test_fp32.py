@@ -156,7 +156,7 @@ def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("room", [None, 96])
 def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     """Bits are equal even if the documents are split in several parts and some rows are odd."""
-    from lik_ops.gpu import choose
+    from lik_ops.gpu import generic_choices
     from lik_ops.gpu.forward.dense import make_plan
     from lik_ops.gpu.forward.fp32_split import Fp32SplitPlan
     from lik_ops.gpu.forward.generic import make_generic_plan
@@ -169,9 +169,9 @@ def test_tokens_split_first_or_by_each_program(monkeypatch, room):
     counts = []
     split = Fp32SplitPlan._split
     if room is not None:
-        monkeypatch.setattr(choose, "get_split_workspace_rows", lambda config: room)
+        monkeypatch.setattr(generic_choices, "get_split_workspace_rows", lambda config: room)
     expected = make_generic_plan(Q, D, False, torch.int16)
-    monkeypatch.setattr(choose, "_MIN_FP32_SPLIT_ROWS", 1)
+    monkeypatch.setattr(generic_choices, "_MIN_FP32_SPLIT_ROWS", 1)
     plan = make_plan(Q, D, d_mask, False, torch.int16)
     assert isinstance(plan, Fp32SplitPlan)
     monkeypatch.setattr(plan, "_split", lambda *a: (counts.append(1), split(plan, *a)))

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from ...csrc_triton.backward.arguments import Sm90SoftConfig
 from ...gpu import triton_versions
 from ...gpu.tuning.architectures import (
     INTERPRETER,
-    Architecture,
     KernelKey,
     LaunchConfig,
     cdiv,
@@ -69,19 +66,13 @@ _SMALL_ROW_TILE = _TOKEN_TILE = Sm90Tile(tokens=64, stages=4, in_registers=True)
 _LARGE_ROW_TILE = Sm90Tile(tokens=128, stages=3, in_registers=True)
 
 
-def configure_soft_sm90_backward(
-    arch: Architecture, dtype: torch.dtype, d: int, Ld: int | None
-) -> Sm90SoftConfig | None:
-    """Choose a Gluon kernel of the backward, or return None if the generic kernel has to serve.
+def configure_soft_sm90_backward(d: int, Ld: int | None) -> Sm90SoftConfig:
+    """Return the configuration of a Gluon kernel of the backward, which `lik_ops.gpu.supports` allows.
 
     Args:
-        arch: architecture that runs the kernel.
-        dtype: dtype of the tokens.
         d: number of features.
         Ld: tokens of the documents that the kernel of query rows reads, or None for the kernel of document tokens.
     """
-    if arch.name != "sm_90" or dtype != torch.bfloat16 or d > 128:
-        return None
     tile, in_registers = _TOKEN_TILE, True
     if Ld is not None:
         small, large = (cdiv(Ld, t.tokens) * t.tokens for t in (_SMALL_ROW_TILE, _LARGE_ROW_TILE))

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...core.arguments import make_metadata_key
 from ...core.plan_cache import plans
 from .. import choose
+from ..generic_choices import GenericChoice, SplitChoice
 from ..runtime.arguments import is_tf32_allowed
 from ..tuning import sm90_configs
 from .fp32_split import Fp32SplitPlan
@@ -48,11 +49,11 @@ def make_plan(
 ) -> DensePlan:
     """Return a plan of the kernel that `choose.choose_dense` selects."""
     choice = choose.choose_dense(Q, D, d_mask, normalize, argmax_dtype)
-    if isinstance(choice, choose.GenericChoice):
+    if isinstance(choice, GenericChoice):
         if choice.has_fp32_split:
             return Fp32SplitPlan(choice, Q, D, argmax_dtype)
         return GenericPlan(choice, Q, D, argmax_dtype)
-    if isinstance(choice, choose.SplitChoice):
+    if isinstance(choice, SplitChoice):
         return DocumentSplitPlan(choice, Q, D, argmax_dtype)
     if isinstance(choice, sm90_configs.RowMaximaChoice):
         return MaskedPlan(choice, Q, D, argmax_dtype)

@@ -15,8 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...core.segments import DenseArgs
 from ...csrc_triton.common import fp32 as fp32_kernels
 from ...csrc_triton.common.arguments import OutputArgs, TermArgs
-from ...csrc_triton.forward.generic import dense as forward_kernels
-from .. import choose
+from ...csrc_triton.forward.generic.dense import maxsim_forward
+from .. import generic_choices
+from ..generic_choices import GenericChoice
 from ..runtime import launcher
 from ..runtime.arguments import check_grid, make_document_args, make_query_args
 from ..tuning import architectures
@@ -29,12 +30,12 @@ _SPLIT_BLOCK_ROWS = 32  # rows of a program of `split_tokens`
 class Fp32SplitPlan(DensePlan):
     """A call that splits the queries, then splits and scores as many documents at a time as the workspace holds."""
 
-    def __init__(self, choice: choose.GenericChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(self, choice: GenericChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.launch, self.config = choice.launch, choice.launch.config
         self.options = choice.launch.options(choice.arch)
         Nq, K, _, Ld = self.sizes
-        chunk = choose.get_split_workspace_rows(self.config) // Ld
+        chunk = generic_choices.get_split_workspace_rows(self.config) // Ld
         # With a multiple of 16, every chunk of scores, argmax, and mask is aligned.
         self.chunk = chunk if chunk < 16 else chunk // 16 * 16
         check_grid(self.launch.programs(Nq, min(self.chunk, K)))
@@ -56,7 +57,7 @@ class Fp32SplitPlan(DensePlan):
             argmax_found = None if argmax is None else argmax[part]
             args = (*groups, tiles, OutputArgs(scores[0, k:], argmax_found), terms, self.sizes, self.d, C)
             grid = (self.launch.programs(Nq, chunk.shape[0]),)
-            launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
+            launcher.launch(maxsim_forward, grid, args, self.options)
 
     def _workspace(self, rows: int) -> tuple[Tensor, Tensor]:
         """Return memory for the rows `hi` followed by the rows `lo`, and for the scales."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from ...core.arguments import add_batch_axes
 from ...core.segments import DenseArgs
 from ...csrc_triton.common.arguments import OutputArgs
-from ...csrc_triton.forward.generic import dense as forward_kernels
-from .. import choose
+from ...csrc_triton.forward.generic.dense import maxsim_forward
+from .. import generic_choices
+from ..generic_choices import GenericChoice
 from ..runtime import launcher
 from ..runtime.arguments import architecture, check_grid, make_descriptor, make_document_args, make_query_args
 from ..tuning import architectures
@@ -24,7 +25,7 @@ _log = logging.getLogger("lik_ops")
 class GenericPlan(DensePlan):
     """A call of the generic kernel, which supports tensors of any alignment and compiles with every Triton."""
 
-    def __init__(self, choice: choose.GenericChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(self, choice: GenericChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.launch, self.uses_descriptor = choice.launch, choice.uses_descriptor
         self.options = choice.launch.options(choice.arch)
@@ -45,7 +46,7 @@ class GenericPlan(DensePlan):
         queries, documents = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(x.D, x.d_mask)
         args = (queries, documents, tiles, OutputArgs(scores, argmax), None, self.sizes, self.d, launch.config)
         grid = check_grid(launch.programs(self.sizes.Nq, self.sizes.K))
-        launcher.launch(forward_kernels.maxsim_forward, grid, args, self.options)
+        launcher.launch(maxsim_forward, grid, args, self.options)
 
 
 def make_generic_plan(
@@ -64,7 +65,7 @@ def make_generic_plan(
         argmax_dtype: dtype of the argmax, or None without an argmax.
         arch: architecture whose tiles are used, or None for the architecture of the device of Q.
     """
-    choice = choose.choose_generic(Q, D, normalize, argmax_dtype is not None, arch or architecture(Q.device))
+    choice = generic_choices.choose_generic(Q, D, normalize, argmax_dtype is not None, arch or architecture(Q.device))
     return GenericPlan(choice, Q, D, argmax_dtype)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.plan_cache import PlanCache, plans
 from ...core.segments import PackedArgs
+from ...core.settings import get_forced_kernel
 from ...csrc_triton.common.arguments import (
     CodecDequantArgs,
     DequantArgs,
@@ -26,7 +26,8 @@ from ...csrc_triton.common.arguments import (
 )
 from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.packed import maxsim_forward_ragged
-from .. import choose
+from .. import choose, generic_choices
+from ..generic_choices import SplitChoice
 from ..runtime import launcher
 from ..runtime.arguments import (
     architecture,
@@ -42,7 +43,8 @@ from ..runtime.arguments import (
 )
 from ..runtime.capture import Calls
 from ..runtime.memory import allocate_tensor, is_deterministic, makers, raw_stream
-from ..tuning import architectures, forward_configs, sm90_configs
+from ..tuning import architectures, forward_configs
+from ..tuning.sm90_configs import RowMaximaChoice
 from . import sm90_packed as rows
 from . import splits
 from .plans import Plan
@@ -97,10 +99,12 @@ class PackedPlan(Plan):
         self.features, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
         # Maximum rows of D with which only document offsets need 64 bits: see `choose_offset_width`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
-        self.uses_descriptor = stored in _DESCRIPTOR_ENCODINGS and choose.supports_packed_descriptor(c, self.arch)
-        plain = not (stored or self.single or normalize) and self.features <= _INT32_MAX
-        self.by_rows = self.uses_descriptor and plain and c.d_mask is None and c.q_lengths is None
-        self.in_sections = not (stored or self.single)
+        reads_tiles = generic_choices.supports_packed_descriptor(c, self.arch)
+        self.uses_descriptor = stored in _DESCRIPTOR_ENCODINGS and reads_tiles
+        self.forced = get_forced_kernel()
+        args, plain = self._make_choice_args(c), self.forced == "generic"
+        self.by_rows = not plain and choose.supports_packed_row_maxima(args) is None
+        self.in_sections = not plain and choose.supports_packed_splits(args) is None
         self.chosen, self.tiles = PlanCache(_MAX_TILES), PlanCache(_MAX_TILES)
         self.descriptors: dict[tuple, tuple] = {}
         self.calls, self.makers = Calls(), makers(self.device)
@@ -119,26 +123,22 @@ class PackedPlan(Plan):
         scores, argmax = self.forward(PackedArgs.of(tensors, max_seqlen_q).for_kernel())
         return scores, allocate_tensor((0,), (1,), torch.int32, self.device) if argmax is None else argmax
 
-    def _choose_fast(self, c: PackedArgs) -> sm90_configs.RowMaximaChoice | choose.SplitChoice | None:
-        """Return the row maxima or split choice of a call, or None, cached by the sizes that it depends on."""
-        choice = None
-        if self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15:
-            choice = self._look_up_choice((c.queries, c.columns, c.Tq), choose.choose_packed_row_maxima, c)
-        if not (self.in_sections and choose.has_long_documents(c)):
-            return choice
-        if choice is not None:
-            mean = c.Tq // max(c.queries, 1), c.Td // max(c.columns, 1)
-            if not choose.has_idle_sms(choice, *mean, self.arch):
-                return choice
-        return (
-            self._look_up_choice(c.sizes, partial(choose.choose_document_splits, normalize=self.normalize), c) or choice
-        )
+    def _make_choice_args(self, c: PackedArgs) -> choose.PackedChoiceArgs:
+        """Return the arguments of the rules in `choose.PACKED_RULES`."""
+        return choose.PackedChoiceArgs(c, self.normalize, self.argmax_dtype is not None, self.stored, self.arch)
 
-    def _look_up_choice(self, key: tuple, find: Callable, c: PackedArgs) -> Any:
-        """Return the cached choice for `key`, computed by `find` the first time."""
+    def _choose_fast(self, c: PackedArgs) -> RowMaximaChoice | SplitChoice | None:
+        """Return the row maxima or split choice of a call, or None, cached by the sizes that it depends on."""
+        by_rows = self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15
+        is_long = self.in_sections and choose.has_long_documents(c)
+        if not (by_rows or is_long or self.forced == "sm90"):
+            return None
+        # Without long documents, `c.Td` is irrelevant.
+        key = (by_rows, *c.sizes) if is_long else (by_rows, c.queries, c.columns, c.Tq)
         found = self.chosen.get(key)
         if found is None:
-            found = self.chosen.store(key, find(c, argmax=self.argmax_dtype is not None, arch=self.arch) or False)
+            choice = choose.apply_rules(choose.PACKED_RULES, self._make_choice_args(c))
+            found = self.chosen.store(key, choice or False)
         return found or None
 
     def _run_fast(self, c: PackedArgs) -> tuple[Tensor, Tensor | None] | None:
@@ -148,7 +148,7 @@ class PackedPlan(Plan):
             return None
 
         def compute() -> tuple[Tensor, ...]:
-            if isinstance(choice, choose.SplitChoice):
+            if isinstance(choice, SplitChoice):
                 argmax = None if dtype is None else self._allocate_argmax(c)
                 return splits.forward_splits(choice, c, make_packed_query_args(c), argmax)
             queries, _, segments = self._group_args(c, c.tensors)
@@ -176,7 +176,7 @@ class PackedPlan(Plan):
     def _get_tile(self, c: PackedArgs, Lq: int, wide: int, few: bool) -> _CompiledTile:
         """Return the tile for sizes that are not cached yet."""
         argmax = self.argmax_dtype is not None
-        launch, levels = choose.choose_packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
+        launch, levels = generic_choices.choose_packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
         _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
         return self.tiles.store((c.queries, Lq, wide, few), _CompiledTile(launch, levels, self.d, self.arch))
 

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ...core.arguments import add_batch_axes
 from ...core.segments import DenseArgs
+from ...core.settings import require_unforced
 from ..runtime import launcher
 from ..runtime.arguments import make_size_args, use_device
 from ..runtime.capture import Calls
 from ..runtime.memory import allocate_tensor, compute_contiguous_strides
+
+_MISALIGNED = "a tensor does not start at a multiple of 16 bytes"
 
 
 class Plan:
@@ -36,13 +39,19 @@ class Plan:
         """Return the result of `_run_fast`.
 
         If it is None, or if Triton cannot compile the kernel, return the result of `_run_generic`.
+
+        Raises:
+            ValueError: ``LIK_OPS_KERNEL`` forces the preferred kernel.
         """
+        reason = _MISALIGNED
         try:
             found = self._run_fast(*call)
             if found is not None:
                 return found
         except launcher.KernelCompileError as error:
             launcher.warn_fallback(error, self.instead)
+            reason = str(error)
+        require_unforced(reason)
         return self._run_generic(*call)
 
     def _run_fast(self, *call: Any) -> Any:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ...core.segments import PackedArgs
+from ...core.settings import get_forced_kernel, require_unforced
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
 from ...formats.table import OPERAND_FORMATS, EncodedTokens
+from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
     architecture,
@@ -35,7 +37,7 @@ from .packed import ragged_plan
 _TILE_TOKENS, _TILE_FEATURES = 32, 64
 _WORD_DTYPES = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
 # Formats with a kernel for dense documents.
-_DENSE_FORMATS = (*forward_configs.INT8_TERMS_BY_ENCODING, "fp8_e4m3", "fp8_e5m2")
+_DENSE_FORMATS = (*forward_configs.INT8_TERMS_BY_ENCODING, *choose.FP8_FORMATS)
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -108,6 +110,10 @@ def _run_packed(
     c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores and argmax of the packed kernel."""
+    if get_forced_kernel() == "sm90":
+        call = choose.QuantizedChoiceArgs(c, stored, normalize, bool(argmax_dtype), architecture(c.Q.device))
+        choose.apply_rules(choose.QUANTIZED_RULES, call)
+        require_unforced("a tensor does not start at a multiple of 16 bytes, or the kernel does not compile")
     stored = stored.flat()
     data, kept = _view_for_kernel(c.D, stored.format, architecture(c.Q.device))
     c, counts = c._replace(D=data), _make_dequant_args(stored)

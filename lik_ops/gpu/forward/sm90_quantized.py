@@ -14,12 +14,11 @@ from ...core.arguments import make_metadata_key
 from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs
-from ...formats.table import FORMATS, EncodedTokens
+from ...formats.table import EncodedTokens
 from .. import choose
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, use_device
 from ..tuning import sm90_configs
-from ..tuning.forward_configs import INT8_TERMS_BY_ENCODING
 from .sm90_dense import Sm90Plan
 
 
@@ -97,11 +96,8 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
     key = ("QuantizedPlan", *metadata, scale.shape, scale.stride(), stored.format)
     plan = plans.get(key)
     if plan is None:
-        arch, terms = architecture(c.Q.device), INT8_TERMS_BY_ENCODING.get(stored.format)
-        if terms:
-            choice = choose.choose_int8(c.Q, data, scale, terms, arch)
-        else:
-            choice = choose.choose_fp8(c.Q, data, FORMATS[stored.format].kernel, arch)
+        call = choose.QuantizedChoiceArgs(c, stored, False, False, architecture(c.Q.device))
+        choice = choose.apply_rules(choose.QUANTIZED_RULES, call)
         plan = plans.store(key, choice is not None and QuantizedPlan(choice, c.Q, data))
     return plan
 

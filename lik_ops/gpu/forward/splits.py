@@ -16,7 +16,8 @@ from ...core.segments import DenseArgs, PackedArgs
 from ...csrc_triton.common.arguments import PackedSizeArgs, QueryArgs, SplitArgs
 from ...csrc_triton.forward.generic import row_sums
 from ...csrc_triton.forward.generic.packed import maxsim_forward_ragged
-from .. import choose
+from .. import generic_choices
+from ..generic_choices import SplitChoice
 from ..runtime import launcher
 from ..runtime.arguments import (
     check_grid,
@@ -35,7 +36,7 @@ _log = logging.getLogger("lik_ops")
 
 
 def score_splits(
-    choice: choose.SplitChoice,
+    choice: SplitChoice,
     c: PackedArgs,
     queries: QueryArgs,
     rows: tuple[int, int],
@@ -71,9 +72,7 @@ def score_splits(
     _log.debug("splits of %s documents, %s tokens: %s", c.columns, c.Td, choice)
 
 
-def forward_splits(
-    choice: choose.SplitChoice, c: PackedArgs, queries: QueryArgs, argmax: Tensor | None
-) -> tuple[Tensor, ...]:
+def forward_splits(choice: SplitChoice, c: PackedArgs, queries: QueryArgs, argmax: Tensor | None) -> tuple[Tensor, ...]:
     """Return scores ``[Nq, Nd]`` of packed tokens and, unless it is None, `argmax` after filling it ``[Nd, Tq]``."""
     scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
     with use_device(c.Q.device):
@@ -84,14 +83,13 @@ def forward_splits(
 class DocumentSplitPlan(DensePlan):
     """A call of dense documents that are cut into splits."""
 
-    def __init__(self, choice: choose.SplitChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+    def __init__(self, choice: SplitChoice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.choice = choice
 
     def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:
-        q_mask = (
-            x.q_mask if x.q_mask is None or has_even_stride(x.q_mask) else None
-        )  # in this kernel a query mask only saves work
-        c = choose.make_cut(x.Q, x.D, q_mask, x.d_mask)
+        # A query mask only saves work in this kernel.
+        q_mask = x.q_mask if x.q_mask is not None and has_even_stride(x.q_mask) else None
+        c = generic_choices.make_cut(x.Q, x.D, q_mask, x.d_mask)
         queries = make_query_args(x.Q, x.q_mask, x.q_weight)
         score_splits(self.choice, c, queries, (self.sizes.Nq, self.sizes.Lq), scores, argmax)

@@ -1,8 +1,7 @@
-"""Choice and configuration of the Gluon kernels of sm_90.
+"""Configuration of the Gluon kernels of sm_90.
 
-The kernels are `maxsim_row_maxima`, `maxsim_forward_specialized`, and `maxsim_forward_wide`. The functions return None
-if another kernel has to serve. All kernels give the same bits, so a choice may depend on the numbers of queries and
-documents.
+The kernels are `maxsim_row_maxima`, `maxsim_forward_specialized`, and `maxsim_forward_wide`. A function returns the
+configuration for any sizes of 1 or more. `lik_ops.gpu.supports` says whether the kernel then serves the call.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ import torch
 
 from ...csrc_triton.common.arguments import Sm90Config, Sm90LargeDConfig
 from . import forward_configs
-from .architectures import Architecture, cdiv, next_power_of_2, supports_vector_loads
-from .tables import HALF_DTYPES
+from .architectures import Architecture, cdiv, next_power_of_2
 
 # Accumulators of 64 rows in a program of `maxsim_forward_specialized`, except in the small-M kernel.
 _ACCUMULATORS = 4
 # Query rows of a program of `maxsim_forward_specialized` and `maxsim_forward_wide`.
 SM90_TILE_ROWS, LARGE_D_TILE_ROWS = 64 * _ACCUMULATORS, 128
 # With so many rows, the maxima of one document fill the workspace of `maxsim_row_maxima`.
-_MAX_WORKSPACE_ROWS = 6 * 2**20
+MAX_WORKSPACE_ROWS = 6 * 2**20
 # Maximum rows per query that `maxsim_row_maxima` sums itself.
 _MAX_ROWS_PER_QUERY = 128
 # Minimum row tiles for which a separate launch that computes the norms of document tokens pays off.
@@ -31,9 +29,9 @@ _MAX_PADDING_RATIO = 1.07
 MAX_QUERY_NORMS = 2**21  # in a workspace of the large-d kernel
 # (row tile, document) pairs per SM from which these kernels are faster than `maxsim_forward`. One pair is enough for
 # queries of more than `MAX_WHOLE_QUERY_TOKENS` tokens, which `maxsim_forward` scores one part after the other. One pair
-# is also enough for the large-d kernel and documents of `_MIN_LARGE_D_TOKENS` tokens.
+# is also enough for the large-d kernel and documents of `MIN_LARGE_D_TOKENS` tokens.
 # Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
-_MIN_PAIRS_PER_SM, MAX_WHOLE_QUERY_TOKENS, _MIN_LARGE_D_TOKENS = 0.48, 128, 512
+MIN_PAIRS_PER_SM, MAX_WHOLE_QUERY_TOKENS, MIN_LARGE_D_TOKENS = 0.48, 128, 512
 # `maxsim_row_maxima` sums rows itself if queries fill this share of ROWS_PER_QUERY. Otherwise packed rows and a second
 # launch for the sums are faster.
 _MIN_FILL_RATIO = 0.9
@@ -81,6 +79,7 @@ class RowMaximaChoice(NamedTuple):
     config: Sm90Config
     programs: int
     sums: tuple[int, int, int, int]
+    pairs: int  # (row tile, document) pairs
 
     @property
     def kernel(self) -> str:
@@ -94,8 +93,8 @@ class RowMaximaChoice(NamedTuple):
 
 def configure_row_maxima(
     arch: Architecture, dtype: torch.dtype, rows: int, K: int, Lq: int, d: int, *, argmax: bool, dense: bool = False
-) -> RowMaximaChoice | None:
-    """Choose the row maxima kernel, or return None.
+) -> RowMaximaChoice:
+    """Return the configuration of the row maxima kernel.
 
     Args:
         arch: architecture that runs the kernel.
@@ -110,15 +109,12 @@ def configure_row_maxima(
     """
     sums = dense and 2 <= next_power_of_2(Lq) <= _MAX_ROWS_PER_QUERY and Lq >= _MIN_FILL_RATIO * next_power_of_2(Lq)
     row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SM90_TILE_ROWS)
-    half = arch.name == "sm_90" and dtype in HALF_DTYPES and d <= 128
-    worth = rows > SM90_TILE_ROWS // 2 and (Lq > MAX_WHOLE_QUERY_TOKENS or row_tiles * K >= arch.processors // 2)
-    if not (half and worth and row_tiles * K < 2**31 and rows <= _MAX_WORKSPACE_ROWS):
-        return None
     slot, levels = forward_configs.configure_row_sums(arch, dtype, Lq, d, False, 0)
     lanes = max(slot, 128)
     tile = Sm90Tile(tokens=64, stages=6, in_registers=True)
     config = _make_config(tile, next_power_of_2(Lq) if sums else slot, d, 0, ARGMAX=argmax, SUM_ROWS=sums)
-    return RowMaximaChoice(config, min(arch.processors, row_tiles * K), (slot, lanes // slot, 1024 // lanes, levels))
+    sizes, pairs = (slot, lanes // slot, 1024 // lanes, levels), row_tiles * K
+    return RowMaximaChoice(config, min(arch.processors, pairs), sizes, pairs)
 
 
 class Sm90Choice(NamedTuple):
@@ -136,6 +132,11 @@ class Sm90Choice(NamedTuple):
         return isinstance(self.config, Sm90LargeDConfig)
 
     @property
+    def is_small_m(self) -> bool:
+        """Return whether this is the small-M kernel, whose query rows are one tile."""
+        return isinstance(self.config, Sm90Config) and self.config.SMALL_M
+
+    @property
     def reads_norms(self) -> bool:
         """Return whether an earlier launch computes inverse norms.
 
@@ -151,8 +152,7 @@ class Sm90Choice(NamedTuple):
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
-        small = isinstance(self.config, Sm90Config) and self.config.SMALL_M
-        return _format_tile(_count_tile_rows(self.config) // (_ACCUMULATORS if small else 1), self)
+        return _format_tile(_count_tile_rows(self.config) // (_ACCUMULATORS if self.is_small_m else 1), self)
 
 
 def _format_tile(rows: int, choice: Sm90Choice | RowMaximaChoice) -> str:
@@ -163,25 +163,6 @@ def _format_tile(rows: int, choice: Sm90Choice | RowMaximaChoice) -> str:
 def _count_tile_rows(config: Sm90Config | Sm90LargeDConfig) -> int:
     """Return the query rows of a program, or more than all rows of the small-M kernel."""
     return LARGE_D_TILE_ROWS if isinstance(config, Sm90LargeDConfig) else _ACCUMULATORS * config.MMA_ROWS
-
-
-def supports_sm90(config: Sm90Config | Sm90LargeDConfig, Nq: int, K: int, Lq: int, Ld: int, d: int) -> bool:
-    """Return whether the kernel of a configuration supports documents without a mask.
-
-    Norms are added in the order of `maxsim_forward` only if rows are loaded by vectors. TMA needs encoded rows that
-    start at multiples of 16 bytes, and scales of single tokens that do for each document.
-    """
-    rows = Nq * cdiv(Lq, config.ROWS_PER_QUERY) * config.ROWS_PER_QUERY
-    counts = rows, cdiv(rows, _count_tile_rows(config)) * K
-    if Lq < 2 or max(counts) >= 2**31:
-        return False
-    if isinstance(config, Sm90LargeDConfig):
-        return Ld >= 1 and supports_vector_loads(d, 0) and not (config.NORMALIZE and Nq * Lq > MAX_QUERY_NORMS)
-    encoded = bool(config.INT8_TERMS or config.ENCODING)
-    aligned = supports_vector_loads(d, 0) or not (config.NORMALIZE or encoded)
-    scales = config.INT8_TERMS == 0 or not config.PRECOMPUTED_SCALES or Ld % 4 == 0
-    fits = not (encoded or config.SPLIT_FP32) or K * Ld < 2**31
-    return Ld >= config.BN and d <= 128 and aligned and scales and fits
 
 
 def _make_choice(
@@ -217,11 +198,9 @@ def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> Sm90Til
 
 
 def configure_sm90(
-    arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, normalize: bool, argmax: bool
-) -> Sm90Choice | None:
-    """Choose an sm_90 kernel for documents without a mask, or return None."""
-    if arch.name != "sm_90" or dtype not in HALF_DTYPES or (d > 128 and argmax):
-        return None  # with argmax and large d `maxsim_forward` sums the parts of a query in another order
+    arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, normalize: bool, argmax: bool
+) -> Sm90Choice:
+    """Return the configuration of an sm_90 kernel for half-precision documents without a mask."""
     config: Sm90Config | Sm90LargeDConfig
     few = 0
     if d > 128:
@@ -241,28 +220,14 @@ def configure_sm90(
         given = normalize and not few and row_tiles >= _MIN_PRECOMPUTED_ROW_TILES
         tile = _select_least_waste(SMALL_M_TILES[""], Ld) if few else _choose_tile(Ld, argmax, normalize, given)
         config = _make_config(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, PRECOMPUTED_SCALES=given)
-    if not supports_sm90(config, Nq, K, Lq, Ld, d):
-        return None
-    choice, rows = _make_choice(arch, config, Nq, K, Lq), _count_tile_rows(config)
-    # The generic kernel computes norms between its products. This kernel computes norms during its products.
-    least = 0 if few else rows // 4 if normalize and d <= 128 else rows // 2
-    one_is_enough = Lq > MAX_WHOLE_QUERY_TOKENS or (d > 128 and Ld >= _MIN_LARGE_D_TOKENS)
-    enough = one_is_enough or choice.row_tiles * K >= int(arch.processors * _MIN_PAIRS_PER_SM)
-    return choice if Nq * choice.parts * config.ROWS_PER_QUERY > least and enough else None
+    return _make_choice(arch, config, Nq, K, Lq)
 
 
-def configure_small_m_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int) -> Sm90Choice | None:
-    """Choose the small-M kernel for few fp32 query rows that `maxsim_forward` would split, or return None.
-
-    Documents have no mask.
-    """
+def configure_small_m_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int) -> Sm90Choice:
+    """Return the configuration of the small-M kernel for few fp32 query rows, and documents without a mask."""
     few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
-    if arch.name != "sm_90" or not few:
-        return None
     tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld)
     config = _make_config(tile, next_power_of_2(Lq), d, few, ARGMAX=False, SPLIT_FP32=True)
-    if not supports_sm90(config, Nq, K, Lq, Ld, d) or arch.processors // 2 > K:
-        return None
     return _make_choice(arch, config, Nq, K, Lq)
 
 
@@ -291,10 +256,8 @@ def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) ->
 
 def configure_int8(
     arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, each_token: bool, terms: int
-) -> Sm90Choice | None:
-    """Choose an sm_90 kernel for dense int8 documents without a mask.
-
-    Return None if the kernel of packed documents has to serve.
+) -> Sm90Choice:
+    """Return the configuration of an sm_90 kernel for dense int8 documents without a mask.
 
     Args:
         arch: architecture that runs the kernel.
@@ -307,8 +270,6 @@ def configure_int8(
         each_token: whether each token has its own scale.
         terms: number of int8 terms of a query row.
     """
-    if arch.name != "sm_90":
-        return None
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
     few = _count_small_m_rows(Nq, Lq, _MAX_SMALL_M_ROWS // terms) if next_power_of_2(Lq) <= tree else 0
     slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 2 * rows, tree)
@@ -318,29 +279,12 @@ def configure_int8(
     large = terms == 2 and not each_token and Ld >= size and -Ld % size < _INT8_TILE.tokens
     tile = _select_least_waste(SMALL_M_TILES["int8"], Ld) if few else _INT8_LARGE_TILE if large else _INT8_TILE
     options = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token, "MMA_ROWS": rows, "INT8_TERMS": terms}
-    return _choose_encoded(arch, _make_config(tile, slot, d, few, **options), Nq, K, Lq, Ld, d, tree // slot)
+    return _make_choice(arch, _make_config(tile, slot, d, few, **options), Nq, K, Lq, tree // slot)
 
 
-def configure_fp8(
-    arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, kept: str
-) -> Sm90Choice | None:
-    """Choose an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`.
-
-    Return None if the kernel of packed documents has to serve.
-    """
-    if arch.name != "sm_90" or dtype not in HALF_DTYPES:
-        return None
+def configure_fp8(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, kept: str) -> Sm90Choice:
+    """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`."""
     few, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
     tile = _select_least_waste(tiles if few == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if few else _TILE
     options = {"ARGMAX": False, "PRECOMPUTED_SCALES": True, "ENCODING": kept}
-    return _choose_encoded(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, few, **options), Nq, K, Lq, Ld, d)
-
-
-def _choose_encoded(
-    arch: Architecture, config: Sm90Config, Nq: int, K: int, Lq: int, Ld: int, d: int, tree: int = 2
-) -> Sm90Choice | None:
-    """Return the choice for encoded documents if the kernel supports them and half of the SMs have a program."""
-    if not supports_sm90(config, Nq, K, Lq, Ld, d):
-        return None
-    choice = _make_choice(arch, config, Nq, K, Lq, tree)
-    return choice if choice.row_tiles * K >= arch.processors // 2 else None
+    return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, few, **options), Nq, K, Lq)

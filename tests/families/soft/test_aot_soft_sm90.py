@@ -12,6 +12,7 @@ from lik_ops.csrc_triton.common.arguments import QueryArgs
 from lik_ops.csrc_triton.forward.sm90.pipeline import make_tile_layout
 from lik_ops.csrc_triton.soft.backward_sm90 import maxsim_soft_rows, maxsim_soft_tokens
 from lik_ops.families.soft import configs as soft_configs
+from lik_ops.gpu import supports
 from lik_ops.gpu.tuning import architectures
 
 from ...csrc_triton.test_aot_sm90_dense import check
@@ -51,8 +52,7 @@ def compiled(kernel, signature: dict, constants: dict, options: bool, config):
 @pytest.mark.parametrize("of_rows", [False, True])
 def test_a_backward_compiles_as_meant(d, Ld, options, of_rows, tmp_path):
     dtype = torch.bfloat16
-    C = soft_configs.configure_soft_sm90_backward(SM_90, dtype, d, Ld if of_rows else None)
-    assert C is not None
+    C = soft_configs.configure_soft_sm90_backward(d, Ld if of_rows else None)
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     documents, more = _documents(Case("maxsim_forward", dtype, d))
     signature = {
@@ -69,13 +69,14 @@ def test_a_backward_compiles_as_meant(d, Ld, options, of_rows, tmp_path):
 
 
 def test_when_they_are_chosen():
-    tokens = [
-        soft_configs.configure_soft_sm90_backward(SM_90, torch.bfloat16, 128, Ld).BN for Ld in (5, 180, 300, 1024)
-    ]
+    tokens = [soft_configs.configure_soft_sm90_backward(128, Ld).BN for Ld in (5, 180, 300, 1024)]
     assert tokens == [64, 64, 64, 128]
-    assert soft_configs.configure_soft_sm90_backward(SM_90, torch.float16, 128, 300) is None
-    assert (
-        soft_configs.configure_soft_sm90_backward(architectures.ARCHITECTURES["sm_80"], torch.bfloat16, 128, 300)
-        is None
-    )
-    assert soft_configs.configure_soft_sm90_backward(SM_90, torch.bfloat16, 160, 300) is None
+
+    def reason(dtype=torch.bfloat16, d=128, arch=SM_90, normalize=False, d_mask=None):
+        Q, D = torch.empty(4, 32, d, dtype=dtype, device="meta"), torch.empty(9, 300, d, dtype=dtype, device="meta")
+        return supports.supports_soft_gradients(Q, D, d_mask, normalize, arch)
+
+    assert reason() is None
+    assert reason(torch.float16) == "the dtype is torch.float16, not bf16" and reason(d=160) == "d > 128"
+    assert reason(arch=architectures.ARCHITECTURES["sm_80"]) == "the architecture is sm_80, not sm_90"
+    assert reason(normalize=True) == "`normalize`" and reason(d_mask=torch.ones(9, 300)) == "documents have a mask"

@@ -14,7 +14,6 @@ if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 pytest.importorskip("triton")
 
-from lik_ops.families.soft import configs as soft_configs
 from lik_ops.families.soft import gpu_sm90 as soft_sm90
 from lik_ops.gpu.runtime import gluon
 
@@ -44,7 +43,7 @@ def tokens(sizes, dtype=torch.bfloat16):
 
 
 def without(monkeypatch):
-    monkeypatch.setattr(soft_configs, "configure_soft_sm90_backward", lambda *_: None)
+    monkeypatch.setattr(soft_sm90, "get_forced_kernel", lambda: "generic")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
 from lik_ops.core.segments import PackedArgs
-from lik_ops.gpu import choose
+from lik_ops.gpu import choose, generic_choices
 from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.tuning import architectures, sm90_configs
 
@@ -24,12 +24,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def choice(dtype=torch.bfloat16, Nq=64, K=1000, Lq=32, Ld=180, d=128, arch=SM_90, argmax=False, normalize=False):
-    options = {"normalize": normalize, "argmax": argmax}
-    return sm90_configs.configure_sm90(arch, dtype, Nq, K, Lq, Ld, d, **options)
+    Q, D = (torch.empty(n, length, d, dtype=dtype, device="meta") for n, length in ((Nq, Lq), (K, Ld)))
+    found = choose.choose_sm90(choose.DenseChoiceArgs(Q, D, None, normalize, argmax, arch))
+    return None if isinstance(found, str) else found
 
 
 def few_split(Nq=1, K=1000, Lq=32, Ld=180, d=128):
-    return sm90_configs.configure_small_m_split(SM_90, Nq, K, Lq, Ld, d)
+    return choice(torch.float32, Nq, K, Lq, Ld, d)
 
 
 def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(monkeypatch):
@@ -40,13 +41,13 @@ def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(mon
 
     assert kernel() == "maxsim_forward_specialized"
     assert {kernel(normalize=True), kernel(argmax=torch.int16), kernel(Q=Q[:, :1])} == {"maxsim_forward"}
-    monkeypatch.setattr(choose, "is_tf32_allowed", lambda dtype: True)
+    monkeypatch.setattr(generic_choices, "is_tf32_allowed", lambda dtype: True)
     assert kernel() == "maxsim_forward"
 
 
 def test_when_it_is_chosen():
     assert choice() is not None
-    assert choice(dtype=torch.float32) is None and few_split() is not None
+    assert choice(dtype=torch.float32) is None and few_split().config.SPLIT_FP32
     assert few_split(Nq=2) is None and few_split(Ld=63) is None and few_split(K=65) is None
     assert few_split(d=132) is None
     assert choice(arch=architectures.ARCHITECTURES["sm_80"]) is None
@@ -94,7 +95,8 @@ def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
     D = torch.empty(1000, 180, 128, dtype=torch.bfloat16, device="meta")
     mask, scale = (torch.empty(1000, 180, dtype=x, device="meta") for x in (torch.bool, torch.float32))
     found = [choose.choose_dense(Q, D, m, False, None, SM_90).kernel for m in (None, mask)]
-    served = choose.choose_int8(Q, torch.empty(D.shape, dtype=torch.int8, device="meta"), scale, 2, SM_90) is not None
+    data = torch.empty(D.shape, dtype=torch.int8, device="meta")
+    served = not isinstance(choose.choose_int8(Q, data, scale, 2, SM_90), str)
     monkeypatch.setattr(packed_forward, "architecture", lambda device: SM_90)
     bounds = torch.empty(1001, dtype=torch.int64, device="meta")
     c = PackedArgs(Q, D.flatten(0, 1), None, bounds, *[None] * 6, 64, 1000, False, 64 * 32, 180_000, 32)

@@ -16,7 +16,7 @@ from ...support.ragged import same_bits
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.gpu import backend as gpu
-from lik_ops.gpu import choose
+from lik_ops.gpu import choose, generic_choices
 from lik_ops.gpu.forward import dense as gpu_forward
 from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.tuning import architectures
@@ -32,15 +32,15 @@ LONG, LEAST = (150, 32) if INTERPRETING else (1500, 128)
 def cuts(monkeypatch):
     """Yield a list: element 0 says whether to split, and each call appends its choice."""
     found = []
-    by_choice = choose.choose_document_splits
+    by_choice = generic_choices.choose_document_splits
 
     def sectioned(c, normalize, argmax, arch):
-        found.append(by_choice(c, normalize, argmax, replace(arch, processors=64)) if found[0] else None)
+        found.append(by_choice(c, normalize, argmax, replace(arch, processors=64)) if found[0] else "not wanted")
         return found[-1]
 
-    monkeypatch.setattr(choose, "choose_document_splits", sectioned)
-    monkeypatch.setattr(choose, "_MIN_LONG_DOCUMENT_TOKENS", LEAST // 2)
-    monkeypatch.setattr(choose, "_MIN_SPLIT_TOKENS", LEAST // 2)
+    monkeypatch.setattr(generic_choices, "choose_document_splits", sectioned)
+    monkeypatch.setattr(generic_choices, "_MIN_LONG_DOCUMENT_TOKENS", LEAST // 2)
+    monkeypatch.setattr(generic_choices, "_MIN_SPLIT_TOKENS", LEAST // 2)
     yield found
     eager.clear_call_caches()
     gpu.forget()
@@ -55,7 +55,7 @@ def both(cuts, place, call):
         gpu.forget()
         with place.use():
             results.append(call())
-        assert len(cuts) > 1 and all((choice is not None) == wanted for choice in cuts[1:])
+        assert len(cuts) > 1 and all(isinstance(choice, str) != wanted for choice in cuts[1:])
     return results
 
 
@@ -208,7 +208,7 @@ def chosen(Nq, Nd, Lq, Ld, d=128, dtype=torch.bfloat16, argmax=False, normalize=
 
 def test_when_documents_are_cut():
     def cut(*call, **options):
-        return isinstance(chosen(*call, **options), choose.SplitChoice)
+        return isinstance(chosen(*call, **options), generic_choices.SplitChoice)
 
     assert all(cut(1, n, 32, length) for n in (1, 4, 16, 64) for length in (8192, 65536))
     assert all(cut(1, n, 128, length) for n in (1, 16) for length in (2048, 16384))
@@ -216,7 +216,9 @@ def test_when_documents_are_cut():
     assert not cut(1, 1000, 32, 300) and not cut(1, 10, 32, 300) and not cut(1, 1000, 32, 65536)
     assert not cut(2, 200, 128, 65536)
     several = torch.empty(4, 2, 65536, 128, device="meta")
-    assert not isinstance(choose.choose_dense(several[:, 0], several, None, False, None, SM_90), choose.SplitChoice)
+    assert not isinstance(
+        choose.choose_dense(several[:, 0], several, None, False, None, SM_90), generic_choices.SplitChoice
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_the_workspace_is_bounded(arch):
     for Nq, Nd, Lq, Ld in ((1, 1, 1, 2**24), (1, 64, 32, 65536), (4, 60, 1000, 8192), (1, 2, 60000, 65536)):
         for argmax in (False, True):
             found = chosen(Nq, Nd, Lq, Ld, d=96, argmax=argmax, normalize=True, arch=arch)
-            if isinstance(found, choose.SplitChoice):
+            if isinstance(found, generic_choices.SplitChoice):
                 rows = Nq * Lq
                 assert found.most * (rows * (8 if argmax else 4) + 4) + 4 * rows <= 32 * 2**20
                 assert 2 * Nd <= found.most

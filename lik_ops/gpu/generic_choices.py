@@ -1,0 +1,258 @@
+"""Choice of the generic kernels: `maxsim_forward`, `maxsim_forward_ragged`, and their variants that split.
+
+`lik_ops.gpu.choose` has the rules that call these functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.segments import PackedArgs
+from ..csrc_triton.common.arguments import KernelConfig
+from ..csrc_triton.forward.generic.splits import MIN_SPLIT_TILES
+from .runtime.arguments import (
+    choose_offset_width,
+    choose_row_offset_width,
+    get_feature_reach,
+    is_tf32_allowed,
+    make_size_args,
+    supports_descriptor,
+)
+from .tuning import architectures, forward_configs, sm90_configs
+from .tuning.architectures import Architecture, KernelKey, LaunchConfig
+from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
+
+# Minimum of both query rows and document tokens. With 512 rows, splitting first is slower.
+_MIN_FP32_SPLIT_ROWS = 1024
+# Minimum mean length of documents that are split if there are few of them.
+_MIN_LONG_DOCUMENT_TOKENS = 2048
+# Number of (row tile, document) pairs per SM up to which splitting documents is faster. BUSY is for programs with much
+# arithmetic. LARGE and SMALL are for memory-bound programs, whose mean document has at least or less than
+# `_MIN_LARGE_DOCUMENT_BYTES`. GLUON is for calls that a Gluon kernel could serve.
+# Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
+_MAX_BUSY_PAIRS_PER_SM, _MAX_LARGE_PAIRS_PER_SM, _MAX_SMALL_PAIRS_PER_SM, _MAX_GLUON_PAIRS_PER_SM = 1.0, 0.6, 0.4, 0.25
+_MIN_LARGE_DOCUMENT_BYTES = 2**20
+_MIN_SPLIT_TOKENS = 128
+# If splits would be longer, there are more splits than run at a time.
+_MAX_SPLIT_TOKENS = 2048
+# Per document, because one program merges all splits of a document.
+_MAX_DOCUMENT_SPLITS = 256
+_MAX_CTAS_PER_SM = 3
+# Partial results of the splits. With one flag for each split the workspace stays below 32 MiB.
+_MAX_SPLIT_WORKSPACE_BYTES = 28 * 2**20
+# Terms of queries, and again terms of documents. With the scales the workspace stays below 32 MiB.
+_MAX_FP32_SPLIT_BYTES = 15 * 2**20
+SHORT_DOCUMENTS_REASON = f"documents have fewer than {_MIN_LONG_DOCUMENT_TOKENS} tokens on average"
+
+
+class GenericChoice(NamedTuple):
+    """The generic kernel `maxsim_forward`, which serves every call."""
+
+    launch: LaunchConfig
+    arch: Architecture
+    uses_descriptor: bool  # TMA reads documents that start at a multiple of 16 bytes
+    has_fp32_split: bool = False  # a separate launch splits fp32 tokens into a workspace
+
+    @property
+    def kernel(self) -> str:
+        """Return the name of the kernel."""
+        return "maxsim_forward"
+
+    def tile(self) -> str:
+        """Describe the tile of a program as text."""
+        return self.launch.tile() + (", tokens split first" if self.has_fp32_split else "")
+
+
+class SplitChoice(NamedTuple):
+    """`maxsim_forward_ragged` on splits of documents, followed by `maxsim_row_sums` on the partial results."""
+
+    launch: LaunchConfig
+    arch: Architecture
+    uses_descriptor: bool  # see `GenericChoice`
+    levels: int  # levels of the sum trees
+    most: int  # maximum number of splits
+    each: int | None  # tokens of a split if all documents have the same known length
+    programs: int
+    sums: tuple[int, int, int, int]  # rows per query, queries and documents of a program, tree levels
+
+    @property
+    def kernel(self) -> str:
+        """Return the name of the kernel."""
+        return "maxsim_forward_ragged"
+
+    def tile(self) -> str:
+        """Describe the tile of a program as text."""
+        return f"{self.launch.tile()}, documents in up to {self.most} splits"
+
+    @property
+    def make_sum_options(self) -> dict[str, Any]:
+        """Return the launch options of `maxsim_row_sums`."""
+        options: dict[str, Any] = LaunchConfig(self.launch.config, 4, 3, 255).options(self.arch)
+        return {**options, "launch_pdl": True} if self.launch.config.PDL else options
+
+
+def choose_generic(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> GenericChoice:
+    """Choose the launch of the generic kernel for a call."""
+    candidates = D.dim() == 4
+    Nq, K, Lq, Ld = make_size_args(Q, D)
+    documents = K * (Nq if candidates else 1)
+    kind = KernelKey(arch, Q.dtype, Q.shape[-1], candidates, normalize, choose_offset_width(Q, D))
+    launch = forward_configs.configure_forward(
+        kind, Nq, Lq, tf32=is_tf32_allowed(Q.dtype), documents=documents, argmax=argmax
+    )
+    reads_tiles = arch.has_descriptors and supports_descriptor(D)
+    if argmax:
+        launch = forward_configs.adjust_for_argmax(launch, reads_tiles)
+    elif not reads_tiles:
+        launch = launch.make_non_persistent()
+    else:
+        launch = forward_configs.adjust_for_h100(launch, arch, documents)
+    if Ld < launch.config.BN:
+        launch = replace(launch, config=launch.config._replace(SHORT_DOCUMENTS=True))
+    return GenericChoice(launch, arch, reads_tiles)
+
+
+def make_cut(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None) -> PackedArgs:
+    """Return dense, evenly spaced tokens as packed arguments."""
+    Nq, K, Lq, Ld = make_size_args(Q, D)
+    return PackedArgs(Q, D, *(None,) * 5, q_mask, d_mask, None, Nq, K, False, Nq * Lq, K * Ld, Lq)
+
+
+def has_long_documents(c: PackedArgs) -> bool:
+    """Return whether the mean document is long enough for `choose_document_splits`."""
+    return c.Td >= _MIN_LONG_DOCUMENT_TOKENS * c.columns
+
+
+def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: Architecture) -> SplitChoice | str:
+    """Choose splits for a few long documents, or return the reason why not.
+
+    All kernels give the same bits, so the choice may depend on the number of documents and on their mean length.
+    """
+    if not has_long_documents(c) or 0 in (c.queries, c.columns, c.Tq):
+        return SHORT_DOCUMENTS_REASON if not has_long_documents(c) else "there are no queries or no documents"
+    Lq, d = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
+    span, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
+    wide = 2 if choose_row_offset_width(span) == 2 else int((c.Td + 64) * row + span >= 2**31)
+    launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch)
+    config = launch.config
+    row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns
+    # A memory-bound program that is alone on an SM reads 60 GB/s, so 80 programs saturate the memory.
+    busy = normalize or c.d_mask is not None or config.BM > 64
+    is_large = c.Td * d * c.D.element_size() >= K * _MIN_LARGE_DOCUMENT_BYTES
+    share = _MAX_BUSY_PAIRS_PER_SM if busy else _MAX_LARGE_PAIRS_PER_SM if is_large else _MAX_SMALL_PAIRS_PER_SM
+    if row_tiles * K > arch.processors * share:
+        return f"more than {share} (row tile, document) pairs per SM"
+    most = min(
+        _choose_split_count(launch, c, row_tiles, arch), _MAX_SPLIT_WORKSPACE_BYTES // ((8 if argmax else 4) * c.Tq)
+    )
+    if most < 2 * K:
+        return "the workspace has no room for two splits of each document"
+    each, alike = None, c.offsets is None and c.lengths is None
+    if alike:
+        tiles = architectures.cdiv(architectures.cdiv(c.Td, most - K), config.BN)
+        each = max(tiles, MIN_SPLIT_TILES) * config.BN
+        most = K * architectures.cdiv(c.D.shape[-2], each)
+    read_on = not (alike and c.D.shape[-2] >= config.BN)
+    launch = replace(
+        launch, config=config._replace(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=read_on, PDL=arch.name == "sm_90")
+    )
+    slot, of_slot = forward_configs.configure_row_sums(arch, c.Q.dtype, Lq, d, normalize, wide)
+    sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, of_slot
+    reads_tiles = supports_packed_descriptor(c, arch) and c.Td < 2**31
+    return SplitChoice(launch, arch, reads_tiles, levels, most, each, most * row_tiles, sums)
+
+
+def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arch: Architecture) -> int:
+    """Return the number of splits: as many as run at a time, or a multiple if the splits would be too long.
+
+    The number is limited so that splits do not become too short.
+    """
+    C = launch.config
+    shared = (launch.num_stages * C.BN + C.BM) * C.BD * c.Q.element_size()
+    resident = max(min(_MAX_CTAS_PER_SM, arch.shared_memory_bytes // shared), 1) * arch.processors // row_tiles
+    waves = min(architectures.cdiv(architectures.cdiv(c.Td, resident), _MAX_SPLIT_TOKENS), c.columns)
+    return min(waves * resident, c.columns + min(c.Td // _MIN_SPLIT_TOKENS, _MAX_DOCUMENT_SPLITS * c.columns))
+
+
+def get_split_workspace_rows(config: KernelConfig) -> int:
+    """Return the maximum number of rows whose fp16 terms fit the fp32-split workspace."""
+    return _MAX_FP32_SPLIT_BYTES // (4 * config.BD) // 16 * 16
+
+
+def choose_fp32_split(Q: Tensor, D: Tensor, normalize: bool, arch: Architecture) -> GenericChoice | str:
+    """Choose a separate launch that splits fp32 tokens first, or return the reason why not.
+
+    If few queries are scored against the documents, reading the documents dominates the time.
+    """
+    if arch.unit not in forward_configs.FP32_SPLIT_UNITS or Q.dtype != torch.float32:
+        return f"{arch.name} does not split {Q.dtype} tokens"
+    if normalize or D.dim() != 3 or not (Q.numel() and D.numel()) or choose_offset_width(Q, D):
+        return "`normalize`" if normalize else "D has candidates, no tokens, or offsets of 64 bits"
+    Nq, K, Lq, Ld = make_size_args(Q, D)
+    kind = KernelKey(arch, Q.dtype, Q.shape[-1], False, False, 0)
+    launch = forward_configs.configure_forward(kind, Nq, Lq, tf32=is_tf32_allowed(Q.dtype))
+    launch = forward_configs.adjust_for_fp32_split(launch, Lq)
+    room = get_split_workspace_rows(launch.config)
+    if not launch.config.SPLIT_FP32:
+        return "the tile does not split fp32 tokens, for TF32 or for the size of tokens"
+    if Nq * Lq > room or not launch.config.BN <= Ld <= room:
+        return "the terms of the queries or of a document do not fit the workspace, or documents are too short"
+    if min(Nq * Lq, K * Ld) < _MIN_FP32_SPLIT_ROWS:
+        return f"fewer than {_MIN_FP32_SPLIT_ROWS} query rows or document tokens"
+    return GenericChoice(launch, arch, True, has_fp32_split=True)
+
+
+def supports_packed_descriptor(c: PackedArgs, arch: Architecture) -> bool:
+    """Return whether TMA can read packed documents that start at a multiple of 16 bytes."""
+    d = c.D.shape[-1]
+    return arch.has_descriptors and d * c.D.element_size() % 16 == 0 and c.D.stride()[-2:] == (d, 1)
+
+
+def choose_packed(
+    c: PackedArgs, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture, stored: Any = ""
+) -> tuple[LaunchConfig, int]:
+    """Return the launch of `maxsim_forward_ragged` for a mean query length, and the tree levels of its sums.
+
+    Longer queries use several steps, so the host need not know the longest query. The only size read from `c` is the
+    number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, and `few`.
+
+    Args:
+        c: the packed call.
+        Lq: mean number of tokens of a query.
+        wide: `KernelConfig.WIDE_OFFSETS`.
+        few: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
+        normalize: whether tokens are normalized.
+        argmax: whether the call returns an argmax.
+        arch: architecture that runs the kernel.
+        stored: `KernelConfig.ENCODING`.
+    """
+    return forward_configs.configure_packed_forward(
+        KernelKey(arch, c.Q.dtype, c.Q.shape[-1], c.candidates or c.pairs is not None, normalize, wide),
+        max(c.queries, 1),
+        Lq,
+        tf32=is_tf32_allowed(c.Q.dtype),
+        argmax=argmax,
+        longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
+        few=few,
+        bare=all(x is None for x in (c.q_mask, c.d_mask, c.q_weight, c.q_lengths)),
+        stored=stored,
+    )
+
+
+def has_idle_sms(choice: Sm90Choice | RowMaximaChoice, Lq: int, Ld: int, arch: Architecture) -> bool:
+    """Return whether a Gluon kernel has so few programs that splitting documents is faster.
+
+    Splitting uses the generic kernel, which is slower for long queries. Long queries need documents twice as long.
+
+    Args:
+        choice: the choice of the Gluon kernel.
+        Lq: mean number of query tokens.
+        Ld: mean number of document tokens.
+        arch: architecture that runs the kernel.
+    """
+    least = _MIN_LONG_DOCUMENT_TOKENS if Lq <= sm90_configs.MAX_WHOLE_QUERY_TOKENS else 2 * _MIN_LONG_DOCUMENT_TOKENS
+    return Ld >= least and choice.programs < arch.processors * _MAX_GLUON_PAIRS_PER_SM

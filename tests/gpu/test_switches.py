@@ -1,0 +1,217 @@
+"""LIK_OPS_CAPTURE and LIK_OPS_KERNEL: accepted values, what they change, and that bits stay equal."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops.core import settings
+from lik_ops.ops.fast_path import eager
+
+from ..support.common import INTERPRETING
+
+pytest.importorskip("triton", reason="the switches select kernels of the Triton backend")
+
+ROOT = Path(__file__).parents[2]
+SWITCHES = (("LIK_OPS_CAPTURE", "0"), ("LIK_OPS_KERNEL", "generic"), ("LIK_OPS_KERNEL", "sm90"))
+on_the_host = pytest.mark.skipif(INTERPRETING, reason="host code with launches that do nothing")
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """Set a variable, and read it again. The variables are read once."""
+
+    def reread():
+        settings.is_capturing.cache_clear()
+        settings.get_forced_kernel.cache_clear()
+        eager.clear_call_caches()
+
+    def set_variable(name, value):
+        monkeypatch.setenv(name, value)
+        reread()
+
+    yield set_variable
+    monkeypatch.undo()
+    reread()
+
+
+def run(code, **variables):
+    """Return the output of Python code in a new process."""
+    environment = os.environ | variables
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    return found.stdout
+
+
+def test_values_that_are_not_accepted_are_errors(switch):
+    switch("LIK_OPS_KERNEL", "fast")
+    with pytest.raises(ValueError, match="LIK_OPS_KERNEL: expected one of auto, generic, sm90, got 'fast'"):
+        settings.get_forced_kernel()
+    switch("LIK_OPS_CAPTURE", "no")
+    with pytest.raises(ValueError, match="LIK_OPS_CAPTURE: expected 0 or 1, got 'no'"):
+        settings.is_capturing()
+    for value, expected in (("", True), ("1", True), ("0", False)):
+        switch("LIK_OPS_CAPTURE", value)
+        assert settings.is_capturing() == expected
+    switch("LIK_OPS_KERNEL", "")
+    assert settings.get_forced_kernel() == "auto"
+
+
+COUNT = """
+import torch, lik_ops
+from benchmarks.calls import without_gpu
+from lik_ops.gpu.runtime import capture
+from lik_ops.gpu.forward.generic import GenericPlan
+without_gpu.install()
+ran = []
+score = GenericPlan._score
+GenericPlan._score = lambda self, *args: ran.append(1) or score(self, *args)
+Q, D = torch.zeros(2, 8, 16), torch.zeros(3, 20, 16)
+leaves = Q.clone().requires_grad_(), D.clone().requires_grad_()
+cu = torch.tensor([0, 20, 40, 60])
+for _ in range(5):
+    lik_ops.maxsim(Q, D)
+    lik_ops.maxsim(Q, D[None].expand(2, 3, 20, 16))
+    lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu)
+    lik_ops.maxsim(Q, lik_ops.Quantized(D.to(torch.int8), torch.ones(3, 20), "int8", 16, torch.float32))
+    lik_ops.maxsim(*leaves).sum().backward()
+    lik_ops.maxsim_soft(*leaves, 0.5).sum().backward()
+captured = [found for calls in capture.Calls.every for found in calls._found.values() if callable(found)]
+print(len(captured), len(ran))
+"""
+
+
+@on_the_host
+def test_without_capture_every_call_runs_the_host_code():
+    captured, ran = map(int, run(COUNT).split())
+    assert captured > 0 and ran == 3 * 2  # dense, candidates, and the step: the first two calls of each
+    assert list(map(int, run(COUNT, LIK_OPS_CAPTURE="0").split())) == [0, 3 * 5]
+
+
+FORCED = """
+import json, torch, lik_ops
+from tests.record_kernels import Launches, architectures
+from lik_ops.gpu.runtime import launcher
+launches = Launches()
+choose = launches.install()
+names, bind = [], launcher.get_compiled_kernel
+launcher.get_compiled_kernel = lambda kernel, *args: names.append(kernel.__name__) or bind(kernel, *args)
+choose(dict(architectures())[ARCH])
+def half(*shape): return torch.empty(shape, dtype=torch.bfloat16)
+Q, D, d_mask = half(64, 32, 128), half(100, 300, 128), torch.ones(100, 300, dtype=torch.bool)
+cu = torch.arange(101) * 300
+stored = lik_ops.Quantized(torch.empty(100, 300, 128, dtype=torch.int8), torch.ones(100, 300), "int8", 128, Q.dtype)
+soft = half(4, 32, 128).requires_grad_(), half(9, 300, 128).requires_grad_()
+calls = {
+    "dense": lambda: lik_ops.maxsim(Q, D),
+    "long": lambda: lik_ops.maxsim(Q[:1], half(2, 5000, 128)),
+    "few": lambda: lik_ops.maxsim(Q[:1, :8], D[:2]),
+    "large d": lambda: lik_ops.maxsim(half(1, 32, 256), half(2, 300, 256)),
+    "mask": lambda: lik_ops.maxsim(Q, D, d_mask=d_mask),
+    "candidates": lambda: lik_ops.maxsim(Q[:2], D[None].expand(2, 100, 300, 128)),
+    "short": lambda: lik_ops.maxsim(Q, D[:, :20].contiguous()),
+    "fp32": lambda: lik_ops.maxsim(Q.float(), D.float()),
+    "packed": lambda: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu),
+    "packed normalize": lambda: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu, normalize=True),
+    "int8": lambda: lik_ops.maxsim(Q, stored),
+    "int8 argmax": lambda: lik_ops.maxsim_with_argmax(Q, stored),
+    "soft": lambda: lik_ops.maxsim_soft(*soft, 0.5).sum().backward(),
+    "soft normalize": lambda: lik_ops.maxsim_soft(*soft, 0.5, normalize=True).sum().backward(),
+}
+found = {}
+for name, call in calls.items():
+    names.clear()
+    try:
+        call()
+        kinds = "maxsim_forward", "maxsim_row_maxima", "maxsim_soft"
+        found[name] = " ".join(sorted({x for x in names if x.startswith(kinds)}))
+    except ValueError as error:
+        found[name] = f"ValueError: {error}"
+print(json.dumps(found))
+"""
+
+
+def launches(arch, kernel):
+    return json.loads(run(FORCED.replace("ARCH", repr(arch)), LIK_OPS_KERNEL=kernel, LIK_OPS_NORM_WARNING="0"))
+
+
+@on_the_host
+def test_a_family_that_is_forced_serves_the_call_or_says_why_not():
+    assert {name for name in launches("sm_90", "generic").values() if "soft" not in name} == {
+        "maxsim_forward",
+        "maxsim_forward_ragged",
+    }
+    found = launches("sm_90", "sm90")
+    assert {
+        name: found.pop(name) for name in ("dense", "long", "few", "large d", "mask", "packed", "int8", "soft")
+    } == {
+        **dict.fromkeys(("dense", "long", "few", "int8"), "maxsim_forward_specialized"),
+        "large d": "maxsim_forward_wide",
+        **dict.fromkeys(("mask", "packed"), "maxsim_row_maxima"),
+        "soft": "maxsim_forward_soft maxsim_soft_rows maxsim_soft_tokens",
+    }
+    reasons = {
+        "candidates": "each query has its own candidates",
+        "short": "documents have fewer than 64 tokens",
+        "fp32": "fp32 with more than 32 query rows",
+        "packed normalize": "`normalize`",
+        "int8 argmax": "argmax",
+        "soft normalize": "`normalize`",
+    }
+    assert found.keys() == reasons.keys()
+    for name, reason in reasons.items():
+        assert found[name].startswith("ValueError: lik_ops: LIK_OPS_KERNEL=sm90 cannot serve this call: ")
+        assert reason in found[name], found[name]
+    elsewhere = launches("sm_80", "sm90")
+    assert all(text.startswith("ValueError: lik_ops: LIK_OPS_KERNEL=sm90 cannot") for text in elsewhere.values())
+    assert "the architecture is sm_80, not sm_90" in elsewhere["dense"]
+
+
+def records(file, *options, **variables):
+    """Write the bits of a grid of calls, in a new process."""
+    command = [sys.executable, "-m", "tests.record_bits", *options, str(file)]
+    environment = os.environ | {"LIK_OPS_NORM_WARNING": "0"} | variables
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    return json.loads(file.read_text())
+
+
+def check_switches(tmp_path, switches, *options, **variables):
+    """Compare the bits under each switch with the bits without, for all calls that the switch can serve."""
+    expected = records(tmp_path / "default.json", *options, **variables)
+    for name, value in switches:
+        skipping = ["--skip-unserved"] if value == "sm90" else []
+        found = records(tmp_path / f"{name}{value}.json", *options, *skipping, **variables, **{name: value})
+        assert found and (value == "sm90" or found.keys() == expected.keys())
+        assert {key: expected[key] for key in found} == found, (name, value)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETING, reason="starts the interpreter itself")
+def test_the_switches_keep_the_bits_in_the_interpreter(tmp_path):
+    variables = {"TRITON_INTERPRET": "1", "LIK_OPS_BACKEND": "triton"}
+    check_switches(tmp_path, SWITCHES[:2], "--small", **variables)
+
+
+@pytest.mark.gpu
+def test_the_switches_keep_the_bits_on_a_gpu(tmp_path):
+    """The last switch serves some calls on sm_90, and none elsewhere."""
+    is_sm90 = torch.cuda.get_device_capability() == (9, 0)
+    found = check_switches(tmp_path, SWITCHES if is_sm90 else SWITCHES[:2], "--device=cuda")
+    assert not is_sm90 or len(found) > 100
+
+
+@pytest.mark.gpu
+def test_the_sm90_kernels_are_an_error_on_another_gpu(switch):
+    if torch.cuda.get_device_capability() == (9, 0):
+        pytest.skip("of a GPU that is not sm_90")
+    switch("LIK_OPS_KERNEL", "sm90")
+    Q, D = (torch.randn(n, 64, 64, device="cuda").half() for n in (2, 3))
+    with pytest.raises(ValueError, match="the architecture is sm_"):
+        lik_ops.maxsim(Q, D)

@@ -8,14 +8,24 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
-from . import __version__, backends, maxsim
+from . import __version__, backends, explain, maxsim
 from .core.arguments import get_first_sentence
-from .core.settings import BACKEND_VARIABLE, get_requested_backend
+from .core.settings import (
+    BACKEND_VARIABLE,
+    CAPTURE_VARIABLE,
+    KERNEL_VARIABLE,
+    get_forced_kernel,
+    get_requested_backend,
+    is_capturing,
+)
+from .formats.table import FORMATS
 from .portable import backend as portable
 
 if TYPE_CHECKING:
@@ -165,8 +175,65 @@ def _parse_size(text: str) -> int:
     return size
 
 
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a call for ``--explain``."""
+    group = parser.add_argument_group("explanation of a call")
+    group.add_argument("--explain", action="store_true", help="print the plan of one call, and why other rules said no")
+    group.add_argument("--layout", choices=explain.LAYOUTS, default="cross", help="layout of the call (default cross)")
+    names = [str(dtype).removeprefix("torch.") for dtype in _DTYPES[:3]]
+    group.add_argument("--dtype", choices=names, default="bfloat16", help="dtype of the tokens (default bfloat16)")
+    group.add_argument("--q-mask", action="store_true", help="with a query mask")
+    group.add_argument("--d-mask", action="store_true", help="with a document mask")
+    group.add_argument("--normalize", action="store_true", help="tokens are normalized")
+    group.add_argument("--argmax", action="store_true", help="with argmax")
+    group.add_argument("--gradients", choices=explain.METHODS, default="", help="also the backward, by this method")
+    group.add_argument("--quantized", metavar="FORMAT", default="", help="format of quantized documents, such as int8")
+    group.add_argument("--soft", action="store_true", help="soft MaxSim")
+    group.add_argument("--pairs", type=_parse_size, default=512, help="length of the pair list (default 512)")
+    group.add_argument("--arch", help="architecture such as sm_90 (default: of the GPU). It needs no GPU")
+    group.add_argument("--processors", type=_parse_size, default=132, help="SMs of --arch (default 132)")
+
+
+def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Print the explanation of the call that the options describe."""
+    if find_spec("triton") is None:
+        parser.error("--explain: triton is not installed")
+    from .gpu.runtime.arguments import architecture
+    from .gpu.tuning.architectures import ARCHITECTURES
+
+    if args.arch is None and not torch.cuda.is_available():
+        parser.error("--explain: torch finds no GPU, so --arch is needed")
+    if args.arch is not None and args.arch not in ARCHITECTURES:
+        parser.error(f"--arch: expected one of {', '.join(ARCHITECTURES)}, got {args.arch!r}")
+    if (args.quantized or args.soft) and args.layout != "cross":
+        parser.error("--quantized and --soft: only --layout cross")
+    if args.quantized and (args.quantized not in FORMATS or args.gradients):
+        parser.error(f"--quantized: expected one of {', '.join(FORMATS)} without --gradients, got {args.quantized!r}")
+    if args.arch is None:
+        arch = architecture(torch.device("cuda", torch.cuda.current_device()))
+    else:
+        arch = replace(ARCHITECTURES[args.arch], processors=args.processors)
+    sizes = args.nq, args.nd, args.lq, args.ld, args.d
+    options = args.q_mask, args.d_mask, args.normalize, args.argmax, args.gradients, args.quantized, args.soft
+    call = explain.CallDescription(args.layout, getattr(torch, args.dtype), *sizes, *options, args.pairs)
+    print(f"on {arch.name}, {arch.processors} SMs, {KERNEL_VARIABLE}={get_forced_kernel()}: {call}")
+    try:
+        for line in explain.explain_call(call, arch).lines():
+            print(line)
+    except ValueError as error:  # LIK_OPS_KERNEL, or an option that a format does not support
+        print(f"error: {error}")
+
+
+def _describe_switch(read: Callable[[], object]) -> str:
+    """Return the value of a setting, or the error of its variable."""
+    try:
+        return str(read())
+    except ValueError as error:
+        return f"error: {error}"
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Print the report. ``--nq``, ``--lq``, ``--nd``, ``--ld`` and ``--d`` set the shape of the call."""
+    """Print the report, or with ``--explain`` the plan of a call that the options describe."""
     parser = argparse.ArgumentParser(prog="python -m lik_ops.info", description=__doc__)
     parser.add_argument("--nq", type=_parse_size, default=256, help="number of queries (default 256)")
     parser.add_argument("--d", type=_parse_size, default=128, help="features of a token (default 128)")
@@ -174,7 +241,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--nd", type=_parse_size, default=_DOCUMENTS, help="number of documents (default 1000)")
     parser.add_argument("--ld", type=_parse_size, default=_TOKENS, help="tokens of a document (default 300)")
     parser.add_argument("--compile", action="store_true", help="compile and run these kernels, and report failures")
+    _add_explain_options(parser)
     args = parser.parse_args(argv)
+    if args.explain:
+        return _explain(parser, args)
     sizes = args.nq, args.lq, args.d
     print(f"lik_ops  {__version__}")
     print(f"python   {platform.python_version()} on {platform.system()}")
@@ -182,6 +252,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"triton   {describe_triton()}")
     print(f"gpus     {describe_gpus()}")
     print(f"backend  {_describe_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
+    print(f"kernel   {_describe_switch(get_forced_kernel)} ({KERNEL_VARIABLE})")
+    print(f"capture  {_describe_switch(is_capturing)} ({CAPTURE_VARIABLE})")
     for device, name in _describe_devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:

@@ -21,6 +21,7 @@ _INT32_MAX = 2**31 - 1
 _NO_STRIDES = (None, None, None)
 # None if torch was built without CUDA and ROCm.
 current_device: Callable = getattr(torch._C, "_cuda_getDevice", None)  # type: ignore[assignment]
+meta_architecture: Architecture | None = None  # of meta tensors, for `lik_ops.explain`
 
 
 def _is_interpreting() -> bool:
@@ -43,6 +44,8 @@ def architecture(device: torch.device) -> Architecture:
 
     A GPU that is not in `ARCHITECTURES` gets its own shared memory size.
     """
+    if device.type == "meta" and meta_architecture is not None:
+        return meta_architecture
     if device.type == "cpu":
         return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some fields

@@ -44,9 +44,14 @@ _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 
 
 class _ThreadState(threading.local):
-    """State of a thread: the active `capture.RecordingMode`, and whether the thread has a CUDA context."""
+    """State of a thread.
+
+    It holds the active `capture.RecordingMode`, whether the thread has a CUDA context, and the function that is called
+    instead of launching, for `lik_ops.explain`.
+    """
 
     active_recorder: Any = None
+    dry_run: Callable | None = None
     has_context = False
 
 
@@ -354,6 +359,9 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
     Raises:
         KernelCompileError: Triton cannot compile the kernel. Nothing was launched.
     """
+    if thread_state.dry_run is not None:
+        thread_state.dry_run(kernel, grid, args, options)
+        return None
     if isinstance(kernel, JITFunction):
         ensure_cuda_context()
         bound, values = get_compiled_kernel(kernel, args, options)

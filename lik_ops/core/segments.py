@@ -216,7 +216,7 @@ class PackedArgs(NamedTuple):
         if offsets is None:
             columns, Td = D.shape[0], D.shape[0] * D.shape[1]
         else:
-            columns, Td = offsets.shape[-1] - (lengths is None), D.shape[0]
+            columns, Td = offsets.shape[-1] - (1 if lengths is None else 0), D.shape[0]
         candidates = offsets is not None and offsets.dim() == 2
         indices = cu_seqlens_q, offsets, lengths, pairs, None
         sizes = queries, columns, candidates, Tq, Td, max_seqlen_q

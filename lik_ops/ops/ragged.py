@@ -5,7 +5,6 @@ operators, and their bodies select a backend at run time.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +95,7 @@ def _make_forward(
     if hasattr(backend, "ragged_plan"):
         c = PackedArgs.of(tensors, max_seqlen_q).for_kernel()
         return backend.ragged_plan(c, normalize, argmax_dtype).forward_ragged
-    return partial(backend.forward_ragged, normalize=normalize, argmax_dtype=argmax_dtype)
+    return lambda tensors, max_seqlen_q: backend.forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
 
 
 @maxsim_ragged_fwd.register_fake

@@ -17,8 +17,8 @@ from ...support.ragged import same_bits
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.gpu import backend as gpu
 from lik_ops.gpu import choose, generic_choices
-from lik_ops.gpu.forward import dense as gpu_forward
 from lik_ops.gpu.forward import packed as packed_forward
+from lik_ops.gpu.forward.plans import DensePlan
 from lik_ops.gpu.tuning import architectures
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
@@ -261,4 +261,4 @@ def test_documents_of_64k_tokens_and_their_gradients(Nd, Lq, cuts):
             scores = lik_ops.maxsim(Q, D)
             cut = [lik_ops.maxsim_varlen(q, packed, bounds([Lq], "cuda"), cu) for q in Q.detach()]
             same_bits(torch.cat(cut), scores)
-    assert any(isinstance(x, gpu_forward.DocumentSplitPlan) for x in plans.values())
+    assert any(isinstance(x, DensePlan) for x in plans.values())

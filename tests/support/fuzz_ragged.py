@@ -203,8 +203,15 @@ def bad_call(rng: random.Random) -> tuple[Call, bool]:
 # Expected outcomes.
 
 
+def _is_single(x: Any, cu_seqlens: Tensor | None) -> bool:
+    """Return whether the tokens are one query or document ``[L, d]``, whose axis scores drop."""
+    return isinstance(x, Tensor) and not x.is_nested and cu_seqlens is None and x.dim() == 2
+
+
 def _segments(x: Any, cu_seqlens: Tensor | None) -> list[Any]:
     """Return the row indices of each sequence in its packed tensor, or None if they exceed the tensor."""
+    if _is_single(x, cu_seqlens):
+        return [range(x.shape[0])]
     if isinstance(x, Tensor) and not x.is_nested and cu_seqlens is None:
         return [range(i * x.shape[1], (i + 1) * x.shape[1]) for i in range(x.shape[0])]
     if cu_seqlens is None:
@@ -217,7 +224,7 @@ def _segments(x: Any, cu_seqlens: Tensor | None) -> list[Any]:
 
 def _packed(x: Any) -> Tensor:
     if isinstance(x, list):
-        return torch.cat(x)
+        return torch.cat(x) if x else torch.empty(0, d)
     return x.values() if x.is_nested else x.reshape(-1, d)
 
 
@@ -233,14 +240,16 @@ def _cells(call: Call) -> tuple[list[tuple[Any, Any]], tuple[int, ...]]:
         documents = [range(i * Ld, i * Ld + n) if 0 <= n <= Ld else None for i, n in enumerate(lengths)]
         return [(queries[i // C], x) for i, x in enumerate(documents)], (B, C)
     queries = _segments(a["Q"], a.get("cu_seqlens_q"))
+    query_axis = () if _is_single(a["Q"], a.get("cu_seqlens_q")) else (len(queries),)
     if "doc_offsets" in a:
         K, total = a["doc_offsets"].shape[1], a["D"].shape[0]
         both = zip(a["doc_offsets"].flatten().tolist(), a["doc_lengths"].flatten().tolist(), strict=True)
         documents = [range(at, at + n) if at >= 0 and n >= 0 and at + n <= total else None for at, n in both]
-        return [(queries[i // K], x) for i, x in enumerate(documents)], (len(queries), K)
+        return [(queries[i // K], x) for i, x in enumerate(documents)], (*query_axis, K)
     documents = _segments(a["D"], a.get("cu_seqlens_d"))
     if "pairs" not in a:
-        return [(q, x) for q in queries for x in documents], (len(queries), len(documents))
+        document_axis = () if _is_single(a["D"], a.get("cu_seqlens_d")) else (len(documents),)
+        return [(q, x) for q in queries for x in documents], (*query_axis, *document_axis)
     bound = a["max_seqlen_q"]
     queries = [q if q is not None and len(q) <= bound else None for q in queries]
     found = [

@@ -3,9 +3,9 @@
     git worktree add /tmp/old COMMIT
     python -m benchmarks.report.before /tmp/old [--only pages] [--rounds 20] [--turns 3] [--seconds 300] [--out FILE]
 
-The rows are all lik_ops rows of forward.py, training.py and ragged.py, some searches, and tiny calls. Several
-processes compile first. Then each checkout runs in a separate process. The two processes alternate on each row, so
-that changes of the device clock affect both.
+The rows are all lik_ops rows of forward.py, training.py, ragged.py and options.py, documents of three formats of
+quantized.py, some searches, and tiny calls. Several processes compile first. Then each checkout runs in a separate
+process. The two processes alternate on each row, so that changes of the device clock affect both.
 
 Times are median device times, each call on a flushed L2 cache. `host_us` is the smallest host time of a call of a
 small row. `same` says whether scores, winners and gradients have the same bits. Rows that seem slower are measured
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from torch import Tensor
 
 import lik_ops
 
-from ..operators import forward, ragged, training
+from ..operators import forward, options, quantized, ragged, training
 from ..support import common, contenders, gpu, ragged_cases, ragged_contenders, runs
 
 # The process measures the lik_ops of the checkout that it names, by the benchmarks of this one.
@@ -47,7 +48,7 @@ NOISE = 1.02
 SMALL = 10**9  # most operations of a call whose host time is compared
 BEST = 100  # documents of a search
 ROW_SECONDS = 20
-COMPILERS = 6  # processes per checkout
+COMPILERS = max(1, (os.cpu_count() or 2) // 2)  # processes per checkout
 AGAIN = 4  # most repeated measurements of a row
 SEARCHES = (
     *(
@@ -65,11 +66,15 @@ TINY = (
     ("ragged", ragged.Case("tiny 8x8 candidates", 8, 8, 32, 64, K=8)),
     ("ragged", ragged.Case("tiny 8x8 step", 8, 8, 32, 64, mean_q=0.6, what="step")),
 )
+# Formats of quantized.py: one with its own kernel for each kind of query, and one that is decoded to half precision.
+QUANTIZED = ("int8", "int8 x int8", "fp8_e4m3")
 ROWS: tuple[tuple[str, Any], ...] = (
     *TINY,
     *(("forward", case) for case in forward.CASES),
     *(("training", case) for case in training.CASES),
     *(("ragged", case) for case in ragged.CASES),
+    *(("options", row.case) for row in options.ROWS),
+    *((f"quantized {name}", row.case) for row in quantized.ROWS for name in QUANTIZED),
     *(("retrieve", case) for case in SEARCHES),
 )
 
@@ -90,6 +95,12 @@ def call_of(kind: str, case: Any, device: str = "cuda") -> Callable[[], object]:
     if kind == "training":
         score = contenders.training(case, x)["lik_ops lowmem"]
         return lambda: training.step(score, x, x.grad_scores)  # type: ignore[arg-type]
+    if kind == "options":
+        return options.called(case, x)
+    if kind.startswith("quantized "):
+        *how, query = quantized.FORMATS[kind.removeprefix("quantized ")]
+        D = lik_ops.quantize(x.D, *how, query=query)
+        return lambda: lik_ops.maxsim(x.Q, D)
     if kind == "retrieve":
         return lambda: lik_ops.retrieve(x.Q, x.D, BEST)
     return contenders.forward(case, x)["lik_ops"]  # type: ignore[return-value]
@@ -230,7 +241,7 @@ def report(r: dict) -> None:
         if what in r
     ]
     differ = "" if r.get("same", True) else "BITS DIFFER"
-    print(f"{r['kind']:9} {r['case']['name']:26}", r.get("failed") or "  ".join(times), differ, flush=True)
+    print(f"{r['kind']:21} {r['case']['name']:26}", r.get("failed") or "  ".join(times), differ, flush=True)
 
 
 def main() -> None:

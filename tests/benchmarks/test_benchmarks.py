@@ -424,6 +424,16 @@ def test_rows_of_two_checkouts_are_joined():
     assert before.is_slower(before.joined("forward", case, old, [{**x, "host_us": 9.5} for x in new]))
 
 
+def test_rows_of_options_and_formats_call_what_they_name():
+    case = small(normalize=True)
+    x = common.Inputs(case, "cpu")
+    assert torch.equal(before.call_of("options", case, "cpu")(), lik_ops.maxsim(x.Q, x.D, normalize=True))
+    stored = lik_ops.quantize(x.D, "int8", query="int8")
+    assert torch.equal(before.call_of("quantized int8 x int8", case, "cpu")(), lik_ops.maxsim(x.Q, stored))
+    kinds = {kind for kind, _ in before.ROWS}
+    assert kinds > {"forward", "training", "ragged", "options", "quantized int8", "retrieve"}
+
+
 def test_rows_that_seem_slower_are_measured_again(monkeypatch, tmp_path):
     class Checkout:
         def __init__(self, folder, rounds):

@@ -21,6 +21,7 @@ from .core.settings import checks, norm_warning, use_backend
 from .families.chamfer.api import chamfer_distance
 from .families.head.api import maxsim_from_hidden
 from .families.loss.api import maxsim_cross_entropy
+from .families.pooling.api import pool_tokens
 from .families.soft.api import maxsim_soft
 from .families.token_topk.api import maxsim_token_topk
 from .families.xtr.api import maxsim_xtr
@@ -65,6 +66,7 @@ __all__ = [
     "norm_warning",
     "pack",
     "pack_padded",
+    "pool_tokens",
     "quantize",
     "read_index",
     "reference",

@@ -87,6 +87,7 @@ CALLS = {
     "maxsim_xtr": lambda: lik_ops.maxsim_xtr(Q, D, 2),
     "maxsim_cross_entropy": lambda: lik_ops.maxsim_cross_entropy(Q, D, n_q * 0),
     "maxsim_soft": lambda: lik_ops.maxsim_soft(Q, D, 0.1),
+    "pool_tokens": lambda: lik_ops.pool_tokens(D, 2)[0],
     "chamfer_distance": lambda: lik_ops.chamfer_distance(Q, Q + 1),
     "similarity_map": lambda: lik_ops.similarity_map(Q[0], D[0]),
     "MaxSimScorer": lambda: lik_ops.MaxSimScorer()(Q, D),

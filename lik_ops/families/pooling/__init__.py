@@ -1,0 +1,1 @@
+"""Token pooling: fewer tokens for each document."""

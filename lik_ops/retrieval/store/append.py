@@ -18,15 +18,23 @@ from . import files
 from .codecs import is_same_codec
 from .layout import StorageLayout
 from .manifest import Manifest
-from .snapshot import is_id_list
+from .reading import is_id_list
 
 Ids: TypeAlias = Sequence[str] | Sequence[int]
 
 
 def commit_shard(
-    op: str, writer: files.Writer, manifest: Manifest, tensors: dict[str, Tensor], counts: Tensor, ids: bytes | None
+    op: str,
+    writer: files.Writer,
+    manifest: Manifest,
+    tensors: dict[str, Tensor],
+    counts: Tensor,
+    ids: bytes | None,
+    replaced: slice | None = None,
 ) -> Manifest:
     """Write one shard and the manifest that contains it.
+
+    Without documents, only the manifest is written.
 
     Args:
         op: the name of the function, for error messages.
@@ -35,6 +43,7 @@ def commit_shard(
         tensors: the tensors of the layout.
         counts: int64 ``[n]``: the number of tokens of each document.
         ids: the encoded ids, or None.
+        replaced: the shards that the new one replaces, whose files are removed after the commit. None appends.
 
     Returns:
         The new manifest. The shard and the manifest are on the disk.
@@ -49,9 +58,10 @@ def commit_shard(
     tensors = {**tensors, files.LENGTHS: counts}
     if ids is not None:
         tensors[files.IDS] = torch.frombuffer(bytearray(ids), dtype=torch.uint8)
-    with writer.writing(len(manifest.shards)) as (directory, name):
-        shard = files.write_shard(directory, name, tensors)
-        manifest = replace(manifest, has_ids=ids is not None, shards=(*manifest.shards, shard))
+    shards, at = list(manifest.shards), slice(len(manifest.shards), None) if replaced is None else replaced
+    with writer.writing(at.start, [shard.file for shard in shards[at]]) as (directory, name):
+        shards[at] = [files.write_shard(directory, name, tensors)] if len(counts) else []
+        manifest = replace(manifest, has_ids=ids is not None, shards=tuple(shards))
         files.write_manifest(directory, manifest)
     return manifest
 
@@ -174,12 +184,9 @@ def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
     """
     if ids is None:
         return None
-    ids = _as_list(op, "ids", "str or int", ids)
+    ids = check_ids(op, ids)
     if len(ids) != count:
         raise ValueError(f"{op}: ids: expected {count}, one for each document, got {len(ids)}")
-    if not is_id_list(ids):
-        kinds = sorted({type(x).__name__ for x in ids})
-        raise TypeError(f"{op}: ids: expected str or int, all alike, got {', '.join(kinds)}")
     try:
         return json.dumps(ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except ValueError:
@@ -187,3 +194,15 @@ def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
         largest = short_repr(max((x for x in ids if isinstance(x, int)), key=abs))
         expected = f"integers of at most {sys.get_int_max_str_digits()} digits"
         raise ValueError(f"{op}: ids: expected {expected}, got {largest}") from None
+
+
+def check_ids(op: str, ids: Any) -> list:
+    """Return ids as a list.
+
+    Raise TypeError unless they are all str or all int.
+    """
+    ids = _as_list(op, "ids", "str or int", ids)
+    if not is_id_list(ids):
+        kinds = sorted({type(x).__name__ for x in ids})
+        raise TypeError(f"{op}: ids: expected str or int, all alike, got {', '.join(kinds)}")
+    return ids

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import files
 from .append import commit_shard, encode_ids
+from .layout import join_pieces
 from .manifest import Manifest
 from .snapshot import Snapshot
 
@@ -29,7 +30,7 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
         RuntimeError: another process or thread is writing there.
         ValueError: the corpus at `path` does not begin with the documents of `source` in that format.
     """
-    made = Snapshot(path, Manifest.read(path))
+    made = Snapshot.open_current(path)
     _check_prefix(op, source, made, target)
     if len(made) == len(source):
         return made
@@ -42,8 +43,9 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
         for end in source.starts:
             if end <= begin:
                 continue
-            lengths, (tokens, *_) = source.lengths[begin:end], source.pieces(begin, end)[0]
-            assert isinstance(tokens, Tensor)  # one shard of unquantized tokens
+            lengths, pieces = source.lengths[begin:end], source.pieces(begin, end)[0]
+            tokens = pieces[0] if len(pieces) == 1 else join_pieces(pieces, torch.cat)
+            assert isinstance(tokens, Tensor)  # unquantized
             tensors = manifest.layout.encoded(op, tokens, lengths)
             encoded = encode_ids(op, None if ids is None else ids[begin:end], end - begin)
             manifest, begin = commit_shard(op, writer, manifest, tensors, lengths, encoded), end

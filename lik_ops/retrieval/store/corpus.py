@@ -6,7 +6,9 @@ Files that a killed writer leaves behind are not in the manifest. No reader sees
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from ...formats.residual import ResidualCodec
 from ...formats.table import FormatName, Residual
 from .. import _rerank, arguments
 from . import append as appending
-from . import files
+from . import change, files
 from .convert import convert
 from .layout import Scale, check_format
 from .manifest import MANIFEST, Manifest
@@ -33,15 +35,16 @@ _LARGEST_D = 1 << 31
 class Corpus:
     """Token embeddings of documents in a directory, appended in shards and read by memory-mapping.
 
-    `Corpus.create` and `Corpus.open` make instances. The class needs ``safetensors`` and ``numpy``. Documents are
-    committed when `append` returns. Committed documents survive a crash of the process or the machine during later
-    writes. One process may append at a time, and any number may read. The lock ends with its process, on systems that
-    have ``fcntl``. Each call and each iteration sees the documents that were committed when the corpus was opened or
-    `append` last returned.
+    `Corpus.create` and `Corpus.open` make instances. The class needs ``safetensors`` and ``numpy``. `append`, `update`,
+    `delete` and `compact` change the corpus. A change is committed when the function returns. Committed documents
+    survive a crash of the process or the machine during later writes. One process may write at a time, and any number
+    may read. The lock ends with its process, on systems that have ``fcntl``. Each call and each iteration sees the
+    documents that were committed when the corpus was opened or when this object last changed it.
 
-    ``len(corpus)`` is the number of documents, ``corpus[i]`` is one document, and ``for document in corpus`` iterates
-    over all of them. Tensors that a caller gets never share memory with the corpus. Writing to them changes neither the
-    files nor later reads and scores.
+    Documents are numbered from 0 in the order of their appends, without gaps: documents after a deleted one move up. To
+    name documents across changes, append them with ids. ``len(corpus)`` is the number of documents, ``corpus[i]`` is
+    one document, and ``for document in corpus`` iterates over all of them. Tensors that a caller gets never share
+    memory with the corpus. Writing to them changes neither the files nor later reads and scores.
 
     Attributes:
         path: the directory.
@@ -142,7 +145,7 @@ class Corpus:
         path = _as_path("Corpus.open", path)
         check_flag("Corpus.open", "verify", verify)
         files.import_safetensors("Corpus.open")
-        return cls(path, Snapshot(path, Manifest.read(path), verify=verify))
+        return cls(path, Snapshot.open_current(path, verify))
 
     @property
     def d(self) -> int:
@@ -199,7 +202,7 @@ class Corpus:
         return len(self._snapshot)
 
     def __repr__(self) -> str:
-        tokens = sum(shard.tokens for shard in self._snapshot.manifest.shards)
+        tokens = sum(shard.tokens_left for shard in self._snapshot.manifest.shards)
         return f"Corpus({str(self.path)!r}, {len(self)} documents, {tokens} tokens, {self._snapshot.manifest.layout})"
 
     def documents(self, begin: int = 0, end: int | None = None) -> tuple[Tensor | Quantized, Tensor]:
@@ -375,7 +378,7 @@ class Corpus:
         Raises:
             OSError: an error of the disk, with a path. Nothing was committed, unless the error came after the new
                 manifest was in place. Opening the corpus shows which.
-            RuntimeError: another process or thread is appending.
+            RuntimeError: another process or thread is writing.
             TypeError: a dtype or type is wrong.
             ValueError: a size is wrong, ids are missing or unexpected, or the corpus is corrupt. See `open`.
         """
@@ -384,13 +387,128 @@ class Corpus:
         packed, counts = appending.pack_documents(op, layout, documents, lengths)
         encoded = appending.encode_ids(op, ids, len(counts))
         tensors = layout.encoded(op, packed, counts)
-        with files.lock_corpus(self.path) as writer:
-            manifest = Manifest.read(self.path, before.manifest)  # another process may have appended since
-            if manifest.layout != layout:
-                raise ValueError(f"{self.path}: expected a corpus of {layout}: it was created again")
+        with self._writing(before) as (writer, manifest):
             if len(counts):
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, before)
+
+    def delete(self, ids: appending.Ids) -> None:
+        """Delete the documents that have these ids. They do not appear in any later result.
+
+        The manifest marks them as deleted, in one commit. `compact` returns their space on the disk. Later documents
+        move up, so indices change. An object that was opened before still shows the deleted documents.
+
+        Args:
+            ids: strings or integers, as given to `append`. All documents that share an id are deleted.
+
+        Raises:
+            OSError: an error of the disk, with a path, as in `append`.
+            RuntimeError: another process or thread is writing.
+            TypeError: the ids are not a list of all str or all int.
+            ValueError: no document has one of the ids, or documents were appended without ids. Nothing was deleted.
+
+        Example:
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
+            >>> corpus.append([torch.randn(n, 128).half() for n in (3, 0, 7)], ids=["a", "b", "c"])
+            >>> corpus.delete(["a"])
+            >>> corpus.ids, corpus.lengths.tolist()
+            (['b', 'c'], [0, 7])
+        """
+        op, before, chosen = "Corpus.delete", self._snapshot, appending.check_ids("Corpus.delete", ids)
+        with self._writing(before) as (writer, manifest):
+            before = Snapshot(self.path, manifest, before)
+            if chosen:
+                manifest = change.mark_deleted(op, before, chosen)
+                change.commit_manifest(writer, manifest)
+            self._snapshot = Snapshot(self.path, manifest, before)
+
+    def update(
+        self,
+        ids: appending.Ids,
+        documents: Sequence[Tensor] | Tensor | Quantized,
+        *,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> None:
+        """Replace the documents that have these ids, in one commit.
+
+        No reader sees a corpus with both versions of a document, or with neither. The new documents are at the end, in
+        the given order.
+
+        Args:
+            ids: the ids of the documents, each once. All documents that share an id are replaced by one.
+            documents: the new documents, one for each id, as in `append`.
+            lengths: integers ``[n]`` that sum to T, if `documents` is packed.
+
+        Raises:
+            OSError: an error of the disk, with a path, as in `append`.
+            RuntimeError: another process or thread is writing.
+            TypeError: a dtype or type is wrong.
+            ValueError: a size is wrong, an id is given twice, or no document has one of the ids. Nothing was changed.
+
+        Example:
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
+            >>> corpus.append([torch.randn(n, 128).half() for n in (3, 0, 7)], ids=["a", "b", "c"])
+            >>> corpus.update(["b"], [torch.randn(5, 128).half()])
+            >>> corpus.ids, corpus.lengths.tolist()
+            (['a', 'c', 'b'], [3, 7, 5])
+        """
+        op, before, chosen = "Corpus.update", self._snapshot, appending.check_ids("Corpus.update", ids)
+        if len(set(chosen)) < len(chosen):
+            twice = next(x for x, count in Counter(chosen).items() if count > 1)
+            raise ValueError(f"{op}: ids: expected each id once, got {short_repr(twice)} several times")
+        layout = before.manifest.layout
+        packed, counts = appending.pack_documents(op, layout, documents, lengths)
+        encoded = appending.encode_ids(op, chosen, len(counts))
+        tensors = layout.encoded(op, packed, counts)
+        with self._writing(before) as (writer, manifest):
+            before = Snapshot(self.path, manifest, before)
+            if chosen:
+                manifest = change.mark_deleted(op, before, chosen)
+                manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
+            self._snapshot = Snapshot(self.path, manifest, before)
+
+    def compact(self) -> None:
+        """Return the space of deleted documents, and merge small shards.
+
+        Shards with deleted documents are written again without them. Neighbors that together have up to 256 MiB become
+        one shard. Indices, ids and the bits of tokens do not change. Each new shard is one commit, so the disk needs
+        space for one more shard, and a call that was interrupted continues where it stopped.
+
+        The files of replaced shards are removed. An object that was opened before continues to read the shards that it
+        has mapped. Reading another removed shard is a ``ValueError`` that says to open the corpus again.
+
+        Raises:
+            OSError: an error of the disk, with a path. Shards that were committed stay.
+            RuntimeError: another process or thread is writing.
+            ValueError: the corpus is corrupt. See `open`.
+
+        Example:
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
+            >>> for name in ("a", "b", "c"):
+            ...     corpus.append([torch.randn(7, 128).half()], ids=[name])
+            >>> corpus.delete(["b"])
+            >>> corpus.compact()
+            >>> corpus.ids, len(list(corpus.path.glob("*.safetensors")))
+            (['a', 'c'], 1)
+        """
+        op, before = "Corpus.compact", self._snapshot
+        with self._writing(before) as (writer, manifest):
+            before = Snapshot(self.path, manifest, before)
+            try:
+                manifest = change.compact(op, writer, before)
+            except BaseException:
+                self._snapshot = Snapshot.open_current(self.path)  # some shards may have been replaced
+                raise
+            self._snapshot = Snapshot(self.path, manifest, before)
+
+    @contextmanager
+    def _writing(self, before: Snapshot) -> Iterator[tuple[files.Writer, Manifest]]:
+        """Hold the lock, and yield its holder and the current manifest."""
+        with files.lock_corpus(self.path) as writer:
+            manifest = Manifest.read(self.path, before.manifest)  # another process may have written since
+            if manifest.layout != before.manifest.layout:
+                raise ValueError(f"{self.path}: expected a corpus of {before.manifest.layout}: it was created again")
+            yield writer, manifest
 
     def quantize(
         self, path: str | os.PathLike[str], format: FormatName | ResidualCodec = "int8", scale: Scale = "token"

@@ -2,7 +2,8 @@
 
 A writer creates a file in its own directory, flushes it to the disk, and moves it up, which replaces an old file
 atomically. The manifest is written last, and a new shard is not part of the corpus before that. The lock file contains
-the name that a writer is about to use. If a writer is killed, the next writer removes exactly that file.
+the name that a writer is about to use, and the names of the shards that its manifest will drop. If a writer is killed,
+the next writer removes these files, except files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from .manifest import MANIFEST, Manifest, ShardEntry
 
 LOCK_FILE = "append.lock"
 WRITING_PREFIX = "writing-"
+LENGTH_BYTES = 8  # of a document, in the tensor `LENGTHS`
 LENGTHS, IDS = "lengths", "ids"  # tensors of every shard, in addition to its layout; ids are JSON in UTF-8
-_ENTRY = re.compile(rb"(shard-\d{6,}|codec)-[0-9a-f]{16}\.safetensors\n")
+_ENTRY = re.compile(rb"((shard-\d{6,}|codec)-[0-9a-f]{16}\.safetensors\n)+")
 _TOKEN = slice(-len("0123456789abcdef.safetensors"), -len(".safetensors"))
 _BLOCK_BYTES = 1 << 20
 
@@ -77,9 +79,9 @@ class Writer:
         self.path, self.descriptor = path, descriptor
 
     def remove_leftovers(self) -> None:
-        """Remove the file that a killed writer left behind, if the lock file names one."""
+        """Remove the files that a killed writer left behind, if the lock file names any."""
         if self.descriptor is not None and _ENTRY.fullmatch(entry := self._entry()):
-            self._remove(entry.decode().strip())
+            self._remove(*entry.decode().split())
 
     def has_entry(self) -> bool:
         """Return whether the lock file has content."""
@@ -100,16 +102,17 @@ class Writer:
     def _entry(self) -> bytes:
         """Return the content of the lock file."""
         assert self.descriptor is not None
-        return os.pread(self.descriptor, 1 << 10, 0)
+        return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
 
     @contextmanager
-    def writing(self, number: int | None) -> Iterator[tuple[Path, str]]:
+    def writing(self, number: int | None, replaced: Sequence[str] = ()) -> Iterator[tuple[Path, str]]:
         """Yield a directory to write in and a file name.
 
         Remove both afterwards, except for a committed file.
 
         Args:
             number: the number of the shard, or None for the codec of a new corpus.
+            replaced: the names of the shards that the new manifest does not list. They are removed after the commit.
 
         Yields:
             ``(directory, name)``.
@@ -121,14 +124,17 @@ class Writer:
         directory = self.path / f"{WRITING_PREFIX}{token}"
         try:
             with add_path_to_errors(self.path / LOCK_FILE):
-                self._note(f"{name}\n".encode())
+                self._note("".join(f"{x}\n" for x in (name, *replaced)).encode())
             directory.mkdir()
             yield directory, name
         except BaseException:
             if self.descriptor is None or self.descriptor in _held_locks:  # not in a child that was forked meanwhile
-                self._remove(name)
+                self._remove(name, *replaced)
             raise
-        self._tidy(name)
+        if replaced:
+            self._remove(name, *replaced)
+        else:
+            self._tidy(name)
 
     def _note(self, entry: bytes) -> None:
         """Write an entry to the lock file."""
@@ -136,18 +142,20 @@ class Writer:
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, entry, 0)
 
-    def _remove(self, name: str) -> None:
-        """Remove the files of the writer of `name`.
+    def _remove(self, name: str, *replaced: str) -> None:
+        """Remove the files of the writer of `name`, and the shards that it replaced.
 
         A shard is removed only if there is a manifest that does not list it.
         """
         with suppress(OSError, ValueError):
+            kept: set[str | None] = set()
             if not (name.startswith("codec") and not (self.path / MANIFEST).exists()):
                 manifest = Manifest.read(self.path)
-                codec = None if manifest.codec is None else manifest.codec.file
-                if name == codec or any(shard.file == name for shard in manifest.shards):
-                    return self._tidy(name)
-            (self.path / name).unlink(missing_ok=True)
+                kept = {shard.file for shard in manifest.shards}
+                kept.add(None if manifest.codec is None else manifest.codec.file)
+            for x in {name, *replaced} - kept:
+                with suppress(OSError):  # a reader on Windows may have it open
+                    (self.path / x).unlink(missing_ok=True)
         self._tidy(name)
 
     def _tidy(self, name: str) -> None:

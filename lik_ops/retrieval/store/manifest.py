@@ -1,18 +1,22 @@
-"""The manifest of a corpus: the list of committed shards, with the expected size and checksum of each."""
+"""The manifest of a corpus: the committed shards, with the size, checksum and deleted documents of each."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import json
 import re
 import reprlib
+import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from ...core.arguments import DTYPES
 from ...formats.residual import ResidualCodec
@@ -21,22 +25,86 @@ from .codecs import CodecFile
 from .layout import Scale, StorageLayout
 
 FORMAT, VERSION, QUANTIZED_VERSION = "lik_ops.corpus", 1, 2  # QUANTIZED_VERSION: quantized corpora
-CODED_VERSION = 3  # corpora of residual codes
+CODED_VERSION, CHANGED_VERSION = 3, 4  # corpora of residual codes, and corpora with deleted documents
+VERSIONS = VERSION, QUANTIZED_VERSION, CODED_VERSION, CHANGED_VERSION
 MANIFEST = "manifest.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _CODEC = "sha256", "bytes", "file"
 _LARGEST = (1 << 63) - 1  # the largest size of a tensor
+_BITS = torch.arange(8, dtype=torch.uint8, device="cpu")
+
+
+@dataclass(frozen=True)
+class Tombstones:
+    """The deleted documents of a shard: their number, their tokens, and a bit for each document of the shard."""
+
+    documents: int
+    tokens: int
+    rows: str  # bytes of 8 documents, the first in the lowest bit, compressed by zlib, in base64
+
+    @classmethod
+    def of(cls, deleted: Tensor, lengths: Tensor) -> Tombstones:
+        """Return the tombstones of a mask ``[n]`` of documents with these numbers of tokens."""
+        bits = torch.nn.functional.pad(deleted.to(torch.uint8), (0, -len(deleted) % 8)).view(-1, 8)
+        packed = (bits << _BITS).sum(1, dtype=torch.uint8).numpy().tobytes()
+        rows = base64.b64encode(zlib.compress(packed)).decode()
+        return cls(int(deleted.sum()), int(lengths[deleted].sum()), rows)
+
+    def mask(self, documents: int) -> Tensor:
+        """Return the mask ``[documents]`` of the deleted documents.
+
+        Raise ValueError if the text is not the mask of that number of documents.
+        """
+        size, unpack = -(-documents // 8), zlib.decompressobj()
+        try:
+            packed = unpack.decompress(base64.b64decode(self.rows, validate=True), size + 1)
+        except (ValueError, binascii.Error, zlib.error) as error:
+            raise ValueError(f"expected a compressed mask: {error}") from None
+        if len(packed) != size or not unpack.eof:
+            raise ValueError(f"expected a compressed mask of {documents} documents")
+        rows = torch.frombuffer(bytearray(packed + b"\0"), dtype=torch.uint8)[:-1].unsqueeze(1)
+        found = ((rows >> _BITS) & 1).flatten().bool()
+        if bool(found[documents:].any()) or int(found.sum()) != self.documents:
+            raise ValueError(f"expected a mask of {self.documents} deleted documents")
+        return found[:documents]
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """The manifest entry of a shard."""
+    """The manifest entry of a shard.
+
+    Its numbers include deleted documents.
+    """
 
     file: str
     bytes: int
     sha256: str
     documents: int
     tokens: int
+    deleted: Tombstones | None = None
+
+    @property
+    def left(self) -> int:
+        """The number of documents that are not deleted."""
+        return self.documents - (0 if self.deleted is None else self.deleted.documents)
+
+    @property
+    def tokens_left(self) -> int:
+        """The number of tokens of documents that are not deleted."""
+        return self.tokens - (0 if self.deleted is None else self.deleted.tokens)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The entry as JSON."""
+        found = {name: getattr(self, name) for name in _ENTRY}
+        return found if self.deleted is None else found | {"deleted": vars(self.deleted)}
+
+    def without_tombstones(self) -> ShardEntry:
+        """Return the entry of the file as it was written."""
+        return self if self.deleted is None else replace(self, deleted=None)
+
+
+_ENTRY = tuple(field.name for field in fields(ShardEntry) if field.name != "deleted")
 
 
 @dataclass(frozen=True)
@@ -91,6 +159,8 @@ class Manifest:
         if self.codec is not None:
             version = CODED_VERSION
             about["codec"] = {name: getattr(self.codec, name) for name in _CODEC}
+        if any(shard.deleted is not None for shard in self.shards):
+            version = CHANGED_VERSION
         content = {
             "format": FORMAT,
             "version": version,
@@ -99,7 +169,7 @@ class Manifest:
             "dtype": str(self.dtype).removeprefix("torch."),
             "documents": sum(shard.documents for shard in self.shards),
             "has_ids": self.has_ids,
-            "shards": [vars(shard) for shard in self.shards],
+            "shards": [shard.content for shard in self.shards],
         }
         body = _format_canonical(content)
         return f'{body[:-1]}, "sha256": "{_hash_body(body)}"}}\n'.encode()
@@ -145,14 +215,16 @@ def _parse_manifest(content: Any, path: Path) -> Manifest:
     """Return the manifest of parsed JSON, after checking every field."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"format: expected {FORMAT}")
-    if (version := _parse_field(content, "version", int)) not in (VERSION, QUANTIZED_VERSION, CODED_VERSION):
-        expected = f"{VERSION}, {QUANTIZED_VERSION} or {CODED_VERSION}"
+    if (version := _parse_field(content, "version", int)) not in VERSIONS:
+        expected = f"{', '.join(map(str, VERSIONS[:-1]))} or {VERSIONS[-1]}"
         raise ValueError(f"version: expected {expected}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
     if content.pop("sha256", None) != _hash_body(_format_canonical(content)):
         raise ValueError("sha256: the checksum does not match the content")
     name = _parse_choice(content, "dtype", _DTYPES)
-    format, scale, codec = (None, None, None) if version == VERSION else _parse_format(content, version, path)
-    shards = tuple(_parse_shard(x, f"shards[{i}]") for i, x in enumerate(_parse_field(content, "shards", list)))
+    plain = version == VERSION or (version == CHANGED_VERSION and "quantized" not in content)
+    format, scale, codec = (None, None, None) if plain else _parse_format(content, version, path)
+    found = enumerate(_parse_field(content, "shards", list))
+    shards = tuple(_parse_shard(x, f"shards[{i}]", version == CHANGED_VERSION) for i, x in found)
     if len({shard.file for shard in shards}) != len(shards):
         raise ValueError("shards: expected files of different names")
     documents, tokens = (sum(getattr(shard, each) for shard in shards) for each in ("documents", "tokens"))
@@ -167,9 +239,10 @@ def _parse_manifest(content: Any, path: Path) -> Manifest:
 def _parse_format(content: Mapping[str, Any], version: int, path: Path) -> tuple[str, str, CodecFile | None]:
     """Return the format, the kind of scale, and the codec of residual codes."""
     found, at = _parse_field(content, "quantized", dict), "quantized"
-    format = _parse_choice(found, "format", RESIDUAL_FORMATS if version == CODED_VERSION else FORMATS, at)
-    scale = _parse_choice(found, "scale", get_args(Scale) if version == QUANTIZED_VERSION else ("token",), at)
-    if version == QUANTIZED_VERSION:
+    has_codec = version == CODED_VERSION or (version == CHANGED_VERSION and "codec" in found)
+    format = _parse_choice(found, "format", RESIDUAL_FORMATS if has_codec else FORMATS, at)
+    scale = _parse_choice(found, "scale", ("token",) if has_codec else get_args(Scale), at)
+    if not has_codec:
         return format, scale, None
     codec, at = _parse_field(found, "codec", dict, at), f"{at}.codec"
     file = _parse_file(codec, at)
@@ -180,12 +253,29 @@ def _parse_format(content: Mapping[str, Any], version: int, path: Path) -> tuple
     )
 
 
-def _parse_shard(content: Any, at: str) -> ShardEntry:
-    if not isinstance(content, dict) or set(content) != set(ShardEntry.__annotations__):
-        raise ValueError(f"{at}: expected an object of {', '.join(ShardEntry.__annotations__)}")
+def _parse_shard(content: Any, at: str, may_change: bool) -> ShardEntry:
+    deleted = content.get("deleted") if may_change and isinstance(content, dict) else None
+    if not isinstance(content, dict) or set(content) - ({"deleted"} if deleted is not None else set()) != set(_ENTRY):
+        raise ValueError(f"{at}: expected an object of {', '.join(_ENTRY)}")
     file = _parse_file(content, at)
     size, documents, tokens = (_parse_count(content, name, at) for name in ("bytes", "documents", "tokens"))
-    return ShardEntry(file, size, _parse_field(content, "sha256", str, at), documents, tokens)
+    found = ShardEntry(file, size, _parse_field(content, "sha256", str, at), documents, tokens)
+    return found if deleted is None else replace(found, deleted=_parse_tombstones(deleted, found, f"{at}.deleted"))
+
+
+def _parse_tombstones(content: Any, shard: ShardEntry, at: str) -> Tombstones:
+    if not isinstance(content, dict) or set(content) != set(Tombstones.__annotations__):
+        raise ValueError(f"{at}: expected an object of {', '.join(Tombstones.__annotations__)}")
+    documents, tokens = (_parse_count(content, name, at) for name in ("documents", "tokens"))
+    for name, count, most in (("documents", documents, shard.documents), ("tokens", tokens, shard.tokens)):
+        if count > most:
+            raise ValueError(f"{at}.{name}: expected {most} or less, as in the shard, got {count}")
+    found = Tombstones(documents, tokens, _parse_field(content, "rows", str, at))
+    try:
+        found.mask(shard.documents)
+    except ValueError as error:
+        raise ValueError(f"{at}.rows: {error}") from None
+    return found
 
 
 def _parse_file(content: Mapping[str, Any], at: str) -> str:

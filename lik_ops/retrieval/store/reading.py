@@ -93,10 +93,19 @@ class ShardFile:
                 raise ValueError(f"expected {LENGTHS} that add up to {self.shard.tokens} tokens")
         return lengths
 
-    def read_ids(self) -> bytes:
-        """Read the ids as JSON."""
+    @cached_property
+    def ids(self) -> list:
+        """The ids of the documents."""
         with self._open_checked() as (file, _, regions):
-            return _read_tensor(file, regions[IDS]).numpy().tobytes()
+            text = _read_tensor(file, regions[IDS]).numpy().tobytes()
+        count = self.shard.documents
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{self.at}: the shard is corrupt: ids: {error}") from error
+        if not isinstance(found, list) or len(found) != count or not is_id_list(found):
+            raise ValueError(f"{self.at}: the shard is corrupt: ids: expected a list of {count} strings or integers")
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the mapped tensors of the layout.
@@ -157,9 +166,19 @@ class ShardFile:
         try:
             yield
         except FileNotFoundError:
-            raise ValueError(f"{self.at}: the shard is missing") from None
+            raise ValueError(f"{self.at}: the shard is missing{self._explain_missing()}") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.at}: the shard is truncated or corrupt: {error}") from error
+
+    def _explain_missing(self) -> str:
+        """Return why the file may be missing, for error messages."""
+        try:
+            current = Manifest.read(Path(self.at).parent)
+        except (OSError, ValueError):
+            return ""
+        if any(shard.file == self.shard.file for shard in current.shards):
+            return ""
+        return ": the corpus was compacted after it was opened here, so open it again"
 
     def _regions(self, file: BinaryIO) -> dict[str, _TensorRegion]:
         """Return the places of the tensors, by the header of a safetensors file."""
@@ -239,3 +258,8 @@ def _map_tensor(storage: torch.UntypedStorage, region: _TensorRegion) -> Tensor:
     if region.begin == region.end:
         return empty.view(region.shape)
     return empty.set_(storage[region.begin : region.end]).view(region.shape)
+
+
+def is_id_list(x: list) -> bool:
+    """Return whether the items are all strings or all integers."""
+    return all(type(each) is str for each in x) or all(type(each) is int for each in x)

@@ -1,15 +1,15 @@
-"""A snapshot of a corpus: all documents that were committed at one moment, even if a writer appends meanwhile."""
+"""A snapshot of a corpus: all documents that were committed at one moment, even if a writer changes it meanwhile."""
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,22 @@ from .layout import TensorSpec, Tokens, as_scorable, compute_offsets
 from .manifest import Manifest
 from .reading import ShardFile
 
-_MAX_PIECES = 1024  # shards of a range that are read in place; the rows of more shards are copied
+_MAX_PIECES = 1024  # pieces of a range that are read in place; the rows of more pieces are copied
+
+
+class _LiveRows(NamedTuple):
+    """The documents of a shard that are not deleted, in order."""
+
+    rows: Tensor  # int64 [n], their rows in the shard
+    lengths: Tensor  # int64 [n], their tokens
+    firsts: Tensor  # int64 [n], their first tokens in the shard
 
 
 class Snapshot:
-    """The shards of a manifest, which never change.
+    """The shards of a manifest, which never change, without the documents that the manifest marks as deleted.
 
-    Tensors of a snapshot must not be given to callers of the library, because callers may write to them.
+    Documents are numbered without gaps. Tensors of a snapshot must not be given to callers of the library, because
+    callers may write to them.
     """
 
     def __init__(self, path: Path, manifest: Manifest, before: Snapshot | None = None, verify: bool = False) -> None:
@@ -41,23 +50,60 @@ class Snapshot:
         kept: list[ShardFile] = []
         if before is not None and manifest.shards[: len(before.shards)] == before.manifest.shards:
             kept = before.shards
-        added = [ShardFile(path, shard, manifest) for shard in manifest.shards[len(kept) :]]
-        for shard in added:
-            shard.check(verify)
+        known = {} if before is None or kept else {x.shard: x for x in before.shards}
+        added = []
+        for shard in (shard.without_tombstones() for shard in manifest.shards[len(kept) :]):
+            if (file := known.get(shard)) is None:
+                file = ShardFile(path, shard, manifest)
+                file.check(verify)
+            added.append(file)
         self.shards: list[ShardFile] = [*kept, *added]
+        self._live: dict[int, _LiveRows | None] = {}
+        if verify:
+            _ = self.lengths
+
+    @classmethod
+    def open_current(cls, path: Path, verify: bool = False) -> Snapshot:
+        """Open the corpus at `path` as it is now, even if a writer removes shards between two reads."""
+        manifest = Manifest.read(path)
+        while True:
+            try:
+                return cls(path, manifest, verify=verify)
+            except ValueError:
+                before, manifest = manifest, Manifest.read(path, manifest)
+                if manifest == before:
+                    raise
 
     @cached_property
     def starts(self) -> list[int]:
         """The first document of each shard, and the number of documents."""
-        return [0, *accumulate(shard.documents for shard in self.manifest.shards)]
+        return [0, *accumulate(shard.left for shard in self.manifest.shards)]
 
     def __len__(self) -> int:
         return self.starts[-1]
 
+    def _live_rows(self, i: int) -> _LiveRows | None:
+        """Return the documents of a shard that are not deleted, or None if no document of the shard is deleted."""
+        if i not in self._live:
+            deleted, file = self.manifest.shards[i].deleted, self.shards[i]
+            found = None
+            if deleted is not None:
+                mask, lengths = deleted.mask(file.shard.documents), file.lengths
+                if int(lengths[mask].sum()) != deleted.tokens:
+                    raise ValueError(f"{file.at}: the shard is corrupt: expected {deleted.tokens} deleted tokens")
+                rows = (~mask).nonzero().flatten()
+                found = _LiveRows(rows, lengths[rows], compute_offsets(lengths)[rows])
+            self._live[i] = found
+        return self._live[i]
+
     @cached_property
     def lengths(self) -> Tensor:
         """int64 ``[N]``, the number of tokens of each document."""
-        return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(shard.lengths for shard in self.shards)])
+        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for i, shard in enumerate(self.shards):
+            live = self._live_rows(i)
+            found.append(shard.lengths if live is None else live.lengths)
+        return torch.cat(found)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -70,34 +116,38 @@ class Snapshot:
         if not self.manifest.has_ids:
             return None
         found: list = []
-        for shard in self.shards:
-            found += _decode_ids(shard)
+        for i in range(len(self.shards)):
+            found += self.shard_ids(i)
         return found
 
+    def shard_ids(self, i: int) -> list:
+        """Return the ids of the documents of a shard that are not deleted."""
+        found, live = self.shards[i].ids, self._live_rows(i)
+        return found if live is None else [found[row] for row in live.rows.tolist()]
+
+    def shard_rows(self, i: int, documents: Tensor) -> Tensor:
+        """Return the rows in shard `i` of documents, which count from the first document of the shard."""
+        live = self._live_rows(i)
+        return documents if live is None else live.rows[documents]
+
     def _places(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
-        """Yield each shard of the documents ``[begin, end)`` and its rows, of tokens (True) and documents (False)."""
+        """Yield each run of rows that has documents of ``[begin, end)``: its shard, and its rows.
+
+        There are rows of tokens (True) and of documents (False). Deleted documents divide a shard into several runs.
+        """
         for i in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end) if begin < end else 0):
             first, last = self.starts[i : i + 2]
             a, b = max(begin, first), min(end, last)
-            of_tokens = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
-            yield i, {True: of_tokens, False: slice(a - first, b - first)}
-
-    def _copy_rows(self, places: list[tuple[int, dict[bool, slice]]], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
-        """Copy rows of some tensors of several shards, in order, to memory.
-
-        One shard at a time is read.
-        """
-        rows = {which: sum(at[which].stop - at[which].start for _, at in places) for which in (True, False)}
-        found, done = (
-            {name: _allocate_empty(kept, rows[kept.of_tokens]) for name, kept in of.items()},
-            {True: 0, False: 0},
-        )
-        for i, at in places:
-            for name, x in _slice_tensors(self.shards[i].tensors(), at, of).items():
-                begin = done[of[name].of_tokens]
-                found[name][begin : begin + len(x)] = x
-            done = {which: done[which] + at[which].stop - at[which].start for which in done}
-        return found
+            live = self._live_rows(i)
+            if live is None:
+                of_tokens = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
+                yield i, {True: of_tokens, False: slice(a - first, b - first)}
+                continue
+            rows, lengths, firsts = (x[a - first : b - first] for x in live)
+            breaks = ((rows.diff() != 1).nonzero().flatten() + 1).tolist()
+            for c, e in pairwise([0, *breaks, len(rows)] if len(rows) else []):
+                of_tokens = slice(int(firsts[c]), int(firsts[e - 1] + lengths[e - 1]))
+                yield i, {True: of_tokens, False: slice(int(rows[c]), int(rows[e - 1]) + 1)}
 
     def pieces(self, begin: int, end: int) -> tuple[list[Tokens], Tensor]:
         """Return the tokens of the documents ``[begin, end)`` as mapped pieces, and their offsets.
@@ -110,11 +160,11 @@ class Snapshot:
             ``(pieces, offsets)``. Offsets are ``[end - begin + 1]`` and begin with 0.
         """
         layout = self.manifest.layout
-        places = list(self._places(begin, end))
+        places = list(islice(self._places(begin, end), _MAX_PIECES + 1))
         if 0 < len(places) <= _MAX_PIECES:
             parts = [_slice_tensors(self.shards[i].tensors(), rows, layout.scored) for i, rows in places]
         else:
-            parts = [self._copy_rows(places, layout.scored)]
+            parts = [self.copy_rows(torch.arange(begin, end, device="cpu"), layout.scored)]
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
 
     def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
@@ -129,12 +179,12 @@ class Snapshot:
         Returns:
             ``(packed, cu_seqlens)``: a tensor or a `Quantized`, and the bounds.
         """
-        places, layout = list(self._places(begin, end)), self.manifest.layout
+        places, layout = list(islice(self._places(begin, end), 2)), self.manifest.layout
         if len(places) == 1:
             ((i, rows),) = places
             found = _slice_tensors(self.shards[i].map().tensors, rows, layout.tensors)
         else:
-            found = self._copy_rows(places, layout.tensors)
+            found = self.copy_rows(torch.arange(begin, end, device="cpu"), layout.tensors)
         cu_seqlens = self._offsets(begin, end)
         tokens = as_scorable(layout.tokens(found), layout.dtype, cu_seqlens)
         if isinstance(tokens, Quantized):  # the codec is shared
@@ -171,22 +221,40 @@ class Snapshot:
         Returns:
             ``(tokens, cu_seqlens)``.
         """
-        rows, cu_seqlens = make_segment_rows(self.cu_seqlens[chosen], self.lengths[chosen])
-        starts = torch.tensor(self.starts, device="cpu")
-        first = torch.searchsorted(chosen, starts)
-        # For tokens (True) and documents (False): the chosen rows, the first chosen row of each shard, and the first
-        # row of each shard in the corpus.
-        wanted = {True: (rows, cu_seqlens[first], self.cu_seqlens[starts]), False: (chosen, first, starts)}
-        scored = self.manifest.layout.scored
-        found = {name: _allocate_empty(kept, len(wanted[kept.of_tokens][0]), pinned) for name, kept in scored.items()}
-        for i in first.diff().nonzero().flatten().tolist():
+        layout = self.manifest.layout
+        return layout.tokens(self.copy_rows(chosen, layout.scored, pinned)), compute_offsets(self.lengths[chosen])
+
+    def copy_rows(self, chosen: Tensor, of: dict[str, TensorSpec], pinned: bool = False) -> dict[str, Tensor]:
+        """Copy the rows of some documents to memory, one shard at a time.
+
+        Args:
+            chosen: ascending indices of documents, int64 on the CPU.
+            of: the tensors to copy.
+            pinned: allocate pinned memory.
+
+        Returns:
+            The rows of each tensor, in the order of the documents.
+        """
+        bounds = torch.searchsorted(chosen, torch.tensor(self.starts, device="cpu")).tolist()
+        done = dict.fromkeys((True, False), 0)
+        total = {True: int(self.lengths[chosen].sum()), False: len(chosen)}
+        found = {name: _allocate_empty(kept, total[kept.of_tokens], pinned) for name, kept in of.items()}
+        for i, (a, b) in enumerate(pairwise(bounds)):
+            if a == b:
+                continue
+            inside, live = chosen[a:b] - self.starts[i], self._live_rows(i)
+            firsts = (
+                self.cu_seqlens[chosen[a:b]] - self.cu_seqlens[self.starts[i]] if live is None else live.firsts[inside]
+            )
+            rows = {False: self.shard_rows(i, inside), True: make_segment_rows(firsts, self.lengths[chosen[a:b]])[0]}
             tensors = self.shards[i].tensors()
-            for name, kept in scored.items():
-                at, bounds, origins = wanted[kept.of_tokens]
-                part = slice(int(bounds[i]), int(bounds[i + 1]))
-                if part.start < part.stop:
-                    torch.index_select(tensors[name], 0, at[part] - origins[i], out=found[name][part])
-        return self.manifest.layout.tokens(found), cu_seqlens
+            for name, kept in of.items():
+                at = rows[kept.of_tokens]
+                begin = done[kept.of_tokens]
+                if len(at):
+                    torch.index_select(tensors[name], 0, at, out=found[name][begin : begin + len(at)])
+            done = {which: done[which] + len(rows[which]) for which in done}
+        return found
 
     def _offsets(self, begin: int, end: int) -> Tensor:
         """Return the bounds of the documents ``[begin, end)``, which begin with 0."""
@@ -200,20 +268,3 @@ def _allocate_empty(kept: TensorSpec, rows: int, pinned: bool = False) -> Tensor
 def _slice_tensors(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
     """Return rows of some tensors of a shard as views."""
     return {name: tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
-
-
-def _decode_ids(shard: ShardFile) -> list:
-    """Return the ids of a shard."""
-    count, text = shard.shard.documents, shard.read_ids()
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{shard.at}: the shard is corrupt: ids: {error}") from error
-    if not isinstance(found, list) or len(found) != count or not is_id_list(found):
-        raise ValueError(f"{shard.at}: the shard is corrupt: ids: expected a list of {count} strings or integers")
-    return found
-
-
-def is_id_list(x: list) -> bool:
-    """Return whether the items are all strings or all integers."""
-    return all(type(each) is str for each in x) or all(type(each) is int for each in x)

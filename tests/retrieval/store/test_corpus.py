@@ -289,7 +289,7 @@ def _same_json(a, b):
 def test_a_later_format_is_refused(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32)
     at = tmp_path / "manifest.json"
-    at.write_text(at.read_text().replace('"version": 1', '"version": 4'))
+    at.write_text(at.read_text().replace('"version": 1', '"version": 9'))
     with pytest.raises(ValueError, match=r"manifest.json.*a newer lik_ops wrote it"):
         Corpus.open(tmp_path)
 

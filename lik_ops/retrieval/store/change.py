@@ -1,0 +1,110 @@
+"""Changes of a corpus other than appends: documents that are marked as deleted, and shards that are written again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from ...core.arguments import short_repr
+from . import files
+from .append import commit_shard, encode_ids
+from .manifest import Manifest, ShardEntry, Tombstones
+from .snapshot import Snapshot
+
+# Shards up to this size are merged. A merge holds them in memory, and so did the appends of larger shards.
+MERGED_BYTES = 256 << 20
+
+
+def commit_manifest(writer: files.Writer, manifest: Manifest) -> None:
+    """Write a manifest that lists the same shards."""
+    with writer.writing(len(manifest.shards)) as (directory, _):
+        files.write_manifest(directory, manifest)
+
+
+def mark_deleted(op: str, snapshot: Snapshot, ids: list) -> Manifest:
+    """Return the manifest without the documents that have one of these ids.
+
+    Args:
+        op: the name of the function, for error messages.
+        snapshot: the corpus.
+        ids: the ids. All documents that share an id are deleted.
+
+    Returns:
+        The new manifest, which is not written yet.
+
+    Raises:
+        ValueError: no document has one of the ids, or documents have no ids.
+    """
+    manifest = snapshot.manifest
+    if ids and manifest.shards and not manifest.has_ids:
+        raise ValueError(f"{op}: ids: expected a corpus whose documents have ids, got one without: {snapshot.path}")
+    missing, shards = dict.fromkeys(ids), []
+    wanted = set(missing)
+    for i, shard in enumerate(manifest.shards if ids else ()):
+        found = snapshot.shard_ids(i)
+        chosen = [at for at, x in enumerate(found) if x in wanted]
+        if chosen:
+            for at in chosen:
+                missing.pop(found[at], None)
+            deleted = torch.zeros(shard.documents, dtype=torch.bool, device="cpu")
+            if shard.deleted is not None:
+                deleted |= shard.deleted.mask(shard.documents)
+            deleted[snapshot.shard_rows(i, torch.tensor(chosen, device="cpu"))] = True
+            shard = replace(shard, deleted=Tombstones.of(deleted, snapshot.shards[i].lengths))
+        shards.append(shard)
+    if missing:
+        first, *more = missing
+        others = f" and {len(more)} more" if more else ""
+        raise ValueError(f"{op}: ids: expected ids of documents in the corpus, got {short_repr(first)}{others}")
+    return replace(manifest, shards=tuple(shards)) if ids else manifest
+
+
+def compact(op: str, writer: files.Writer, snapshot: Snapshot) -> Manifest:
+    """Write the documents of shards with deleted documents, and of small shards, to new shards.
+
+    Args:
+        op: the name of the function, for error messages.
+        writer: the holder of the lock.
+        snapshot: the corpus.
+
+    Returns:
+        The new manifest. Each new shard was committed, and the files that it replaces were removed.
+
+    Raises:
+        OSError: an error of the disk. Shards that were committed stay.
+        ValueError: a shard is corrupt.
+    """
+    manifest, layout, made = snapshot.manifest, snapshot.manifest.layout, 0
+    writer.remove_leftovers()  # even if there is nothing to write
+    lengths = snapshot.lengths  # read before any file is removed
+    for begin, end in list(_group_shards(manifest)):
+        if end - begin == 1 and manifest.shards[made].deleted is None:
+            made += 1
+            continue
+        for file in snapshot.shards[begin:end]:
+            file.check(verify=True)  # a damaged shard must not get a new checksum
+        chosen = torch.arange(snapshot.starts[begin], snapshot.starts[end], device="cpu")
+        ids = [x for i in range(begin, end) for x in snapshot.shard_ids(i)] if manifest.has_ids else None
+        tensors, encoded = snapshot.copy_rows(chosen, layout.tensors), encode_ids(op, ids, len(chosen))
+        replaced = slice(made, made + end - begin)
+        manifest = commit_shard(op, writer, manifest, tensors, lengths[chosen], encoded, replaced)
+        made += int(len(chosen) > 0)
+    return manifest
+
+
+def _group_shards(manifest: Manifest) -> Iterator[tuple[int, int]]:
+    """Yield ranges of shards whose documents fit one shard of `MERGED_BYTES`. A larger shard has its own range."""
+    begin, ends = 0, [0, *accumulate(_count_bytes(manifest, shard) for shard in manifest.shards)]
+    for end in range(1, len(ends)):
+        if end == len(manifest.shards) or ends[end + 1] - ends[begin] > MERGED_BYTES:
+            yield begin, end
+            begin = end
+
+
+def _count_bytes(manifest: Manifest, shard: ShardEntry) -> int:
+    """Return the bytes of the documents of a shard that are not deleted, without their ids."""
+    layout = manifest.layout
+    return shard.tokens_left * layout.nbytes(True) + shard.left * (layout.nbytes(False) + files.LENGTH_BYTES)

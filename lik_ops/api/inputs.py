@@ -341,6 +341,21 @@ def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[
     return _restore_axes(g, *_call_operator(g, g.packed(offsets, lengths)))
 
 
+def score_documents(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> Tensor:
+    """Score every query against the same documents of a packed store, or against its own documents.
+
+    Args:
+        g: the checked arguments, with 3-D queries and the store as D.
+        offsets: valid integers ``[K]``, or ``[Nq, K]``: the first row of each document.
+        lengths: the number of rows of each document, with the shape of `offsets`.
+
+    Returns:
+        Scores ``[Nq, K]``.
+    """
+    found = _try_eager(g, offsets, lengths)
+    return (_call_operator(g, g.packed(offsets, lengths)) if found is None else found)[0]
+
+
 def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
     """Raise unless `offsets` and `lengths` are integers of the expected shape on the device of Q."""
     check_indices(g.op, "doc_offsets", offsets, expected, spelled, g.Q.device)

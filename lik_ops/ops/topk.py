@@ -127,6 +127,29 @@ def merge_messages(received: Tensor, counts: list[int], top_k: int, dtype: torch
     return select_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
 
 
+def locate_documents(chosen: Tensor, documents: Any, length: Any, cu_seqlens_d: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the first token and the length of each chosen document.
+
+    Args:
+        chosen: int64 indices of documents, of any shape. -1 is no document.
+        documents: the number of documents.
+        length: the number of tokens of each dense document.
+        cu_seqlens_d: the offsets of packed documents, or None for dense documents.
+
+    Returns:
+        ``(offsets, lengths)``. The length is 0 for index -1, and -1 for an index out of range, which is invalid.
+    """
+    inside, other = (chosen >= 0) & (chosen < documents), torch.where(chosen < 0, 0, -1)
+    if cu_seqlens_d is None:
+        return torch.where(inside, chosen, 0) * length, torch.where(inside, length, other)
+    bounds = cu_seqlens_d.to(chosen.device, non_blocking=True).long()
+    if bounds.shape[0] < 2:
+        return torch.zeros_like(chosen), other
+    at = torch.where(inside, chosen, 0)
+    offsets = bounds[at]
+    return offsets, torch.where(inside, bounds[at + 1] - offsets, other)
+
+
 def check_search_args(op: str, s: SearchArgs, whole: bool = True) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all fit together. Q may be 2-D.
 

@@ -70,6 +70,18 @@ class CodeSearchArgs(NamedTuple):
         offsets = torch.arange(end - begin, device=codes.device) * length
         return codes.flatten(), offsets, torch.full_like(offsets, length)
 
+    def of_chosen(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the codes, and the offsets and lengths of documents ``chosen [n]`` in them, as `of_documents` does."""
+        if self.cu_seqlens_d is not None:
+            return self.codes, *topk.locate_documents(chosen, self.documents, 0, self.cu_seqlens_d)
+        length = self.codes.shape[1]
+        _, lengths = topk.locate_documents(chosen, self.documents, length, None)
+        at = torch.where(lengths == length, chosen, 0)
+        codes = self.codes[at] if self.documents else self.codes.new_empty((len(chosen), length))
+        if self.d_mask is not None and self.documents:
+            codes = torch.where(self.d_mask[at], codes, -1)
+        return codes.flatten(), torch.arange(len(chosen), device=codes.device) * length, lengths
+
 
 def _check_operator_args(s: CodeSearchArgs) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
@@ -107,18 +119,49 @@ def _run_search(s: CodeSearchArgs) -> ScoresAndIndices:
     return found[0] if len(found) == 1 else (torch.cat([x[0] for x in found]), torch.cat([x[1] for x in found]))
 
 
-def _search_queries(s: CodeSearchArgs) -> ScoresAndIndices:
-    """Return the best documents of queries whose products with the centroids exist at once."""
-    backend, documents = backends.select_backend(s.Q.device, s.Q.dtype), s.documents
+def _search_queries(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAndIndices:
+    """Return the best documents of queries whose products with the centroids exist at once.
+
+    With ``chosen [K]``, the indices count from its first column.
+    """
+    backend, documents = backends.select_backend(s.Q.device, s.Q.dtype), s.documents if chosen is None else len(chosen)
     (table, weight, probed), broken = _make_score_table(s)
     none = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)
     best, chunk = (none, none.long()), topk.count_fitting_documents(s.Q, s.top_k, documents)
     for begin in range(0, documents, chunk):
-        of_documents = s.of_documents(begin, min(begin + chunk, documents))
+        end = min(begin + chunk, documents)
+        of_documents = s.of_documents(begin, end) if chosen is None else s.of_chosen(chosen[begin:end])
         scores = backend.code_scores(table, weight, probed, *of_documents).masked_fill_(broken, torch.inf)
+        if chosen is not None:
+            scores.masked_fill_(chosen[begin:end] < 0, -torch.inf)
         found, columns = topk.select_first(scores, s.top_k)
         best = topk.merge_parts([best, (found, columns.add_(begin))] if begin else [(found, columns)], s.top_k)
     return best
+
+
+@torch.no_grad()
+def search_chosen(s: CodeSearchArgs, chosen: Tensor) -> ScoresAndIndices:
+    """Search some documents as `maxsim_topk_codes` does.
+
+    Args:
+        s: validated arguments.
+        chosen: int64 indices of documents ``[K]``, or ``[Nq, K]`` for each query: ascending, with -1 for none at the
+            end.
+
+    Returns:
+        ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, with -1 and ``-inf`` for missing documents.
+    """
+    s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
+    if s.cu_seqlens_d is not None:
+        s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
+    step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1)) if chosen.dim() == 1 else 1
+    found = []
+    for begin in range(0, max(len(s.Q), 1), step):
+        some = chosen if chosen.dim() == 1 or not len(chosen) else chosen[begin]
+        some = some.flatten()
+        scores, columns = _search_queries(s.of_queries(slice(begin, begin + step)), some)
+        found.append((scores, some[columns]))
+    return torch.cat([x[0] for x in found]), torch.cat([x[1] for x in found])
 
 
 def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:

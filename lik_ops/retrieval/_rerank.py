@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..core.arguments import add_batch_axis, as_bool, check_dense, check_flag, score_dtype
+from ..core.arguments import add_batch_axis, as_bool, check_dense, check_flag, check_tensor, score_dtype
 from ..ops import topk
 from . import arguments, sources
 from .store.layout import as_scorable, compute_offsets, join_pieces
 from .store.snapshot import Snapshot
+from .subset import filter_candidates
 
 
 def score_indices(
@@ -74,11 +75,22 @@ def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scor
 
 @torch.no_grad()
 def rerank_indices(
-    op: str, snapshot: Snapshot, Q: Any, indices: Any, top_k: Any, q_mask: Any, q_weight: Any, normalize: Any
+    op: str,
+    snapshot: Snapshot,
+    Q: Any,
+    indices: Any,
+    top_k: Any,
+    q_mask: Any,
+    q_weight: Any,
+    normalize: Any,
+    subset: Any,
 ) -> topk.ScoresAndIndices:
     """Implement `Corpus.rerank` on a snapshot."""
     if top_k is not None:
         topk.check_counts(op, top_k, None)
+    if subset is not None:
+        check_tensor(op, "Q", Q)
+        indices = filter_candidates(op, subset, Q, len(snapshot), _check_indices(op, indices, Q, len(snapshot)))
     scores = score_indices(op, snapshot, Q, indices, q_mask, q_weight, normalize)
     chosen = arguments.as_integers(op, "indices", indices).to(scores.device).expand(scores.shape)
     flat = scores.dim() == 1

@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from ..api import inputs
 from ..api.packing import is_sequences
-from ..core.arguments import add_batch_axis, check_flag, check_no_dtensor, short_repr
+from ..core.arguments import add_batch_axis, check_flag, check_no_dtensor, check_tensor, short_repr
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 from ..ops import topk
@@ -19,6 +19,15 @@ from ..ops.stack import sharding
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _streamed, sources
 from .store.layout import as_scorable
+from .subset import (
+    limit_to_part,
+    list_union,
+    merge_parts,
+    name_results,
+    pad_results,
+    resolve_subset,
+    search_chosen,
+)
 from .two_stage import TwoStage, retrieve_quantized, retrieve_two_stage, search_quantized
 
 if TYPE_CHECKING:
@@ -52,6 +61,7 @@ def retrieve(
     coarse: None = None,
     n_candidates: int | None = None,
     n_probe: int | None = None,
+    subset: Tensor | np.ndarray | Sequence | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -73,6 +83,7 @@ def retrieve(
     coarse: Quantized,
     n_candidates: int | None = None,
     n_probe: None = None,
+    subset: Tensor | np.ndarray | Sequence | None = None,
 ) -> TwoStage: ...
 
 
@@ -93,6 +104,7 @@ def retrieve(
     coarse: Quantized | None = None,
     n_candidates: int | None = None,
     n_probe: int | None = None,
+    subset: Tensor | np.ndarray | Sequence | None = None,
 ) -> tuple[Tensor, Tensor] | TwoStage:
     """Return the `top_k` documents of each query with the highest `lik_ops.maxsim` scores.
 
@@ -138,9 +150,15 @@ def retrieve(
         n_probe: for residual codes, the number of nearest centroids that each query token probes. Documents without a
             token of a probed centroid are skipped. If fewer than `top_k` documents remain, the other indices are -1
             with score ``-inf``. With `n_probe` or `n_candidates`, documents without tokens are skipped too.
+        subset: the documents to search: a mask ``[Nd]`` (True = search) or indices ``[K]``, or one for each query,
+            ``[Nq, Nd]`` or ``[Nq, K]``. Index -1 is no document, and repeated indices count once. Other documents are
+            not read. Indices of the result still count all documents. Results have the bits of a search of only these
+            documents. A subset with fewer than `top_k` documents gives index -1 with score ``-inf``. On a GPU, an index
+            out of range scores NaN. With `n_candidates`, the number applies to the subset.
 
     Returns:
-        ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]`` on the device of Q. Scores are fp32 (fp64 for fp64 inputs)
+        ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]`` on the device of Q, or ``[Nq, min(top_k, K)]`` for a subset
+        of K indices. Scores are fp32 (fp64 for fp64 inputs)
         and indices are int64. A 2-D Q drops the first axis. With `coarse`, the result is a named tuple with two more
         int64 fields ``[Nq]``. `rescored` is the number of documents that were scored in full. `proven` is the number of
         returned documents that are certain to be among the best.
@@ -179,38 +197,75 @@ def retrieve(
             raise ValueError(f"{_OP}: largest: expected True with quantized documents, got False")
         with torch.no_grad():
             if coarse is not None:
-                return retrieve_two_stage(search, coarse, n_candidates)
-            return retrieve_quantized(search, n_probe, n_candidates)
+                return retrieve_two_stage(search, coarse, n_candidates, subset)
+            return retrieve_quantized(search, n_probe, n_candidates, subset=subset)
+    if subset is not None:
+        check_no_dtensor(f"{_OP}(subset=)", Q=Q, D=D)
     if not largest:
         check_no_dtensor(f"{_OP}(largest=False)", Q=Q, D=D)
-        return _streamed.retrieve_lowest(_OP, search, progress)
-    if is_sequences(D):
-        D, cu_seqlens_d = sources.pack_documents(_OP, D, d_mask, cu_seqlens_d, Q)
-        search = search._replace(D=D, cu_seqlens_d=cu_seqlens_d)
+        if subset is None:
+            return _streamed.retrieve_lowest(_OP, search, progress)
+    return _search_documents(search, subset, largest, progress)
+
+
+def _search_documents(s: SearchArgs, subset: Any, largest: bool, progress: bool | None) -> ScoresAndIndices:
+    """Run `retrieve` on documents that are neither quantized in memory nor searched in two stages."""
+    if is_sequences(s.D):
+        D, cu_seqlens_d = sources.pack_documents(_OP, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
+        s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
     if (
-        isinstance(D, Tensor)
-        and (not isinstance(Q, Tensor) or D.device == Q.device)
-        and (not progress or D.device.type != "cpu")
+        isinstance(s.D, Tensor)
+        and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device)
+        and (not progress or s.D.device.type != "cpu")
     ):
-        return retrieve_from_tensors(search)
-    source = sources.open_source(_OP, D, d_mask, cu_seqlens_d)
-    known: Any = {"chunk": chunk, "q_mask": q_mask, "q_weight": q_weight, "normalize": normalize, "progress": progress}
-    return retrieve_from_source(Q, source, top_k, 0, len(source), **known)
+        return retrieve_from_tensors(s, subset, lowest=not largest)
+    source = sources.open_source(_OP, s.D, s.d_mask, s.cu_seqlens_d)
+    known: Any = {"chunk": s.chunk, "q_mask": s.q_mask, "q_weight": s.q_weight}
+    known |= {"normalize": s.normalize, "progress": progress}
+    if subset is None:
+        return retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **known)
+    source, names, own, width = select_from_source(_OP, s.Q, source, subset)
+    known |= {"own": own, "lowest": not largest}
+    found = retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **known)
+    return pad_results(name_results(found, names), min(s.top_k, width))
 
 
-def retrieve_from_tensors(s: SearchArgs) -> ScoresAndIndices:
+def select_from_source(
+    op: str, Q: Any, source: sources.DocumentSource, subset: Any
+) -> tuple[sources.DocumentSource, Tensor, Tensor | None, int]:
+    """Return the documents of a subset as a source.
+
+    Args:
+        op: the name of the function, for error messages.
+        Q: queries, which are not checked yet.
+        source: all documents.
+        subset: the subset of `retrieve`.
+
+    Returns:
+        ``(source, names, own, width)``: the documents that any query may find, their indices, the positions of each
+        query as for `retrieve_from_source`, and the largest number of results.
+    """
+    check_tensor(op, "Q", Q)
+    chosen, width = resolve_subset(op, subset, Q, len(source), torch.device("cpu"))
+    names, own = list_union(chosen)
+    return source.select(names), names, own, width
+
+
+def retrieve_from_tensors(s: SearchArgs, subset: Any = None, lowest: bool = False) -> ScoresAndIndices:
     """Run `retrieve` on tensors of one device.
 
     `cu_seqlens_d` may be on the CPU.
     """
-    return retrieve_checked(_streamed.check_search(_OP, s))
+    return retrieve_checked(_streamed.check_search(_OP, s), subset, lowest)
 
 
-def retrieve_checked(s: SearchArgs) -> ScoresAndIndices:
+def retrieve_checked(s: SearchArgs, subset: Any = None, lowest: bool = False) -> ScoresAndIndices:
     """Run `retrieve_from_tensors` on checked arguments in the dtype of the autocast region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
-    flat = s.Q.dim() == 2
+    flat, chosen = s.Q.dim() == 2, None
+    if subset is not None:
+        chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, s.Q.device)
     if flat:
         s = s._replace(
             Q=s.Q.unsqueeze(0), q_mask=add_batch_axis(s.q_mask, True), q_weight=add_batch_axis(s.q_weight, True)
@@ -219,7 +274,10 @@ def retrieve_checked(s: SearchArgs) -> ScoresAndIndices:
     exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
     recording = torch.is_grad_enabled() and not exporting
     with torch.no_grad() if recording else nullcontext():
-        scores, indices = topk.search_best(s)
+        if chosen is None:
+            scores, indices = topk.search_best(s)
+        else:
+            scores, indices = pad_results(search_chosen(_OP, s, chosen, lowest), min(s.top_k, width))
     return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
 
 
@@ -236,6 +294,8 @@ def retrieve_from_source(
     q_weight: Tensor | None = None,
     normalize: bool = False,
     progress: bool | None = None,
+    own: Tensor | None = None,
+    lowest: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run `retrieve` on the documents ``[begin, end)`` of a source.
 
@@ -250,6 +310,8 @@ def retrieve_from_source(
         q_weight: the weight of each query token, or None.
         normalize: L2-normalize every token first.
         progress: show a progress bar.
+        own: the positions ``[Nq, K]`` of the documents of each query, as in `Subset`, or None for all documents.
+        lowest: return the lowest scores.
 
     Returns:
         ``(scores, indices)``. Indices count from the first document of the source, not from `begin`.
@@ -260,8 +322,25 @@ def retrieve_from_source(
     best: Any = None
     for at, part in _streamed.iterate_parts(source, begin, end, chunk, Q.device, progress):
         D = as_scorable(part.D, like.dtype, part.cu_seqlens)
-        find = retrieve_checked if isinstance(D, Tensor) else search_quantized
-        scores, indices = find(search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens))
-        found = (scores, indices.add_(at[0])) if Q.dim() == 3 else (scores[None], indices.add_(at[0])[None])
-        best = found if best is None else topk.merge_parts([best, found], top_k)
+        args = search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens)
+        found = _search_part(args, at, own, lowest)
+        merge = topk.merge_parts if own is None else merge_parts
+        best = found if best is None else merge([best, found], top_k)
+    if lowest:
+        best = (-best[0]).masked_fill(best[1] < 0, -torch.inf), best[1]
     return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))
+
+
+def _search_part(s: SearchArgs, at: tuple[int, int], own: Tensor | None, lowest: bool) -> ScoresAndIndices:
+    """Return the best documents ``[Nq, k]`` of a part of a source, with negated scores if `lowest`."""
+    begin, end = at
+    if own is None and not lowest:
+        find = retrieve_checked if isinstance(s.D, Tensor) else search_quantized
+        scores, indices = find(s)
+        return (scores, indices.add_(begin)) if s.Q.dim() == 3 else (scores[None], indices.add_(begin)[None])
+    flat = s.Q.dim() == 2
+    q_mask, q_weight = add_batch_axis(s.q_mask, flat), add_batch_axis(s.q_weight, flat)
+    s = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)
+    chosen = torch.arange(end - begin, device="cpu") if own is None else limit_to_part(own, begin, end)
+    scores, indices = search_chosen(_OP, s, chosen.to(s.Q.device, non_blocking=True), lowest)
+    return -scores if lowest else scores, torch.where(indices >= 0, indices + begin, -1)

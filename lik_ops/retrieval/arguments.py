@@ -66,6 +66,31 @@ def as_integers(op: str, name: str, x: Any) -> Tensor:
     return found
 
 
+def as_mask_or_integers(op: str, name: str, x: Any) -> Tensor:
+    """Return bools as a bool tensor, or integers as an int64 tensor, on the device of `x`.
+
+    Raise TypeError if `x` holds neither.
+    """
+    check_unmasked(op, name, x)
+    if not isinstance(x, Tensor):
+        try:
+            x = torch.as_tensor(list(x) if isinstance(x, range) else _as_native_array(x), device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{op}: {name}: expected bools or integers, got {short_repr(x)}") from None
+    if x.dtype == torch.bool:
+        check_strided(op, name, x)
+        check_has_values(op, name, x)
+        return x.detach()
+    if x.dtype.is_floating_point and x.numel():
+        raise TypeError(f"{op}: {name}: expected bools or integers, got {x.dtype}")
+    if x.device.type == "cpu":
+        return as_integers(op, name, x)
+    check_strided(op, name, x)
+    if x.dtype not in _INTEGERS:
+        raise TypeError(f"{op}: {name}: expected bools or integers, got {x.dtype}")
+    return x.detach().long()
+
+
 def _as_native_array(x: Any) -> Any:
     """Return arrays in a form that torch accepts: writable, in native byte order, with strides of 0 or more."""
     numpy = sys.modules.get("numpy")

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..api.packing import is_sequences, pack_side
 from ..core.arguments import DTYPES, check_has_values, check_mask, check_strided, check_tensor, describe_non_tensor
+from ..core.segments import make_segment_rows
 from ..ops import topk
 from ..ops.checks import values
 from ..ops.stack import autocast
 from .arguments import check_unmasked
-from .store.layout import StorageLayout, Tokens, join_pieces
+from .store.layout import StorageLayout, Tokens, compute_offsets, join_pieces
 from .store.snapshot import Snapshot
 
 # Leaves room for the alignment of the tensors, because pinned memory is allocated in powers of two.
@@ -77,6 +78,9 @@ class DocumentSource(Protocol):
         Mapped memory is not copied.
         """
 
+    def select(self, chosen: Tensor) -> DocumentSource:
+        """Return a source of the documents ``chosen [n]``, ascending int64 indices on the CPU."""
+
 
 def choose_part_bytes(device: torch.device) -> int:
     """Return the bytes of documents that are copied at a time.
@@ -98,6 +102,13 @@ def _slice_rows(D: Any, begin: int, end: int) -> Tensor:
     import numpy as np
 
     return torch.from_numpy(np.array(D[begin:end], order="C"))
+
+
+def _gather_rows(D: Any, rows: Tensor) -> Tensor:
+    """Return some rows of a tensor or an array as a copy."""
+    if isinstance(D, Tensor):
+        return D.index_select(0, rows)
+    return torch.from_numpy(D[rows.numpy()])
 
 
 def split_by_tokens(offsets: Tensor, parts: int) -> list[int]:
@@ -142,17 +153,40 @@ class _DenseSource:
     def read(self, begin: int, end: int) -> DocumentPart:
         return DocumentPart(_slice_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
 
+    def gather(self, chosen: Tensor) -> DocumentPart:
+        """Read some documents."""
+        d_mask = None if self.d_mask is None else self.d_mask[chosen.to(self.d_mask.device)]
+        return DocumentPart(_gather_rows(self.D, chosen), d_mask)
+
+    def select(self, chosen: Tensor) -> _SelectedDense:
+        return _SelectedDense(self, chosen)
+
+
+class _SelectedDense(_DenseSource):
+    """Some documents of a dense source."""
+
+    def __init__(self, source: _DenseSource, chosen: Tensor) -> None:
+        self.source, self.chosen = source, chosen
+        self.d_mask, self.dtype, self.each = source.d_mask, source.dtype, source.each
+        self.shape = (len(chosen), *source.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def read(self, begin: int, end: int) -> DocumentPart:
+        return _read_chosen(self.source, self.chosen[begin:end])
+
 
 class PackedSource:
     """Packed documents with offsets on the CPU.
 
-    Subclasses implement `read`.
+    Subclasses implement `read` and `gather`.
     """
 
     d_mask = None
 
     def __init__(self, offsets: Tensor, tokens: int, layout: StorageLayout) -> None:
-        self.offsets, self.shape, self.dtype = offsets, (tokens, layout.d), layout.dtype
+        self.offsets, self.shape, self.dtype, self.layout = offsets, (tokens, layout.d), layout.dtype, layout
         self.token_bytes, self.document_bytes = layout.nbytes(True), layout.nbytes(False)
 
     def __len__(self) -> int:
@@ -181,6 +215,31 @@ class PackedSource:
         tokens = int(self.offsets[end] - self.offsets[begin])
         return tokens * self.token_bytes + (end - begin) * self.document_bytes
 
+    def select(self, chosen: Tensor) -> _SelectedPacked:
+        """Return a source of some documents."""
+        return _SelectedPacked(self, chosen)
+
+
+class _SelectedPacked(PackedSource):
+    """Some documents of a packed source."""
+
+    def __init__(self, source: Any, chosen: Tensor) -> None:
+        self.source, self.chosen = source, chosen
+        offsets = compute_offsets(source.offsets.diff()[chosen])
+        super().__init__(offsets, int(offsets[-1]), source.layout)
+
+    def read(self, begin: int, end: int) -> DocumentPart:
+        return _read_chosen(self.source, self.chosen[begin:end])
+
+
+def _read_chosen(source: Any, chosen: Tensor) -> DocumentPart:
+    """Read some documents of a source, in place if they are next to each other."""
+    count = len(chosen)
+    if count == 0 or int(chosen[-1]) - int(chosen[0]) == count - 1:
+        begin = int(chosen[0]) if count else 0
+        return source.read(begin, begin + count)
+    return source.gather(chosen)
+
 
 class _PackedTensorSource(PackedSource):
     """Packed documents ``[Td, d]`` with offsets."""
@@ -195,6 +254,11 @@ class _PackedTensorSource(PackedSource):
         offsets = self.offsets[begin : end + 1]
         return DocumentPart(_slice_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
 
+    def gather(self, chosen: Tensor) -> DocumentPart:
+        """Read some documents."""
+        rows, cu_seqlens = make_segment_rows(self.offsets[chosen], self.offsets.diff()[chosen])
+        return DocumentPart(_gather_rows(self.D, rows), None, cu_seqlens)
+
 
 class _CorpusSource(PackedSource):
     """A snapshot of a `Corpus`."""
@@ -206,6 +270,11 @@ class _CorpusSource(PackedSource):
     def read(self, begin: int, end: int) -> DocumentPart:
         (D, *rest), cu_seqlens = self.snapshot.pieces(begin, end)
         return DocumentPart(D, None, cu_seqlens, tuple(rest))
+
+    def gather(self, chosen: Tensor) -> DocumentPart:
+        """Read some documents."""
+        D, cu_seqlens = self.snapshot.gather_documents(chosen)
+        return DocumentPart(D, None, cu_seqlens)
 
 
 def prepare_queries(

@@ -12,9 +12,12 @@ from ..core.arguments import as_bool, check_count, short_repr
 from ..formats.quantized import Quantized
 from ..ops import topk, topk_codes
 from ..ops.topk import ScoresAndIndices, SearchArgs
+from .subset import locate_documents, pack_tokens
 
 
-def retrieve_staged(op: str, s: SearchArgs, n_probe: Any, n_candidates: Any) -> ScoresAndIndices:
+def retrieve_staged(
+    op: str, s: SearchArgs, n_probe: Any, n_candidates: Any, subset: Tensor | None = None
+) -> ScoresAndIndices:
     """Run `retrieve` with `n_probe` or `n_candidates`.
 
     Args:
@@ -22,6 +25,7 @@ def retrieve_staged(op: str, s: SearchArgs, n_probe: Any, n_candidates: Any) -> 
         s: checked arguments of the search, with a 3-D Q and residual codes as D.
         n_probe: the number of centroids that each query token probes, or None.
         n_candidates: the number of documents of each query to score by their full codes, or None.
+        subset: the documents to search as in `Subset`, or None for all.
 
     Returns:
         ``(scores, indices)``, with -1 and ``-inf`` for missing documents.
@@ -36,13 +40,14 @@ def retrieve_staged(op: str, s: SearchArgs, n_probe: Any, n_candidates: Any) -> 
     s = s._replace(d_mask=as_bool(s.d_mask))
     kept = max(s.top_k, 4 * s.top_k if n_candidates is None else n_candidates)
     tensors = s.Q, D.codes, D.codec.centroids, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight
-    rough, chosen = topk_codes.search_best(topk_codes.CodeSearchArgs(*tensors, s.normalize, kept, n_probe))
+    args = topk_codes.CodeSearchArgs(*tensors, s.normalize, kept, n_probe)
+    rough, chosen = topk_codes.search_best(args) if subset is None else topk_codes.search_chosen(args, subset)
     reached = rough > -torch.inf
-    offsets, lengths = _locate_documents(s, chosen)
+    offsets, lengths = locate_documents(s, chosen)
     d_mask = None if s.d_mask is None else s.d_mask.flatten()
     none = s.Q.new_empty((0, s.Q.shape[-1]))
     g = inputs.ScoringArgs(op, s.Q, none, q_mask=s.q_mask, d_mask=d_mask, q_weight=s.q_weight, normalize=s.normalize)
-    g = inputs.replace_documents(g, _pack_tokens(D))
+    g = inputs.replace_documents(g, pack_tokens(D))
     scores = inputs.score_candidates(g, offsets, lengths.where(reached, 0))[0]
     scores = scores.masked_fill(~reached, -torch.inf)
     documents = chosen.where(reached, -1)
@@ -63,22 +68,3 @@ def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: 
         raise ValueError(f"{op}: D: expected residual codes with n_probe and n_candidates, got {D.format}")
     if chunk is not None:
         raise ValueError(f"{op}: chunk: expected None with n_probe and n_candidates, got {short_repr(chunk)}")
-
-
-def _locate_documents(s: SearchArgs, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first token and the length of each chosen document."""
-    if s.cu_seqlens_d is None:
-        length = s.D.shape[1]
-        return chosen * length, torch.full_like(chosen, length)
-    bounds = s.cu_seqlens_d.to(chosen.device, non_blocking=True)
-    offsets = bounds[chosen].long()
-    return offsets, bounds[chosen + 1] - offsets
-
-
-def _pack_tokens(D: Quantized) -> Quantized:
-    """Return quantized documents as packed tokens."""
-    if D.dim() == 2:
-        return D
-    assert D.codes is not None
-    scale = D.stored().scale
-    return Quantized(D.data.flatten(0, -2), scale, D.format, D.d, D.dtype, codes=D.codes.flatten(), codec=D.codec)

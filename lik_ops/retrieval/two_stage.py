@@ -36,6 +36,7 @@ from ..ops.stack import autocast
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _rerank, sources
 from .staged import retrieve_staged
+from .subset import name_results, pad_results, resolve_subset, score_chosen, search_chosen
 
 _OP = "retrieve"
 _MAX_COARSE_BYTES = 64 << 20  # coarse scores and the ends of their intervals
@@ -59,7 +60,7 @@ class _ScoreIntervals(NamedTuple):
 
 
 def retrieve_quantized(
-    s: SearchArgs, n_probe: Any = None, n_candidates: Any = None, whole: bool = True
+    s: SearchArgs, n_probe: Any = None, n_candidates: Any = None, whole: bool = True, subset: Any = None
 ) -> ScoresAndIndices:
     """Run `retrieve` on quantized documents, by their own scores.
 
@@ -68,6 +69,7 @@ def retrieve_quantized(
         n_probe: the number of centroids that each query token probes, or None.
         n_candidates: the number of documents to score by their full codes, or None.
         whole: whether `cu_seqlens_d` must cover D, as in `topk.check_search_args`.
+        subset: the documents to search, or None for all.
 
     Returns:
         ``(scores, indices)``.
@@ -87,7 +89,7 @@ def retrieve_quantized(
         check_dense(_OP, s.Q, own, None, None, None)
         for name, x in (("q_mask", s.q_mask), ("q_weight", s.q_weight)):
             check_tensor(_OP, name, x, or_none=True)
-        return search_quantized(s)
+        return search_quantized(s) if subset is None else _search_quantized_subset(s, subset)
     Q, _, q_weight = autocast.cast_to_autocast(s.Q, s.Q, s.q_weight)
     s = s._replace(Q=Q, q_weight=q_weight)
     check_dense(_OP, Q, make_tokens_like(Q, own.shape), s.q_mask, None, q_weight)
@@ -96,7 +98,24 @@ def retrieve_quantized(
     flat = s.Q.dim() == 2
     q_mask, q_weight = (add_batch_axis(x, flat) for x in (as_bool(s.q_mask), s.q_weight))
     lifted = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)
-    values, indices = retrieve_staged(_OP, lifted, n_probe, n_candidates)
+    chosen, width = None, s.documents
+    if subset is not None:
+        chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, D.device)
+    values, indices = retrieve_staged(_OP, lifted, n_probe, n_candidates, chosen)
+    values, indices = pad_results((values, indices), min(s.top_k, width))
+    return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
+
+
+def _search_quantized_subset(s: SearchArgs, subset: Any) -> ScoresAndIndices:
+    """Run `retrieve_quantized` on a subset of the documents, without stages."""
+    flat, given = s.Q.dim() == 2, dict[str, Any]({"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize})
+    chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, s.D.device)
+    if s.cu_seqlens_d is not None:
+        given["cu_seqlens_d"] = s.cu_seqlens_d.new_zeros(1, device=s.D.device)
+    # Checks and casts the queries as a search of all documents does.
+    g = inputs.prepare_args(_OP, s.Q, s.D[:0], lifts="Q", whole=False, **given)
+    s = s._replace(Q=g.Q, q_mask=g.q_mask, q_weight=g.q_weight)
+    values, indices = pad_results(search_chosen(_OP, s, chosen), min(s.top_k, width))
     return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
 
 
@@ -117,13 +136,14 @@ def search_quantized(s: SearchArgs) -> ScoresAndIndices:
     return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
 
 
-def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None) -> TwoStage:
+def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None, subset: Any = None) -> TwoStage:
     """Run `retrieve` with ``coarse=``.
 
     Args:
         s: the arguments of the search.
         coarse: the quantized documents.
         n_candidates: the number of documents of each query to score in full, or None for an exact search.
+        subset: the documents to search, or None for all.
 
     Returns:
         The results with `rescored` and `proven`.
@@ -135,26 +155,45 @@ def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None)
     Q, q_weight, flat = _check_and_cast(s, coarse, n_candidates)
     q_mask, q_weight = (add_batch_axis(x, flat) for x in (as_bool(s.q_mask), q_weight))
     s = s._replace(Q=Q.unsqueeze(0) if flat else Q, q_mask=q_mask, q_weight=q_weight)
-    count = _count_documents(coarse, s.cu_seqlens_d)
-    step = max(1, _MAX_COARSE_BYTES // (20 * max(count, 1)))
+    chosen, width = (None, 0) if subset is None else _resolve_checked_subset(subset, Q, coarse, s)
+    count = _count_documents(coarse, s.cu_seqlens_d) if chosen is None else chosen.shape[-1]
+    step = max(1, _MAX_COARSE_BYTES // (20 * max(count, 1))) if chosen is None or chosen.dim() == 1 else 1
     found = []
     for begin in range(0, max(len(s.Q), 1), step):
         some = slice(begin, begin + step)
         masked, weighted = (None if x is None else x[some] for x in (s.q_mask, s.q_weight))
-        found.append(
-            _search_block(s._replace(Q=s.Q[some], q_mask=masked, q_weight=weighted), coarse, count, n_candidates)
-        )
+        own = chosen if chosen is None or chosen.dim() == 1 else chosen[some].flatten()
+        own = own if own is None else own[own >= 0]
+        block = _search_block(s._replace(Q=s.Q[some], q_mask=masked, q_weight=weighted), coarse, n_candidates, own)
+        if own is not None:
+            best = pad_results(name_results(block[:2], own), min(s.top_k, width))
+            block = TwoStage(*best, *block[2:])
+        found.append(block)
     joined = found[0] if len(found) == 1 else TwoStage(*(torch.cat(x) for x in zip(*found, strict=True)))
     return TwoStage(*(x.squeeze(0) for x in joined)) if flat else joined
 
 
-def _search_block(s: SearchArgs, coarse: Quantized, count: int, n_candidates: int | None) -> TwoStage:
-    """Return the best documents of some queries."""
+def _resolve_checked_subset(subset: Any, Q: Tensor, coarse: Quantized, s: SearchArgs) -> tuple[Tensor, int]:
+    """Return the chosen documents and the width of a subset, after checking its indices on any device."""
+    count = _count_documents(coarse, s.cu_seqlens_d)
+    chosen, width = resolve_subset(_OP, subset, Q, count, Q.device)
+    if bool((chosen >= count).any()):
+        raise ValueError(f"{_OP}: subset: expected indices of {count} documents, or -1, got {int(chosen.max())}")
+    return chosen, width
+
+
+def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, own: Tensor | None) -> TwoStage:
+    """Return the best documents of some queries, among the documents ``own [n]`` if given.
+
+    The indices count from the first of these documents.
+    """
+    count = _count_documents(coarse, s.cu_seqlens_d) if own is None else len(own)
     k = min(s.top_k, count)
-    rough = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s))
+    rough = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s, own), own)
     chosen = _select_possible(rough, k) if n_candidates is None else _select_best(rough, max(n_candidates, k))
     documents, rescored = _list_documents(chosen)
-    scores = _score_full(s, documents).masked_fill_(documents < 0, -torch.inf)
+    wanted = documents if own is None else name_results((rough.scores, documents), own)[1]
+    scores = _score_full(s, wanted).masked_fill_(documents < 0, -torch.inf)
     values, indices = topk.select_candidates(scores, documents, k)
     proven = torch.full_like(rescored, k)
     if n_candidates is not None and k < count:
@@ -209,8 +248,11 @@ def _count_documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
     return len(D) if cu_seqlens_d is None else len(cu_seqlens_d) - 1
 
 
-def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs) -> Tensor:
-    """Return the scores ``[Nq, end - begin]`` of quantized documents."""
+def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs, own: Tensor | None = None) -> Tensor:
+    """Return the scores ``[Nq, end - begin]`` of quantized documents, or ``[Nq, n]`` of the documents ``own [n]``."""
+    if own is not None:
+        d_mask = None if s.d_mask is None else s.d_mask.to(Q.device)
+        return score_chosen(_OP, s._replace(Q=Q, D=D, d_mask=d_mask), own)
     given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "whole": False}
     if s.cu_seqlens_d is not None:
         given["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
@@ -221,8 +263,8 @@ def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs) 
     return inputs.score_varlen(inputs.prepare_args(_OP, Q, D, **given))[0]
 
 
-def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor) -> _ScoreIntervals:
-    """Return bounds of the full scores.
+def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor, own: Tensor | None = None) -> _ScoreIntervals:
+    """Return bounds of the full scores, of all documents or of the documents ``own [n]``.
 
     Documents and queries with NaN or infinities have infinite bounds.
     """
@@ -242,6 +284,7 @@ def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor) -> _Sco
     each = torch.add(error * (1 + relative), norm, alpha=relative)
     if (apart := _bound_operand_norms(s, coarse)) is not None:
         each = each + rounding * apart
+    each = each if own is None else each[own]
     rough, lengths = scores.double(), lengths.sum(1, keepdim=True)
     lower, upper = (torch.addcmul(rough, lengths, each, value=sign) for sign in (-1, 1))
     inf = torch.inf
@@ -366,7 +409,7 @@ def _gather_documents(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> t
     return D.index_select(0, rows), starts  # copies whole rows; `D[rows]` copies element by element
 
 
-def retrieve_two_stage(s: SearchArgs, coarse: Any, n_candidates: Any) -> TwoStage:
+def retrieve_two_stage(s: SearchArgs, coarse: Any, n_candidates: Any, subset: Any = None) -> TwoStage:
     """Run `search_two_stage` on the arguments of `retrieve`: a tensor of documents or a corpus."""
     from .store.corpus import Corpus
 
@@ -381,4 +424,4 @@ def retrieve_two_stage(s: SearchArgs, coarse: Any, n_candidates: Any) -> TwoStag
             raise TypeError(f"{_OP}: D: expected unquantized tokens with coarse, got a Corpus in {s.D.format}")
         snapshot = s.D._snapshot  # read once, because another process may append meanwhile
         s = s._replace(D=snapshot, cu_seqlens_d=snapshot.cu_seqlens)
-    return search_two_stage(s, coarse, n_candidates)
+    return search_two_stage(s, coarse, n_candidates, subset)

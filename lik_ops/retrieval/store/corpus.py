@@ -325,6 +325,7 @@ class Corpus:
         q_mask: Tensor | None = None,
         q_weight: Tensor | None = None,
         normalize: bool = False,
+        subset: Tensor | Sequence | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the `top_k` best of the given documents by `lik_ops.maxsim`, in the order of `retrieve`.
 
@@ -339,6 +340,8 @@ class Corpus:
             q_mask: query tokens to keep, as in `lik_ops.maxsim`.
             q_weight: the weight of each query token, as in `lik_ops.maxsim`.
             normalize: L2-normalize every token first.
+            subset: the documents that may be returned, as in `lik_ops.retrieve`. Other candidates are not read and are
+                replaced by -1.
 
         Returns:
             ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, in the order of `lik_ops.retrieve`. Entries with index
@@ -356,7 +359,8 @@ class Corpus:
             >>> scores.shape, indices.shape
             (torch.Size([2, 10]), torch.Size([2, 10]))
         """
-        return _rerank.rerank_indices("Corpus.rerank", self._snapshot, Q, indices, top_k, q_mask, q_weight, normalize)
+        given = Q, indices, top_k, q_mask, q_weight, normalize, subset
+        return _rerank.rerank_indices("Corpus.rerank", self._snapshot, *given)
 
     def append(
         self,

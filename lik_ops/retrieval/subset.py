@@ -1,0 +1,217 @@
+"""Searches of some documents: the subset of a search as ascending indices, and its scores by these indices.
+
+Documents in memory are scored in place, by the offset and length of each chosen document. Documents outside the subset
+are not read. A subset on a GPU keeps its full width, because the number of its documents is known only there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import inputs
+from ..core.arguments import as_bool
+from ..formats.quantized import Quantized
+from ..ops import topk
+from ..ops.topk import ScoresAndIndices, SearchArgs
+from . import arguments
+
+
+class Subset(NamedTuple):
+    """The documents that a search may return."""
+
+    chosen: Tensor  # int64 [K], or [Nq, K] for each query: ascending, and -1 for none at the end
+    width: int  # the largest number of results of a query
+
+
+def resolve_subset(op: str, subset: Any, Q: Tensor, documents: int, device: torch.device) -> Subset:
+    """Return the subset of a search on `device`.
+
+    Args:
+        op: the name of the function, for error messages.
+        subset: a mask ``[Nd]`` or ``[Nq, Nd]``, or indices ``[K]`` or ``[Nq, K]``, on any device.
+        Q: queries ``[Nq, Lq, d]``, or ``[Lq, d]``.
+        documents: the number of documents.
+        device: the device of the search.
+
+    Returns:
+        The subset.
+
+    Raises:
+        TypeError: `subset` holds neither bools nor integers.
+        ValueError: the shape or device is wrong, or an index on the CPU is out of range.
+    """
+    x = arguments.as_mask_or_integers(op, "subset", subset)
+    last, queries = "Nd" if x.dtype == torch.bool else "K", Q.shape[0] if Q.dim() == 3 else None
+    shapes = [f"[{last}]"] if queries is None else [f"[{last}]", f"[{queries}, {last}]"]
+    fits = x.dim() == 1 or (x.dim() == 2 and queries is not None and x.shape[0] == queries)
+    if not fits or (x.dtype == torch.bool and x.shape[-1] != documents):
+        expected = " or ".join(shapes).replace("Nd", str(documents))
+        raise ValueError(f"{op}: subset: expected {expected}, got {list(x.shape)}")
+    if x.device.type != "cpu" and x.device != device:
+        if device.type != "cpu":
+            raise ValueError(f"{op}: subset: expected the device of Q, {device}, or cpu, got {x.device}")
+        x = x.cpu()
+    most = documents if x.dtype == torch.bool else x.shape[-1]
+    chosen = _list_mask(x) if x.dtype == torch.bool else _sort_indices(op, x, documents)
+    return Subset(chosen.to(device, non_blocking=True), most)
+
+
+def _list_mask(mask: Tensor) -> Tensor:
+    """Return the indices of the documents that a mask keeps."""
+    if mask.dim() == 1 and mask.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
+        return mask.nonzero().flatten()
+    count = mask.shape[-1]
+    found = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
+    return _trim(found.masked_fill(found == count, -1))
+
+
+def _sort_indices(op: str, x: Tensor, documents: int) -> Tensor:
+    """Return indices in ascending order, each once.
+
+    On a GPU, an index out of range stays, or becomes the number of documents if it is negative.
+    """
+    if x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
+        bad = (x < -1) | (x >= documents)
+        if bool(bad.any()):
+            at = tuple(bad.nonzero()[0].tolist())
+            expected = f"indices of {documents} documents, or -1"
+            raise ValueError(f"{op}: subset: expected {expected}, got {int(x[at])} at {list(at)}")
+    none = torch.iinfo(torch.int64).max
+    x = torch.where(x < -1, documents, x)
+    found = torch.where(x < 0, none, x).sort(dim=-1).values
+    repeated = torch.zeros_like(found, dtype=torch.bool)
+    repeated[..., 1:] = found[..., 1:] == found[..., :-1]
+    found = found.masked_fill(repeated, none).sort(dim=-1).values
+    return _trim(found.masked_fill(found == none, -1))
+
+
+def _trim(chosen: Tensor) -> Tensor:
+    """Drop trailing columns without documents, if the host can see them."""
+    if chosen.device.type != "cpu" or torch.compiler.is_dynamo_compiling() or not chosen.numel():
+        return chosen
+    return chosen[..., : int((chosen >= 0).sum(-1).max())]
+
+
+def search_chosen(op: str, s: SearchArgs, chosen: Tensor, lowest: bool = False) -> ScoresAndIndices:
+    """Return the best of some documents.
+
+    Args:
+        op: the name of the function, for error messages.
+        s: checked arguments of the search, with a 3-D Q and a tensor or a `Quantized` as D, on one device.
+        chosen: the documents, as in `Subset`.
+        lowest: return the lowest scores instead of the highest.
+
+    Returns:
+        ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, with -1 and ``-inf`` for missing documents.
+    """
+    g, count, parts = make_scoring_args(op, s), chosen.shape[-1], []
+    step = s.chunk or topk.count_fitting_documents(s.Q, s.top_k, count)
+    for begin in range(0, max(count, 1), step):
+        part = chosen[..., begin : begin + step]
+        scores = inputs.score_documents(g, *locate_documents(s, part))
+        scores = (-scores if lowest else scores).masked_fill(part < 0, -torch.inf)
+        parts.append(topk.select_candidates(scores, part.expand(scores.shape), s.top_k))
+    values, indices = merge_parts(parts, s.top_k)
+    return (-values).masked_fill(indices < 0, -torch.inf) if lowest else values, indices
+
+
+def score_chosen(op: str, s: SearchArgs, chosen: Tensor) -> Tensor:
+    """Return the scores ``[Nq, K]`` of documents ``[K]`` or ``[Nq, K]``. The scores of index -1 are undefined."""
+    return inputs.score_documents(make_scoring_args(op, s), *locate_documents(s, chosen))
+
+
+def make_scoring_args(op: str, s: SearchArgs) -> inputs.ScoringArgs:
+    """Return the arguments of the ragged operator, with packed documents."""
+    d_mask = None if s.d_mask is None else as_bool(s.d_mask).flatten()  # type: ignore[union-attr]
+    packed = None if isinstance(s.D, Quantized) else s.D if s.D.dim() == 2 else s.D.flatten(0, 1)
+    D = s.Q.new_empty((0, s.Q.shape[-1])) if packed is None else packed
+    given: Any = {"q_mask": as_bool(s.q_mask), "d_mask": d_mask, "q_weight": s.q_weight, "normalize": s.normalize}
+    g = inputs.ScoringArgs(op, s.Q, D, **given)
+    return inputs.replace_documents(g, pack_tokens(s.D)) if packed is None else g
+
+
+def pack_tokens(D: Quantized) -> Quantized:
+    """Return quantized documents as packed tokens."""
+    if D.dim() == 2:
+        return D
+    codes, (scale, minimum) = None if D.codes is None else D.codes.flatten(), D.per_token()
+    data = D.data.flatten(0, -2)
+    return Quantized(data, scale, D.format, D.d, D.dtype, minimum, codes=codes, codec=D.codec, query=D.query)
+
+
+def locate_documents(s: SearchArgs, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first token and the length of each chosen document, as `topk.locate_documents` does."""
+    return topk.locate_documents(chosen, s.documents, s.D.shape[1], s.cu_seqlens_d)
+
+
+def filter_candidates(op: str, subset: Any, Q: Tensor, documents: int, candidates: Tensor) -> Tensor:
+    """Return candidates ``[K]`` or ``[Nq, K]`` on the CPU, with -1 in place of documents outside the subset."""
+    chosen, _ = resolve_subset(op, subset, Q, documents, torch.device("cpu"))
+    if chosen.dim() == 2:
+        candidates = candidates.expand(len(chosen), -1).contiguous()
+    rows = torch.where(chosen < 0, torch.iinfo(torch.int64).max, chosen)
+    if not rows.shape[-1]:
+        return torch.full_like(candidates, -1)
+    at = torch.searchsorted(rows, candidates).clamp(max=rows.shape[-1] - 1)
+    found = rows[at] if rows.dim() == 1 else rows.gather(1, at)
+    return torch.where(found == candidates, candidates, -1)
+
+
+def merge_parts(parts: list[ScoresAndIndices], top_k: int) -> ScoresAndIndices:
+    """Return the best of several sorted parts, which are in the order of their documents.
+
+    Missing documents come last.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
+    return topk.select_candidates(scores.gather(1, order), indices.gather(1, order), top_k)
+
+
+def pad_results(found: ScoresAndIndices, width: int) -> ScoresAndIndices:
+    """Return results ``[..., width]``, with -1 and ``-inf`` for missing documents."""
+    scores, indices = found
+    missing = width - scores.shape[-1]
+    if missing <= 0:
+        return found
+    pad = torch.nn.functional.pad
+    return pad(scores, (0, missing), value=-torch.inf), pad(indices, (0, missing), value=-1)
+
+
+def name_results(found: ScoresAndIndices, names: Tensor) -> ScoresAndIndices:
+    """Return results whose indices are replaced by ``names[index]``. Index -1 stays."""
+    scores, indices = found
+    if not names.numel():
+        return found
+    names = names.to(indices.device, non_blocking=True)
+    return scores, torch.where(indices >= 0, names[indices.clamp(min=0)], -1)
+
+
+def list_union(chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the documents of a subset on the CPU that any query may find, and their positions for each query.
+
+    Args:
+        chosen: the documents, as in `Subset`.
+
+    Returns:
+        ``(documents, own)``: ascending int64 ``[n]``, and positions in them as in `Subset`, or None if all queries have
+        the same documents.
+    """
+    if chosen.dim() == 1:
+        return chosen[chosen >= 0], None
+    documents = chosen[chosen >= 0].unique()
+    own = torch.searchsorted(documents, chosen.contiguous())
+    return documents, torch.where(chosen >= 0, own, -1)
+
+
+def limit_to_part(own: Tensor, begin: int, end: int) -> Tensor:
+    """Return the positions of each query in ``[begin, end)``, minus `begin`, as in `Subset`."""
+    rows = torch.where(own < 0, torch.iinfo(torch.int64).max, own)
+    first, last = (torch.searchsorted(rows, rows.new_full((len(rows), 1), x)) for x in (begin, end))
+    width = int((last - first).max()) if len(rows) else 0
+    at = first + torch.arange(width, device=own.device)
+    return torch.where(at < last, own.gather(1, at.clamp(max=own.shape[1] - 1)) - begin, -1) if width else own[:, :0]

@@ -78,7 +78,13 @@ def broadcast_queries(
 
 
 def merge_best(
-    best: topk.ScoresAndIndices, first: int, documents: list[int], top_k: int, group: Any, everywhere: bool = True
+    best: topk.ScoresAndIndices,
+    first: int,
+    documents: list[int],
+    top_k: int,
+    group: Any,
+    everywhere: bool = True,
+    missing: bool = False,
 ) -> topk.ScoresAndIndices:
     """Merge the best documents of all processes, in one message.
 
@@ -89,6 +95,7 @@ def merge_best(
         top_k: the number of documents to return for each query.
         group: the processes.
         everywhere: whether the results of all ranks are on devices of this type.
+        missing: whether documents with global index -1 are missing ones, which come last.
 
     Returns:
         ``(scores, indices)`` of all processes, with global indices.
@@ -104,4 +111,4 @@ def merge_best(
     if message.numel():
         all_gather(received.view(-1), message.view(-1), group)
     # Ranks are merged in the order of documents, because ties go to the lowest document.
-    return topk.merge_messages(received.to(device), counts, top_k, scores.dtype)
+    return topk.merge_messages(received.to(device), counts, top_k, scores.dtype, missing)

@@ -23,10 +23,14 @@ from ..core.arguments import (
 from ..ops import topk
 from ..ops.stack import autocast
 from ..retrieval import shards, sources
+from ..retrieval.arguments import as_mask_or_integers
+from ..retrieval.subset import pad_results, resolve_subset
 from .agreement import Agreement, check_group, get_current_device, get_device_code, is_host_group, resolve_group
 from .gathering import NO_QUERIES, SearchQueries, broadcast_queries, describe_queries, merge_best
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from ..formats.index import Index
@@ -69,10 +73,13 @@ class _RankArgs(NamedTuple):
     def numbers(self) -> list[int]:
         """Return the integers that the other ranks need."""
         about = NO_QUERIES if self.queries is None else describe_queries(self.queries)
-        return [self.begin, self.end, get_device_code(self.device), *self.kind, *about]
+        sizes = (0, 0) if self.shard is None else (self.shard.documents, self.shard.width)
+        return [self.begin, self.end, get_device_code(self.device), *self.kind, *about, *sizes]
 
 
-def _prepare_rank(alike: dict, queries: tuple, documents: tuple, stages: dict, group: Any, device: Any) -> _RankArgs:
+def _prepare_rank(
+    alike: dict, queries: tuple, documents: tuple, subset: Any, stages: dict, group: Any, device: Any
+) -> _RankArgs:
     """Return the checked arguments of this rank, or raise.
 
     `alike` has the options, and gets further arguments that must be equal on all ranks.
@@ -87,10 +94,15 @@ def _prepare_rank(alike: dict, queries: tuple, documents: tuple, stages: dict, g
     at = get_current_device(group) if device is None else as_device(op, device)
     if at.type == "meta":
         raise ValueError(f"{op}: device: expected one with values, got meta")
+    if subset is not None:
+        subset = as_mask_or_integers(op, "subset", subset)
+        alike["subset"] = f"{subset.shape[0]} queries" if subset.dim() == 2 else "all queries"
     if isinstance(corpus, (list, tuple)) and not corpus and _is_document_only(queries[0], d_mask, cu_seqlens_d, stages):
         alike["documents"] = None if alike["sharded"] else 0
+        if subset is not None:
+            resolve_subset(op, subset, queries[0], 0, torch.device("cpu"))
         return _RankArgs(None, 0, 0, None, at)
-    shard = shards.make_target(op, corpus, d_mask, cu_seqlens_d, stages, queries[0])
+    shard = shards.make_target(op, corpus, d_mask, cu_seqlens_d, stages, queries[0], subset)
     D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
     if isinstance(shard, shards.StreamedTarget):
@@ -104,7 +116,9 @@ def _prepare_rank(alike: dict, queries: tuple, documents: tuple, stages: dict, g
     begin, end = 0, shard.size
     if not alike["sharded"]:
         begin, end = shard.split(dist.get_world_size(group))[dist.get_rank(group)]
-        alike["documents"] = shard.size
+        alike["documents"] = shard.documents
+        if subset is not None:
+            alike["subset"] += f", {shard.size} documents"
     of_documents = D.shape[-1], DTYPES.index(D.dtype)
     if queries[0] is not None:
         return _RankArgs(shard, begin, end, SearchQueries(Q, q_mask, q_weight), Q.device, of_documents)
@@ -171,6 +185,7 @@ def retrieve(
     sharded: bool = False,
     n_candidates: int | None = None,
     n_probe: int | None = None,
+    subset: Tensor | np.ndarray | Sequence | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run `lik_ops.retrieve` on all processes of a group, which each search a part of the corpus.
 
@@ -209,6 +224,8 @@ def retrieve(
         n_candidates: the number of candidates for residual codes in memory, as in `lik_ops.retrieve`. Each process
             keeps this number among its own documents, so the search finds more than a single process would.
         n_probe: the number of centroids to probe for residual codes in memory, as in `lik_ops.retrieve`.
+        subset: the documents to search, as in `lik_ops.retrieve`, the same on all ranks. With `sharded`, each rank
+            gives a mask or indices of its own documents. The subset is divided among the ranks.
 
     Returns:
         ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank. Indices count from the first
@@ -235,7 +252,12 @@ def retrieve(
     """
     check_group(_RETRIEVE, group)
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
-    alike: dict[str, Any] = {"sharded": sharded is True, "documents": None, "normalize": normalize is True}
+    alike: dict[str, Any] = {
+        "sharded": sharded is True,
+        "documents": None,
+        "normalize": normalize is True,
+        "subset": None,
+    }
     stages = {"n_candidates": n_candidates, "n_probe": n_probe}
     # Sent to the other ranks even if a value is not a count and the call raises.
     counts = {"top_k": top_k} | stages
@@ -248,12 +270,13 @@ def retrieve(
         check_no_dtensor(_RETRIEVE, Q=Q, D=corpus)
         topk.check_counts(_RETRIEVE, top_k, chunk)
         documents = corpus, d_mask, cu_seqlens_d
-        call = _prepare_rank(alike, (Q, q_mask, q_weight), documents, stages | {"chunk": chunk}, group, device)
+        stages |= {"chunk": chunk}
+        call = _prepare_rank(alike, (Q, q_mask, q_weight), documents, subset, stages, group, device)
         if is_host_group(group):
             found = _launch_early(call, top_k, group, options)
     except Exception as failure:  # any error, because the other ranks wait for this one
         error = failure
-    numbers = [0, 0, 0, -1, -1, *NO_QUERIES] if call is None else call.numbers()
+    numbers = [0, 0, 0, -1, -1, *NO_QUERIES, 0, 0] if call is None else call.numbers()
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
     if call is not None and not is_host_group(group):
         found = _launch_early(call, top_k, group, options)
@@ -285,17 +308,22 @@ def _finish_search(
     _check_kinds(agreement, [x[3:5] for x in told])
     documents, everywhere = _count_documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
     queries = call.queries
-    if _needs_broadcast(agreement, queries, [x[5:] for x in told]):
+    about = [x[5 : 5 + len(NO_QUERIES)] for x in told]
+    if _needs_broadcast(agreement, queries, about):
         _groups_with_queries.discard(all_ranks)
-        queries = broadcast_queries(queries, told[0][5:], group, call.device, everywhere)
+        queries = broadcast_queries(queries, about[0], group, call.device, everywhere)
     else:
         _groups_with_queries.add(all_ranks)
     assert queries is not None
     if found is None:
         found = call.best(queries, top_k, options)
-    first = found.first + (sum(documents[:rank]) if sharded else 0)
-    if isinstance(call.shard, shards.ResidentTarget) and call.shard.is_staged:
+    first = found.first + (sum(x[-2] for x in told[:rank]) if sharded else 0)
+    has_subset = agreement.alike["subset"] is not None
+    if has_subset or (isinstance(call.shard, shards.ResidentTarget) and call.shard.is_staged):
         values, indices = found.best
         found.best = values, indices.where(indices >= 0, -1 - first)  # becomes -1 when `first` is added
-    scores, indices = merge_best(found.best, first, documents, top_k, group, everywhere)
+    scores, indices = merge_best(found.best, first, documents, top_k, group, everywhere, has_subset)
+    if has_subset:
+        width = sum(x[-1] for x in told) if sharded else told[rank][-1]
+        scores, indices = pad_results((scores, indices), min(top_k, width))
     return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)

@@ -111,7 +111,9 @@ def select_candidates(scores: Tensor, indices: Tensor, top_k: int) -> ScoresAndI
     return _select_backend(scores).best(scores, top_k, indices)
 
 
-def merge_messages(received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype) -> ScoresAndIndices:
+def merge_messages(
+    received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype, missing: bool = False
+) -> ScoresAndIndices:
     """Return the best of messages from several processes.
 
     Args:
@@ -120,10 +122,14 @@ def merge_messages(received: Tensor, counts: list[int], top_k: int, dtype: torch
         counts: the number of valid entries per query in each part.
         top_k: the number of documents to return for each query.
         dtype: the dtype of the scores.
+        missing: whether documents with index -1 are missing ones, which come last.
     """
-    if dtype == torch.float32 and min(counts) == received.shape[3]:
+    if not missing and dtype == torch.float32 and min(counts) == received.shape[3]:
         return backends.select_backend(received.device, dtype).best_of_parts(received, top_k)
     scores, indices = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2)
+    if missing:
+        order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
+        scores, indices = scores.gather(1, order), indices.gather(1, order)
     return select_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
 
 

@@ -245,7 +245,7 @@ def select_from_source(
         ``(source, names, own, width)``: the documents that any query may find, their indices, the positions of each
         query as for `retrieve_from_source`, and the largest number of results.
     """
-    check_tensor(op, "Q", Q)
+    check_tensor(op, "Q", Q, or_none=True)
     chosen, width = resolve_subset(op, subset, Q, len(source), torch.device("cpu"))
     names, own = list_union(chosen)
     return source.select(names), names, own, width

@@ -16,7 +16,9 @@ from ..formats.quantized import Quantized, make_placeholder
 from ..ops import topk
 from ..ops.stack import autocast
 from . import _retrieve, sources
+from .arguments import as_mask_or_integers
 from .staged import check_stages
+from .subset import name_results, pad_results, resolve_subset
 from .two_stage import retrieve_quantized
 
 Sample: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]  # D, d_mask and cu_seqlens, to be checked
@@ -36,8 +38,15 @@ class RangeResult:
 class StreamedTarget:
     """Documents that are read in parts."""
 
-    def __init__(self, op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
+    def __init__(
+        self, op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, Q: Any, subset: Any
+    ) -> None:
         self.source = sources.open_source(op, corpus, d_mask, cu_seqlens_d)
+        self.documents = self.width = len(self.source)
+        self.names: Tensor | None = None
+        self.own: Tensor | None = None
+        if subset is not None:
+            self.source, self.names, self.own, self.width = _retrieve.select_from_source(op, Q, self.source, subset)
         self.size = len(self.source)
         self.device: torch.device | None = None  # the search runs on the device of the queries
 
@@ -57,8 +66,10 @@ class StreamedTarget:
         """Return the best documents of the range ``[begin, end)``."""
         Q, q_mask, q_weight = queries
         found = _retrieve.retrieve_from_source(
-            Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, **options
+            Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, own=self.own, **options
         )
+        if self.names is not None:
+            found = pad_results(name_results(found, self.names), min(top_k, end - begin))
         return RangeResult(_add_batch_axis(Q, *found), 0)
 
 
@@ -68,17 +79,35 @@ class ResidentTarget:
     is_staged = False
     is_launched = True  # a search is launched without waiting on the host
 
-    def __init__(self, op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> None:
+    def __init__(
+        self,
+        op: str,
+        D: Any,
+        d_mask: Tensor | None,
+        cu_seqlens_d: Tensor | None,
+        Q: Any = None,
+        subset: Any = None,
+    ) -> None:
         if cu_seqlens_d is not None:
             topk.check_document_offsets(op, cu_seqlens_d, D.device)
         elif D.dim() == 0:
             raise ValueError(f"{op}: D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got []")
         self.D, self.d_mask, self.cu_seqlens_d, self.device = D, d_mask, cu_seqlens_d, D.device
-        self.size = D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
+        self.documents = D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
+        self.op, self.mask, self.chosen, self.size, self.width = op, None, None, self.documents, self.documents
+        if subset is not None:
+            found, self.width = resolve_subset(op, subset, Q, self.documents, D.device)
+            given = as_mask_or_integers(op, "subset", subset)
+            if given.dtype == torch.bool and given.device.type != "cpu":
+                self.mask = (
+                    given  # each rank lists its part, because the host does not see how many documents there are
+                )
+            else:
+                self.chosen, self.size = found, found.shape[-1]
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         """Split all documents into `parts` ranges, by tokens if the host knows the offsets, else by count."""
-        if self.cu_seqlens_d is not None and self.cu_seqlens_d.device.type == "cpu":
+        if self.chosen is None and self.cu_seqlens_d is not None and self.cu_seqlens_d.device.type == "cpu":
             # The bounds must not descend. Descending offsets are not an error here.
             bounds = list(accumulate(sources.split_by_tokens(self.cu_seqlens_d, parts), max))
         else:
@@ -95,23 +124,38 @@ class ResidentTarget:
             return self.D, self.d_mask, self.cu_seqlens_d[begin : end + 1]
         return self.D[begin:end], None if self.d_mask is None else self.d_mask[begin:end], None
 
+    def list_part(self, begin: int, end: int) -> Tensor | None:
+        """Return the documents of a part of the subset as indices, or None without a subset."""
+        if self.mask is not None:
+            found = resolve_subset(self.op, self.mask[..., begin:end], None, end - begin, self.device).chosen
+            return torch.where(found >= 0, found + begin, -1)
+        return None if self.chosen is None else self.chosen[..., begin:end]
+
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         """Return the best documents of the range ``[begin, end)`` for checked arguments."""
-        D, d_mask, cu_seqlens_d = self.part(begin, end)
+        listed = self.list_part(begin, end)
+        D, d_mask, cu_seqlens_d = self.part(begin, end) if listed is None else self.sample()
         normalize, chunk = options["normalize"], options["chunk"]
         Q, D, q_weight = autocast.cast_to_autocast(queries[0], D, queries[2])
         tensors = Q, D, queries[1], d_mask, cu_seqlens_d, q_weight
-        found = _retrieve.retrieve_checked(topk.SearchArgs(*tensors, normalize, top_k, chunk))
-        return RangeResult(_add_batch_axis(Q, *found), begin)
+        found = _retrieve.retrieve_checked(topk.SearchArgs(*tensors, normalize, top_k, chunk), listed)
+        return RangeResult(_add_batch_axis(Q, *found), begin if listed is None else 0)
 
 
 class QuantizedTarget(ResidentTarget):
     """Quantized documents in the memory of this process or of its GPU."""
 
     def __init__(
-        self, op: str, D: Quantized, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any]
+        self,
+        op: str,
+        D: Quantized,
+        d_mask: Tensor | None,
+        cu_seqlens_d: Tensor | None,
+        stages: dict[str, Any],
+        Q: Any = None,
+        subset: Any = None,
     ) -> None:
-        super().__init__(op, D, d_mask, cu_seqlens_d)
+        super().__init__(op, D, d_mask, cu_seqlens_d, Q, subset)
         check_stages(op, D, **stages)
         self.stages = stages["n_probe"], stages["n_candidates"]
         self.is_staged = any(count is not None for count in self.stages)
@@ -124,10 +168,12 @@ class QuantizedTarget(ResidentTarget):
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         """Return the best documents of the range ``[begin, end)``, with the stages of this target."""
         Q, q_mask, q_weight = queries
-        D, d_mask, cu_seqlens_d = self.part(begin, end)
+        listed = self.list_part(begin, end)
+        D, d_mask, cu_seqlens_d = self.part(begin, end) if listed is None else (self.D, self.d_mask, self.cu_seqlens_d)
         tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
         search = topk.SearchArgs(*tensors, options["normalize"], top_k, options["chunk"])
-        return RangeResult(_add_batch_axis(Q, *retrieve_quantized(search, *self.stages, whole=False)), begin)
+        found = retrieve_quantized(search, *self.stages, whole=False, subset=listed)
+        return RangeResult(_add_batch_axis(Q, *found), begin if listed is None else 0)
 
 
 def _add_batch_axis(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.ScoresAndIndices:
@@ -141,7 +187,13 @@ def is_resident(corpus: Any) -> bool:
 
 
 def make_target(
-    op: str, corpus: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None, stages: dict[str, Any], Q: Any = None
+    op: str,
+    corpus: Any,
+    d_mask: Tensor | None,
+    cu_seqlens_d: Tensor | None,
+    stages: dict[str, Any],
+    Q: Any = None,
+    subset: Any = None,
 ) -> StreamedTarget | ResidentTarget:
     """Return the object that searches `corpus`.
 
@@ -151,7 +203,8 @@ def make_target(
         d_mask: document tokens to keep, or None.
         cu_seqlens_d: the bounds of packed documents, or None.
         stages: the options `chunk`, `n_probe` and `n_candidates`.
-        Q: queries, which give an empty list of documents its d and dtype.
+        Q: queries, which give an empty list of documents its d and dtype, or None.
+        subset: the documents to search, or None for all.
 
     Returns:
         The target.
@@ -163,10 +216,11 @@ def make_target(
     if isinstance(corpus, Index):
         corpus, cu_seqlens_d = inputs.unpack_index(op, corpus, cu_seqlens_d)
     if isinstance(corpus, Quantized):
-        return QuantizedTarget(op, corpus, d_mask, cu_seqlens_d, stages)
+        return QuantizedTarget(op, corpus, d_mask, cu_seqlens_d, stages, Q, subset)
     for name in ("n_probe", "n_candidates"):
         if (count := stages[name]) is not None:
             expected = "None unless corpus is residual codes in memory"
             raise ValueError(f"{op}: {name}: expected {expected}, got {short_repr(count)}")
     corpus, cu_seqlens_d = sources.pack_documents(op, corpus, d_mask, cu_seqlens_d, Q)
-    return (ResidentTarget if is_resident(corpus) else StreamedTarget)(op, corpus, d_mask, cu_seqlens_d)
+    kind = ResidentTarget if is_resident(corpus) else StreamedTarget
+    return kind(op, corpus, d_mask, cu_seqlens_d, Q, subset)

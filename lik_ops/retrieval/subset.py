@@ -26,13 +26,13 @@ class Subset(NamedTuple):
     width: int  # the largest number of results of a query
 
 
-def resolve_subset(op: str, subset: Any, Q: Tensor, documents: int, device: torch.device) -> Subset:
+def resolve_subset(op: str, subset: Any, Q: Tensor | None, documents: int, device: torch.device) -> Subset:
     """Return the subset of a search on `device`.
 
     Args:
         op: the name of the function, for error messages.
         subset: a mask ``[Nd]`` or ``[Nq, Nd]``, or indices ``[K]`` or ``[Nq, K]``, on any device.
-        Q: queries ``[Nq, Lq, d]``, or ``[Lq, d]``.
+        Q: queries ``[Nq, Lq, d]``, or ``[Lq, d]``. None accepts any number of queries.
         documents: the number of documents.
         device: the device of the search.
 
@@ -44,9 +44,9 @@ def resolve_subset(op: str, subset: Any, Q: Tensor, documents: int, device: torc
         ValueError: the shape or device is wrong, or an index on the CPU is out of range.
     """
     x = arguments.as_mask_or_integers(op, "subset", subset)
-    last, queries = "Nd" if x.dtype == torch.bool else "K", Q.shape[0] if Q.dim() == 3 else None
+    last, queries = "Nd" if x.dtype == torch.bool else "K", "Nq" if Q is None else Q.shape[0] if Q.dim() == 3 else None
     shapes = [f"[{last}]"] if queries is None else [f"[{last}]", f"[{queries}, {last}]"]
-    fits = x.dim() == 1 or (x.dim() == 2 and queries is not None and x.shape[0] == queries)
+    fits = x.dim() == 1 or (x.dim() == 2 and queries in ("Nq", x.shape[0]))
     if not fits or (x.dtype == torch.bool and x.shape[-1] != documents):
         expected = " or ".join(shapes).replace("Nd", str(documents))
         raise ValueError(f"{op}: subset: expected {expected}, got {list(x.shape)}")

@@ -234,6 +234,58 @@ def check_coded(device: str, directory: Path) -> None:
     expect(other, "unless corpus is residual codes", lambda: distributed.retrieve(Q, given, 3, n_candidates=2))
 
 
+def check_subset(device: str, directory: Path) -> None:
+    """Check searches of a subset, for all queries and for each query, complete or sharded, of every kind of corpus."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    Q, each, cu_seqlens = torch.randint(-2, 3, (3, 4, 8)).float(), *packed(torch.float32, 41, 8)
+    tokens, path = torch.cat(each), directory / "subset"
+    if rank == 0:
+        corpus = lik_ops.Corpus.create(path, 8, torch.float32)
+        for begin in range(0, 41, 9):
+            corpus.append(each[begin : begin + 9])
+    dist.barrier()
+    made = lik_ops.quantize(tokens, CODEC, cu_seqlens_d=cu_seqlens)
+    given: dict = {"cu_seqlens_d": cu_seqlens}
+    on_device: dict = {"cu_seqlens_d": cu_seqlens.to(device)}
+    masks = torch.rand(3, 41) > 0.7
+    masks[1], masks[2, 3:] = False, False
+    listed = torch.where(masks, torch.arange(41), -1).flip(1)
+    ends = [41 * n // world for n in range(world + 1)]
+    begin, end = ends[rank : rank + 2]
+    shard = lik_ops.Corpus.create(directory / f"subset-{rank}", 8, torch.float32)
+    shard.append(each[begin:end])
+    mine = {"Q": Q.to(device) if rank == 0 else None, "device": device}
+    for subset in (masks[0], masks, listed[0], listed[:, ::2], [40, 3, -1, 3], torch.zeros(41, dtype=torch.bool)):
+        for k in (1, 7, 100):
+            expected = lik_ops.retrieve(Q.to(device), tokens.to(device), k, **on_device, subset=subset)
+            kinds = ((lik_ops.Corpus.open(path), {}), (tokens, given), (tokens.to(device), on_device))
+            for corpus, options in kinds:
+                assert same(distributed.retrieve(Q.to(device), corpus, k, **options, subset=subset), expected)
+                found = distributed.retrieve(corpus=corpus, top_k=k, **options, **mine, subset=subset)
+                assert same(found, expected)
+            with launched() if device == "cpu" else nullcontext():
+                found = distributed.retrieve(Q.to(device), tokens.to(device), k, **on_device, subset=subset)
+                assert same(found, expected)
+            coded = lik_ops.retrieve(Q.to(device), made.to(device), k, **on_device, subset=subset)
+            found = distributed.retrieve(Q.to(device), made.to(device), k, **on_device, subset=subset)
+            assert same(found, coded)
+    for k in (1, 7, 100):
+        expected = lik_ops.retrieve(Q.to(device), tokens.to(device), k, **on_device, subset=masks)
+        own = {"sharded": True, "subset": masks[:, begin:end]}
+        assert same(distributed.retrieve(Q.to(device), shard, k, **own), expected)
+        part = {"cu_seqlens_d": cu_seqlens[begin : end + 1].to(device), **own}
+        assert same(distributed.retrieve(Q.to(device), tokens.to(device), k, **part), expected)
+        codes = lik_ops.retrieve(Q.to(device), made.to(device), k, **on_device, subset=masks, n_candidates=100)
+        assert same(distributed.retrieve(Q.to(device), made.to(device), k, **part, n_candidates=100), codes)
+    wrong = rank == world - 1
+    other = masks if wrong else masks[0]
+    expect(ValueError, "subset: expected the same", lambda: distributed.retrieve(Q, tokens, 3, **given, subset=other))
+    other = [41] if wrong else [40]
+    error = "subset: expected indices of 41 documents, or -1, got 41"
+    expect(ValueError, error, lambda: distributed.retrieve(Q, tokens, 3, **given, subset=other))
+
+
 def check_messages(device: str, directory: Path) -> None:
     """Check the messages of a call: two, or three with the queries, and objects only for errors."""
     rank = dist.get_rank()
@@ -469,6 +521,7 @@ CHECKS = {
     "retrieve": check_retrieve,
     "sharded": check_sharded,
     "coded": check_coded,
+    "subset": check_subset,
     "messages": check_messages,
     "inbatch": check_inbatch,
     "loss": check_loss,

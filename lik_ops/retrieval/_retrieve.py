@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..ops import topk
 from ..ops.stack import sharding
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _streamed, sources
+from .argmax import TwoStageArgmax, find_argmax, fix_snapshot
 from .store.layout import as_scorable
 from .subset import (
     limit_to_part,
@@ -62,6 +63,7 @@ def retrieve(
     n_candidates: int | None = None,
     n_probe: int | None = None,
     subset: Tensor | np.ndarray | Sequence | None = None,
+    return_argmax: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -84,7 +86,54 @@ def retrieve(
     n_candidates: int | None = None,
     n_probe: None = None,
     subset: Tensor | np.ndarray | Sequence | None = None,
+    return_argmax: Literal[False] = False,
 ) -> TwoStage: ...
+
+
+@overload
+def retrieve(
+    Q: Tensor,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
+    top_k: int,
+    *,
+    chunk: int | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    progress: bool | None = None,
+    largest: bool = True,
+    sorted: bool = True,
+    coarse: None = None,
+    n_candidates: int | None = None,
+    n_probe: int | None = None,
+    subset: Tensor | np.ndarray | Sequence | None = None,
+    return_argmax: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def retrieve(
+    Q: Tensor,
+    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
+    top_k: int,
+    *,
+    chunk: int | None = None,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    progress: bool | None = None,
+    largest: bool = True,
+    sorted: bool = True,
+    coarse: Quantized,
+    n_candidates: int | None = None,
+    n_probe: None = None,
+    subset: Tensor | np.ndarray | Sequence | None = None,
+    return_argmax: Literal[True],
+) -> TwoStageArgmax: ...
 
 
 def retrieve(
@@ -105,7 +154,8 @@ def retrieve(
     n_candidates: int | None = None,
     n_probe: int | None = None,
     subset: Tensor | np.ndarray | Sequence | None = None,
-) -> tuple[Tensor, Tensor] | TwoStage:
+    return_argmax: bool = False,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | TwoStage | TwoStageArgmax:
     """Return the `top_k` documents of each query with the highest `lik_ops.maxsim` scores.
 
     The search is exact and never stores the scores ``[Nq, Nd]``. Documents are scored in chunks, and only the best ones
@@ -155,13 +205,16 @@ def retrieve(
             not read. Indices of the result still count all documents. Results have the bits of a search of only these
             documents. A subset with fewer than `top_k` documents gives index -1 with score ``-inf``. On a GPU, an index
             out of range scores NaN. With `n_candidates`, the number applies to the subset.
+        return_argmax: also return the document token that matched each query token.
 
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]`` on the device of Q, or ``[Nq, min(top_k, K)]`` for a subset
         of K indices. Scores are fp32 (fp64 for fp64 inputs)
         and indices are int64. A 2-D Q drops the first axis. With `coarse`, the result is a named tuple with two more
         int64 fields ``[Nq]``. `rescored` is the number of documents that were scored in full. `proven` is the number of
-        returned documents that are certain to be among the best.
+        returned documents that are certain to be among the best. With `return_argmax`, the third value is int64
+        ``[Nq, k, Lq]``: the index of the token within each returned document, as in `lik_ops.maxsim_with_argmax`, and
+        -1 without a document. The returned documents are scored once more for it.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -183,36 +236,52 @@ def retrieve(
         check_flag(_OP, "progress", progress)
     check_flag(_OP, "largest", largest)
     check_flag(_OP, "sorted", sorted)
+    check_flag(_OP, "return_argmax", return_argmax)
     if isinstance(D, Index):
         D, cu_seqlens_d = inputs.unpack_index(_OP, D, cu_seqlens_d)
+    if return_argmax:
+        check_no_dtensor(f"{_OP}(return_argmax=True)", Q=Q, D=D)
+        D = fix_snapshot(D)
     search = SearchArgs(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+    _check_stages(D, coarse, n_probe, n_candidates)
+    found: Any
+    if coarse is not None or isinstance(D, Quantized):
+        if not largest:
+            raise ValueError(f"{_OP}: largest: expected True with quantized documents, got False")
+        with torch.no_grad():
+            if coarse is not None:
+                found = retrieve_two_stage(search, coarse, n_candidates, subset)
+            else:
+                found = retrieve_quantized(search, n_probe, n_candidates, subset=subset)
+    else:
+        if is_sequences(D):
+            D, cu_seqlens_d = sources.pack_documents(_OP, D, d_mask, cu_seqlens_d, Q)
+            search = search._replace(D=D, cu_seqlens_d=cu_seqlens_d)
+        found = _search_documents(search, subset, largest, progress)
+    if not return_argmax:
+        return found
+    argmax = find_argmax(_OP, search, found[1])
+    return (*found, argmax) if coarse is None else TwoStageArgmax(argmax=argmax, **found._asdict())
+
+
+def _check_stages(D: Any, coarse: Any, n_probe: Any, n_candidates: Any) -> None:
+    """Raise ValueError, naming the argument, if the documents do not allow these stages."""
     if n_probe is not None and coarse is not None:
         raise ValueError(f"{_OP}: n_probe: expected None with coarse, got {short_repr(n_probe)}")
     for name, count in (("n_probe", n_probe), ("n_candidates", n_candidates)):
         if count is not None and coarse is None and not isinstance(D, Quantized):
             expected = "None unless coarse is given or D is residual codes"
             raise ValueError(f"{_OP}: {name}: expected {expected}, got {short_repr(count)}")
-    if coarse is not None or isinstance(D, Quantized):
-        if not largest:
-            raise ValueError(f"{_OP}: largest: expected True with quantized documents, got False")
-        with torch.no_grad():
-            if coarse is not None:
-                return retrieve_two_stage(search, coarse, n_candidates, subset)
-            return retrieve_quantized(search, n_probe, n_candidates, subset=subset)
-    if subset is not None:
-        check_no_dtensor(f"{_OP}(subset=)", Q=Q, D=D)
-    if not largest:
-        check_no_dtensor(f"{_OP}(largest=False)", Q=Q, D=D)
-        if subset is None:
-            return _streamed.retrieve_lowest(_OP, search, progress)
-    return _search_documents(search, subset, largest, progress)
 
 
 def _search_documents(s: SearchArgs, subset: Any, largest: bool, progress: bool | None) -> ScoresAndIndices:
     """Run `retrieve` on documents that are neither quantized in memory nor searched in two stages."""
-    if is_sequences(s.D):
-        D, cu_seqlens_d = sources.pack_documents(_OP, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
-        s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
+    if subset is not None:
+        check_no_dtensor(f"{_OP}(subset=)", Q=s.Q, D=s.D)
+    if not largest:
+        check_no_dtensor(f"{_OP}(largest=False)", Q=s.Q, D=s.D)
+        if subset is None:
+            return _streamed.retrieve_lowest(_OP, s, progress)
     if (
         isinstance(s.D, Tensor)
         and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device)

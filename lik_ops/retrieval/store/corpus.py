@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from ...core.arguments import check_dtype, check_flag, short_repr
 from ...formats.quantized import Quantized
 from ...formats.residual import ResidualCodec
 from ...formats.table import FormatName, Residual
+from ...ops.topk import SearchArgs
 from .. import _rerank, arguments
+from ..argmax import find_argmax
 from . import append as appending
 from . import change, files
 from .convert import convert
@@ -316,6 +318,7 @@ class Corpus:
         """
         return _rerank.score_indices("Corpus.score", self._snapshot, Q, indices, q_mask, q_weight, normalize)
 
+    @overload
     def rerank(
         self,
         Q: Tensor,
@@ -326,7 +329,35 @@ class Corpus:
         q_weight: Tensor | None = None,
         normalize: bool = False,
         subset: Tensor | Sequence | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        return_argmax: Literal[False] = False,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def rerank(
+        self,
+        Q: Tensor,
+        indices: Tensor | Sequence[int] | Sequence[Sequence[int]],
+        top_k: int | None = None,
+        *,
+        q_mask: Tensor | None = None,
+        q_weight: Tensor | None = None,
+        normalize: bool = False,
+        subset: Tensor | Sequence | None = None,
+        return_argmax: Literal[True],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def rerank(
+        self,
+        Q: Tensor,
+        indices: Tensor | Sequence[int] | Sequence[Sequence[int]],
+        top_k: int | None = None,
+        *,
+        q_mask: Tensor | None = None,
+        q_weight: Tensor | None = None,
+        normalize: bool = False,
+        subset: Tensor | Sequence | None = None,
+        return_argmax: bool = False,
+    ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
         """Return the `top_k` best of the given documents by `lik_ops.maxsim`, in the order of `retrieve`.
 
         This function is for inference: the scores do not require gradients. `score` returns the scores in the order of
@@ -342,10 +373,12 @@ class Corpus:
             normalize: L2-normalize every token first.
             subset: the documents that may be returned, as in `lik_ops.retrieve`. Other candidates are not read and are
                 replaced by -1.
+            return_argmax: also return the document token that matched each query token.
 
         Returns:
             ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, in the order of `lik_ops.retrieve`. Entries with index
-            -1 have score ``-inf`` and come last.
+            -1 have score ``-inf`` and come last. With `return_argmax`, the third value is int64 ``[Nq, k, Lq]``, as in
+            `lik_ops.retrieve`.
 
         Raises:
             TypeError: a dtype or type is wrong.
@@ -359,8 +392,13 @@ class Corpus:
             >>> scores.shape, indices.shape
             (torch.Size([2, 10]), torch.Size([2, 10]))
         """
-        given = Q, indices, top_k, q_mask, q_weight, normalize, subset
-        return _rerank.rerank_indices("Corpus.rerank", self._snapshot, *given)
+        op, snapshot = "Corpus.rerank", self._snapshot
+        check_flag(op, "return_argmax", return_argmax)
+        found = _rerank.rerank_indices(op, snapshot, Q, indices, top_k, q_mask, q_weight, normalize, subset)
+        if not return_argmax:
+            return found
+        search = SearchArgs(Q, Corpus(self.path, snapshot), q_mask, None, None, q_weight, normalize, 0, None)
+        return (*found, find_argmax(op, search, found[1]))
 
     def append(
         self,

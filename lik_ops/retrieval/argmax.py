@@ -1,0 +1,90 @@
+"""The document tokens that matched: the argmax of the documents that a search returns."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..api import inputs
+from ..core.arguments import add_batch_axis, as_bool
+from ..formats.quantized import Quantized
+from ..ops.stack import autocast
+from ..ops.topk import SearchArgs
+from . import sources
+from ._streamed import iterate_parts
+from .store.layout import as_scorable
+from .store.snapshot import Snapshot
+from .subset import locate_documents, make_scoring_args
+
+
+class TwoStageArgmax(NamedTuple):
+    """The result of `lik_ops.retrieve` with ``coarse=`` and ``return_argmax=True``."""
+
+    scores: Tensor  # [Nq, k]
+    indices: Tensor  # [Nq, k]
+    argmax: Tensor  # [Nq, k, Lq], int64
+    rescored: Tensor  # [Nq], int64: number of documents scored in full
+    proven: Tensor  # [Nq], int64: number of results that are certain to be among the k best of all
+
+
+def fix_snapshot(D: Any) -> Any:
+    """Return a corpus that a thread cannot change between the search and the argmax, or other documents unchanged."""
+    snapshot = getattr(D, "_snapshot", None)
+    return type(D)(D.path, snapshot) if isinstance(snapshot, Snapshot) else D
+
+
+@torch.no_grad()
+def find_argmax(op: str, s: SearchArgs, indices: Tensor) -> Tensor:
+    """Return the argmax of documents that a search has returned.
+
+    Args:
+        op: the name of the function, for error messages.
+        s: the arguments of the search, with packed documents in place of lists.
+        indices: ``[Nq, k]``, or ``[k]`` for a 2-D Q, with -1 for no document.
+
+    Returns:
+        int64 ``[Nq, k, Lq]``, or ``[k, Lq]``: the winning token within its document, and -1 as in
+        `lik_ops.maxsim_with_argmax`.
+    """
+    flat = s.Q.dim() == 2
+    source: sources.DocumentSource | None = None
+    if isinstance(s.D, Quantized):
+        Q, _, q_weight = autocast.cast_to_autocast(s.Q, s.Q, s.q_weight)
+    elif isinstance(s.D, Tensor) and s.D.device == s.Q.device:
+        Q, D, q_weight = autocast.cast_to_autocast(s.Q, s.D, s.q_weight)
+        s = s._replace(D=D)
+    else:
+        source = sources.open_source(op, s.D, s.d_mask, s.cu_seqlens_d)
+        Q, _, q_weight = sources.prepare_queries(op, s.Q, source.shape, source.dtype, s.q_weight)
+    q_mask, q_weight = add_batch_axis(as_bool(s.q_mask), flat), add_batch_axis(q_weight, flat)
+    s = s._replace(Q=Q.unsqueeze(0) if flat else Q, q_mask=q_mask, q_weight=q_weight)
+    indices = indices.unsqueeze(0) if flat else indices
+    found = _score_with_argmax(op, s, indices) if source is None else find_argmax_in_source(op, s, source, indices)
+    return found.squeeze(0) if flat else found
+
+
+def find_argmax_in_source(op: str, s: SearchArgs, source: sources.DocumentSource, indices: Tensor) -> Tensor:
+    """Return the argmax ``[Nq, k, Lq]`` of documents ``[Nq, k]`` of a source, each of which is read once.
+
+    The queries of `s` are 3-D, in the dtype of the autocast region. Its documents are not used.
+    """
+    documents, at = indices.cpu().unique(return_inverse=True)  # ascending
+    none = int((documents < 0).sum())
+    chosen, at = source.select(documents[none:]), (at - none).to(indices.device)
+    argmax = indices.new_full((*indices.shape, s.Q.shape[1]), -1)
+    for (begin, end), part in iterate_parts(chosen, 0, len(chosen), None, s.Q.device, False):
+        D = as_scorable(part.D, s.Q.dtype, part.cu_seqlens)
+        inside = (at >= begin) & (at < end)
+        of_part = s._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens)
+        found = _score_with_argmax(op, of_part, torch.where(inside, at - begin, -1))
+        argmax = torch.where(inside.unsqueeze(-1), found, argmax)
+    return argmax
+
+
+def _score_with_argmax(op: str, s: SearchArgs, indices: Tensor) -> Tensor:
+    """Return the argmax ``[Nq, k, Lq]`` of documents on the device of Q."""
+    g = make_scoring_args(op, s)._replace(with_argmax=True)
+    found: Any = inputs.score_candidates(g, *locate_documents(s, indices))[1]
+    return found

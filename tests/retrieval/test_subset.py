@@ -346,3 +346,40 @@ def test_a_subset_compiles():
     expected = lik_ops.retrieve(Q, x, 5, subset=mask)
     assert_same(search(Q, x, mask), expected)
     assert_same(search(Q, x, torch.stack([mask] * NQ)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["dense", "mask", "packed", "int8", "codes"])
+def test_searches_on_a_gpu_do_not_wait(layout, dtype):
+    """At sizes of real kernels, with the bits of a search of the subset alone."""
+    count, length, d = 3000, 60, 128
+    x = torch.nn.functional.normalize(torch.randn(count, length, d), dim=-1).to("cuda", dtype)
+    Q, mask = torch.randn(4, 32, d).to("cuda", dtype), torch.rand(4, count, device="cuda") < 0.1
+    cu_seqlens = torch.arange(count + 1, device="cuda") * length
+    made = {
+        "dense": lambda: (x, {}),
+        "mask": lambda: (x, {"d_mask": torch.rand(count, length, device="cuda") < 0.8}),
+        "packed": lambda: (x.flatten(0, 1), {"cu_seqlens_d": cu_seqlens}),
+        "int8": lambda: (lik_ops.quantize(x), {}),
+        "codes": lambda: (lik_ops.quantize(x, random_codec(d, 2).to("cuda")), {}),
+    }
+    D_all, options = made[layout]()
+    stages = [{}, {"n_probe": 2}] if layout == "codes" else [{}]
+    listed = torch.where(mask, torch.arange(count, device="cuda"), -1)
+    for which, stage in [(y, z) for y in (mask, mask[0], listed, listed[0]) for z in stages]:
+        known = {"subset": which, **options, **stage}
+        expected = lik_ops.retrieve(Q, D_all, 10, **known, return_argmax=True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = lik_ops.retrieve(Q, D_all, 10, **known, return_argmax=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_same(found, expected)
+        for i in range(4):
+            chosen = mask[i if which.dim() == 2 else 0].nonzero().flatten()
+            fewer = {"d_mask": options["d_mask"][chosen]} if layout == "mask" else {}
+            some = x[chosen] if layout == "packed" else D_all[chosen]
+            alone = lik_ops.retrieve(Q[i : i + 1], some, 10, **fewer, **stage)
+            lookup = torch.cat([chosen, chosen.new_full((1,), -1)])
+            assert_same([y[i : i + 1] for y in found[:2]], (alone[0], lookup[alone[1]]))

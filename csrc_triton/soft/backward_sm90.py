@@ -60,9 +60,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.primitives import load_query_mask, load_query_weight, locate_rows
-from ..forward.sm90.dense import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from ..forward.sm90.gluon_names import async_load, reinterpret
-from ..forward.sm90.pipeline import ACCUMULATOR_ROWS, advance_stage, make_tile_pipeline, open_stage
+from ..forward.sm90.pipeline import (
+    ACCUMULATOR_ROWS,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    advance_stage,
+    make_tile_pipeline,
+    open_stage,
+)
 from .backward import load_upstream
 from .maximum import check_temperature, compute_probabilities, compute_rate
 

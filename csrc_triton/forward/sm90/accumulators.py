@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 from ...common.primitives import NO_TOKEN, nan_max
 from ...formats.encoded import INT8_LOW_SCALE
 from .norms import scale_similarities
+from .schedule import compiler_barrier_value
 
 UNRESOLVED = gl.constexpr(-2)  # argmax of a maximum that is NaN or -inf, until `_resolve_argmax` replaces it
 
@@ -99,10 +100,33 @@ def join_terms(S, C: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_tile(S, inverse, half, start, C: gl.constexpr):
-    """Return the accumulator after a tile that begins with token `start`, from its product S."""
-    best, where = reduce_tile(scale_similarities(join_terms(S, C), inverse, C), half.best, half.where, start, C)
+def accumulate_tile(S, inverse, half, start, rest, origin, spans, C: gl.constexpr):
+    """Return the accumulator after a tile that begins with token `start`, from its product S.
+
+    The first `rest` tokens of the tile belong to the document. The others are set to -inf, unless the mask warps
+    overwrote them. Argmax values are relative to the dense document, whose token `origin` is the first of the segment.
+    """
+    x = scale_similarities(join_terms(S, C), inverse, C)
+    if spans.Td is None or (spans.patches is not None or rest >= C.BN):
+        best, where = reduce_tile(x, half.best, half.where, start + origin, C)
+    else:
+        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, x.type.layout)) < compiler_barrier_value(rest)
+        best, where = reduce_tile(gl.where(counts[None, :], x, float("-inf")), half.best, half.where, start + origin, C)
     return Accumulator(S, best, where)
+
+
+@gluon.jit
+def compiler_barrier_pair(S_b, a, C: gl.constexpr):
+    """Wait for the second product and return it with the first accumulator `a`.
+
+    The compiler sees the wait rewrite `a.best`. It must therefore reduce `a` ahead of the wait.
+    """
+    if C.ARGMAX:
+        S_b, best, where = warpgroup_mma_wait(0, [S_b, a.best, a.where])
+    else:
+        S_b, best = warpgroup_mma_wait(0, [S_b, a.best])
+        where = a.where
+    return S_b, Accumulator(a.S, best, where)
 
 
 @gluon.jit

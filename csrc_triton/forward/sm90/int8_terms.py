@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from ...common.fp32 import find_exact_rows
 from ...common.primitives import load_query_mask, locate_rows, nan_max
 from ...formats.encoded import scale_single_term, split_int8_terms
-from .query_rows import map_accumulator_rows, map_rows
+from .query_rows import locate_accumulator_rows, map_rows
 
 
 @gluon.jit
@@ -117,8 +117,7 @@ def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes,
     """
     STEP: gl.constexpr = 1024 // C.MMA_ROWS  # tokens at a time: more need registers that products in flight occupy
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // STEP, STEP], [4, 1], [1, 0])
-    i, s = map_accumulator_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
-    ok = (i < sizes.Nq) & (s < sizes.Lq)
+    i, s, _, ok = locate_accumulator_rows(first, H, parts, sizes, gl.SliceLayout(1, LAYOUT), C)
     odd = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & ok
     read = load_query_mask(Q, i, s, ok) if C.SPLIT_FP32 else odd
     first_feature = locate_rows(Q, i, s)

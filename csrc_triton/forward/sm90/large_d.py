@@ -74,9 +74,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
 from .accumulators import split_lanes
-from .dense import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from .gluon_names import async_load, reinterpret
-from .pipeline import ACCUMULATOR_ROWS, TilePipeline, advance_stage, make_tile_pipeline, open_stage
+from .pipeline import (
+    ACCUMULATOR_ROWS,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    TilePipeline,
+    advance_stage,
+    make_tile_pipeline,
+    open_stage,
+)
+from .schedule import partition_evenly
 
 STEP_FEATURES = gl.constexpr(64)  # features of a step: 128 bytes, the widest swizzle
 
@@ -195,18 +203,13 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
         C: `Sm90LargeDConfig`.
     """
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, 2 * ACCUMULATOR_ROWS)
-    pairs = row_tiles.to(gl.int64) * sizes.K
-    begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
-    end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    begin, end = partition_evenly(row_tiles, sizes.K)
     inverse = 0
     if C.NORMALIZE:
         inverse = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout)
-    q_smem = gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, ACCUMULATOR_ROWS, STEP_FEATURES], D.layout)
-    DTYPE: gl.constexpr = D.dtype
     LAYOUT: gl.constexpr = D.layout
-    STAGES: gl.constexpr = C.STAGES
-    BN: gl.constexpr = C.BN
-    ring = make_tile_pipeline(DTYPE, LAYOUT, STAGES, 2, BN, STEP_FEATURES)
+    q_smem = gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, ACCUMULATOR_ROWS, STEP_FEATURES], LAYOUT)
+    ring = make_tile_pipeline(D.dtype, LAYOUT, C.STAGES, 2, C.BN, STEP_FEATURES)
     ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, inverse)
     gl.warp_specialize(
         [

@@ -25,6 +25,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 ACCUMULATOR_ROWS = gl.constexpr(64)
+# Registers per thread of kernels without norm or conversion warps.
+PRODUCER_REGISTERS = gl.constexpr(40)
+CONSUMER_REGISTERS = gl.constexpr(232)
 
 
 class PipelineNorms(NamedTuple):

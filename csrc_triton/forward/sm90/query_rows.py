@@ -29,9 +29,26 @@ def map_rows(r, first, H: gl.constexpr, parts, C: gl.constexpr):
 
 
 @gluon.jit
-def map_accumulator_rows(first, H: gl.constexpr, parts, layout: gl.constexpr, C: gl.constexpr):
-    """Return the query and the token of all rows of accumulator H, see `map_rows`."""
-    return map_rows(gl.arange(0, C.MMA_ROWS, layout=layout), first, H, parts, C)
+def locate_accumulator_rows(first, H: gl.constexpr, parts, sizes, layout: gl.constexpr, C: gl.constexpr):
+    """Return the query, the token, the row number, and the validity of all rows of accumulator H, see `map_rows`.
+
+    If `parts` is None, the rows of all queries follow each other without padding, and `first` is a row.
+    """
+    if parts is None:
+        row = first + H * C.MMA_ROWS + gl.arange(0, C.MMA_ROWS, layout=layout)
+        i, s = row // sizes.Lq, row % sizes.Lq
+        ok = row < sizes.Nq * sizes.Lq
+    else:
+        i, s = map_rows(gl.arange(0, C.MMA_ROWS, layout=layout), first, H, parts, C)
+        row = i * sizes.Lq + s
+        ok = (i < sizes.Nq) & (s < sizes.Lq)
+    return i, s, row, ok
+
+
+@gluon.jit
+def locate_first_group(row_tile, G: gl.constexpr, parts, C: gl.constexpr):
+    """Return the first group of warp group G in a row tile, or its first row if `parts` is None."""
+    return (row_tile * 2 + G) * (2 * C.MMA_ROWS if parts is None else 2 * C.MMA_ROWS // C.ROWS_PER_QUERY)
 
 
 @gluon.jit
@@ -39,8 +56,8 @@ def load_accumulator_queries(Q, first, H: gl.constexpr, parts, sizes, d, C: gl.c
     """Load the query rows of accumulator H, zeros for masked and absent rows."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
-    i, s = map_accumulator_rows(first, H, parts, gl.SliceLayout(1, LAYOUT), C)
-    ok = load_query_mask(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    i, s, _, ok = locate_accumulator_rows(first, H, parts, sizes, gl.SliceLayout(1, LAYOUT), C)
+    ok = load_query_mask(Q, i, s, ok)
     pointers = locate_rows(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
     return gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0)
 

@@ -1,9 +1,9 @@
-"""Work partition of the packed kernel (`packed.py`): location of each document in D, and the pairs of each program.
+"""Work partition of the sm_90 kernels: location of each document in D, and the pairs of each program.
 
-The kernel is persistent. Each program scores a contiguous range of the (row tile, document) pairs, ordered by row tile.
-Documents have different lengths, so programs get ranges of nearly equal cost instead of equal size. The cost of a
-document is its number of tiles plus a measured constant. Every program computes its own range from the lengths, because
-the host does not know them.
+The kernels are persistent. Each program scores a contiguous range of the (row tile, document) pairs, ordered by row
+tile. Even documents, which all have sizes.Ld tokens, are split into ranges of equal size. Other documents have
+different lengths, so programs get ranges of nearly equal cost. The cost of a document is its number of tiles plus a
+measured constant. Every program computes its own range from the lengths, because the host does not know them.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +21,10 @@ MAX_COSTED_TOKENS = gl.constexpr(2**24)
 class DocumentSegments(NamedTuple):
     """Location of the documents among the rows of D.
 
+    `Td` is the number of rows of D, or None for even documents, which all have sizes.Ld tokens. The other fields are
+    then None, too. Kernels compare `Td` with None and not `segments`, because Triton 3.6 cannot compare a tuple that
+    contains None.
+
     `segments` is a `SegmentArgs`. `patches` is a `MaskPatchArgs` for documents with a mask, else None. A masked
     document begins with its first kept token and has at most `tiles` tiles.
     """
@@ -28,6 +32,7 @@ class DocumentSegments(NamedTuple):
     segments: Any
     patches: Any
     tiles: Any
+    Td: Any
 
 
 @gluon.jit
@@ -42,25 +47,29 @@ def compiler_barrier_value(x):
 
 @gluon.jit
 def load_segment_bounds(spans, k, K):
-    """Load the stored bounds of document k for `locate_segment`.
+    """Load the stored bounds of document k for `locate_segment`. Even documents have none.
 
     Callers load them one document ahead, to hide the latency of global memory.
     """
-    first, other = load_document_bounds(spans.segments, k.to(gl.int64), k < K)
+    first, other = 0, 0
+    if spans.Td is not None:
+        first, other = load_document_bounds(spans.segments, k.to(gl.int64), k < K)
     if spans.patches is not None:
         first = gl.load(spans.patches.sources + k, mask=k < K, other=0)
     return first, other
 
 
 @gluon.jit
-def locate_segment(spans, bounds, k, K, Td):
+def locate_segment(spans, bounds, k, sizes):
     """Return the first row and the length of document k.
 
     The length is -1 if the document is not inside D, and 0 if there is no document k.
     """
-    if spans.patches is None:
+    if spans.Td is None:
+        row, length = k * sizes.Ld, sizes.Ld
+    elif spans.patches is None:
         k = k.to(gl.int64)
-        row, length, valid = clamp_document_segment(spans.segments, bounds, k, k < K, Td)
+        row, length, valid = clamp_document_segment(spans.segments, bounds, k, k < sizes.K, spans.Td)
         row, length = row.to(gl.int32), gl.where(valid, length, -1)
     else:
         row, length = k * spans.segments.d_each + bounds[0], bounds[1]
@@ -68,10 +77,32 @@ def locate_segment(spans, bounds, k, K, Td):
 
 
 @gluon.jit
-def get_segment_length(spans, bounds, k, K, Td):
+def get_segment_length(spans, bounds, k, sizes):
     """Return the length of document k as `locate_segment` computes it."""
-    _, length = locate_segment(spans, bounds, k, K, Td)
+    _, length = locate_segment(spans, bounds, k, sizes)
     return length
+
+
+@gluon.jit
+def choose_tile_start(spans, t0, length, C: gl.constexpr):
+    """Return the first token of the tile that covers the tokens from t0 on.
+
+    The last tile shifts back to the end of the document. It repeats tokens, so that all of its columns are valid. Even
+    documents have at least BN tokens.
+    """
+    last = length - C.BN
+    if spans.Td is not None:
+        last = gl.maximum(last, 0)
+    return gl.minimum(t0, last)
+
+
+@gluon.jit
+def partition_evenly(row_tiles, K):
+    """Return the first (row tile, document) pair of this program and of the next program, in ranges of equal size."""
+    pairs = row_tiles.to(gl.int64) * K
+    begin = (pairs * gl.program_id(0) // gl.num_programs(0)).to(gl.int32)
+    end = (pairs * (gl.program_id(0) + 1) // gl.num_programs(0)).to(gl.int32)
+    return begin, end
 
 
 @gluon.jit

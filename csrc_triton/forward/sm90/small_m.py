@@ -88,7 +88,7 @@ from .int8_terms import (
 )
 from .norms import compute_row_inverse_norms, compute_tile_inverse_norms
 from .pipeline import PipelineNorms, TilePipeline, advance_stage, make_accumulator_layout, make_tile_pipeline
-from .query_rows import load_accumulator_queries, map_accumulator_rows
+from .query_rows import load_accumulator_queries, locate_accumulator_rows
 
 
 @triton.constexpr_function
@@ -108,12 +108,8 @@ def make_small_m_pipeline(D, norms, C: gl.constexpr):
     CONVERTED: gl.constexpr = C.ENCODING != "" or C.SPLIT_FP32
     DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
-    RAW: gl.constexpr = D.dtype
     TILE: gl.constexpr = D.layout
-    SLOTS: gl.constexpr = 2 * C.STAGES
-    BN: gl.constexpr = C.BN
-    BD: gl.constexpr = C.BD
-    ring = make_tile_pipeline(RAW, TILE, SLOTS, 1, BN, BD)
+    ring = make_tile_pipeline(D.dtype, TILE, 2 * C.STAGES, 1, C.BN, C.BD)
     if C.PRECOMPUTED_SCALES and C.ENCODING == "":
         scales = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], norms.layout)
         ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, PipelineNorms(scales, 0))
@@ -261,11 +257,10 @@ def _store_scores(best, where, Q, k, out, sizes, C: gl.constexpr):
     """Store the scores of document k, `[Nq, K]`, and the argmax, which is -1 for masked rows (epilogue)."""
     GROUPS: gl.constexpr = C.MMA_ROWS // C.ROWS_PER_QUERY
     LAYOUT: gl.constexpr = best.type.layout
-    i, s = map_accumulator_rows(0, 0, 1, LAYOUT, C)
-    ok = (i < sizes.Nq) & (s < sizes.Lq)
+    i, s, row, ok = locate_accumulator_rows(0, 0, 1, sizes, LAYOUT, C)
     keep = load_query_mask(Q, i, s, ok)
     if C.ARGMAX:
-        places = out.argmax + (k.to(gl.int64) * sizes.Nq + i) * sizes.Lq + s
+        places = out.argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
         gl.store(places, gl.where(keep, where, -1).to(out.argmax.dtype.element_ty), mask=ok)
     total = sum_in_order(gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.ROWS_PER_QUERY)
     i = gl.arange(0, GROUPS, layout=total.type.layout)

@@ -1,6 +1,6 @@
 """Forward kernel with plain arguments, for compilers that package a kernel and know only tensors and numbers.
 
-It builds the argument groups of `maxsim_forward` and runs its `score_tile_pair` with a fixed configuration:
+It builds the argument groups of `maxsim_forward` and runs its `score_document` with a fixed configuration:
 
 ```text
 program = (query i, document k)
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import import_args_class
-from ..forward.generic.dense import score_tile_pair
+from ..forward.generic.kernel import score_document
 
 
 @triton.jit
@@ -51,4 +51,4 @@ def maxsim_packaged(
     sizes = Sizes(
         tl.full((), Nq, tl.int32), tl.full((), K, tl.int32), tl.full((), Lq, tl.int32), tl.full((), Ld, tl.int32)
     )
-    score_tile_pair(Operands(Q, D, None, None, None, d, None), Output(scores, None), sizes, C)
+    score_document(Operands(Q, D, None, None, None, d, None), None, Output(scores, None), sizes, 0, False, C)

@@ -52,7 +52,7 @@ from ..common.primitives import (
     square,
     sum_in_order,
 )
-from ..forward.generic.dense import has_kept_row, store_scores
+from ..forward.generic.kernel import has_kept_row, store_scores
 
 
 @triton.jit

@@ -4,14 +4,14 @@
 score[i, k] = sum_s q_weight[i, s] * tau * log(sum_t exp(<Q[i, s], D[k, t]> / tau))
 ```
 
-The loop is `compute_row_maxima` of `forward.generic.dense` with C.SOFT. The online sum is in `maximum`.
+The loop is `compute_row_maxima` of `forward.generic.row_maxima` with C.SOFT. The online sum is in `maximum`.
 """
 
 import triton
 import triton.language as tl
 
 from ..common.arguments import Operands
-from ..forward.generic.dense import score_tile_pair
+from ..forward.generic.kernel import score_document
 from .maximum import load_temperature
 
 
@@ -29,4 +29,4 @@ def maxsim_forward_soft(Q, D, tiles, out, tau, sizes, d, C: tl.constexpr):
         d: Number of features.
         C: Compile-time choices, a `KernelConfig` with SOFT.
     """
-    score_tile_pair(Operands(Q, D, tiles, None, None, d, load_temperature(tau)), out, sizes, C)
+    score_document(Operands(Q, D, tiles, None, None, d, load_temperature(tau)), None, out, sizes, 0, False, C)

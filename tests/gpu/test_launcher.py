@@ -23,8 +23,7 @@ from lik_ops.csrc_triton.common.arguments import (
     SizeArgs,
     TermArgs,
 )
-from lik_ops.csrc_triton.forward.generic import dense as generic_dense
-from lik_ops.csrc_triton.forward.generic import packed as generic_packed
+from lik_ops.csrc_triton.forward.generic import kernel as generic_forward
 
 from ..support.common import INTERPRETING
 
@@ -57,9 +56,9 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     argmax = tensor(K, Nq, Lq, dtype=torch.int16)
     up = UpstreamArgs(tensor(Nq, K, dtype=torch.float32), K, 1, argmax, Nq, K, Lq, Ld)
     sizes = (Nq, K, Lq, Ld, d)
-    if kernel is generic_dense.maxsim_forward:
+    if kernel is generic_forward.maxsim_forward:
         return (*groups, None, OutputArgs(up.grad_scores, None), None, SizeArgs(*sizes[:4]), d, CONFIG)
-    if kernel is generic_packed.maxsim_forward_ragged:  # padded, with lengths
+    if kernel is generic_forward.maxsim_forward_ragged:  # padded, with lengths
         lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
         segments = SegmentArgs(None, None, next(lengths), None, next(lengths), Lq, Ld)
         packed = PackedSizeArgs(Nq, K, Nq * Lq, Nq * K * Ld, Lq)
@@ -77,8 +76,8 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
 
 
 KERNELS = (
-    generic_dense.maxsim_forward,
-    generic_packed.maxsim_forward_ragged,
+    generic_forward.maxsim_forward,
+    generic_forward.maxsim_forward_ragged,
     backward_queries.maxsim_grad_queries,
     dense_documents.maxsim_grad_documents,
     backward_unified.maxsim_scatter,
@@ -94,7 +93,7 @@ several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__n
 
 
 def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
-    kernel = generic_packed.maxsim_forward_ragged
+    kernel = generic_forward.maxsim_forward_ragged
     args, scale = arguments(kernel), torch.empty(64)
     terms = TermArgs(torch.empty(2, 4, 64, dtype=torch.int8), scale, scale, 4, 0)
 
@@ -228,7 +227,7 @@ def test_constants_of_other_types_are_told_apart():
 
 
 def test_strides_that_are_vectorised_count_all_or_none():
-    kernel = generic_dense.maxsim_forward
+    kernel = generic_forward.maxsim_forward
     Q, D, *rest = arguments(kernel)
     for stride in ("stride_doc", "stride_l"):
         odd = (Q, D._replace(**{stride: 72}), *rest)

@@ -49,8 +49,7 @@ from lik_ops.csrc_triton.common.arguments import (
     TermArgs,
 )
 from lik_ops.csrc_triton.formats import encoded as stored
-from lik_ops.csrc_triton.forward.generic import dense as generic_dense
-from lik_ops.csrc_triton.forward.generic import packed as generic_packed
+from lik_ops.csrc_triton.forward.generic import kernel as generic_forward
 from lik_ops.csrc_triton.soft import backward as soft_backward
 from lik_ops.csrc_triton.soft import forward as soft_forward
 from lik_ops.families.soft import configs as soft_configs
@@ -356,9 +355,9 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
     tile_lists = TileBucketArgs(lists, lists, "i32", "i32", "i32")
     pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
     if case.kernel == "maxsim_forward" and case.ragged:
-        return generic_packed.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
+        return generic_forward.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward":
-        return generic_dense.maxsim_forward, _forward_arguments(case, launch, arch)
+        return generic_forward.maxsim_forward, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward_soft":
         tau = "*fp32" if case.options else "fp32"
         found = _forward_arguments(case, launch, arch) | {"tau": tau, "terms": "constexpr"}

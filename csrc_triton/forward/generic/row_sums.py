@@ -1,6 +1,6 @@
 """Kernels around the row maxima kernels: document masks before, and sums of row maxima after.
 
-`forward/sm90/packed` and the split launch of `packed` store row maxima `[K, rows]` or `[splits, rows]` in fp32.
+`forward/sm90/packed` and the split launch of `kernel` store row maxima `[K, rows]` or `[splits, rows]` in fp32.
 `maxsim_row_sums` turns them into scores:
 
 ```text
@@ -38,7 +38,7 @@ from ...common.primitives import (
     to_mask,
 )
 from ...common.segments import locate_document_segment, locate_query_segment
-from .packed import carry_block_sums, flush_block_sums
+from .kernel import carry_block_sums, flush_block_sums
 from .splits import has_kept_split, locate_document_splits, merge_splits
 
 _SPLITS_PER_STEP = tl.constexpr(4096)  # row maxima of a load: splits times rows

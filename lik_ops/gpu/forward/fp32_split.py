@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...core.segments import DenseArgs
 from ...csrc_triton.common import fp32 as fp32_kernels
 from ...csrc_triton.common.arguments import OutputArgs, TermArgs
-from ...csrc_triton.forward.generic.dense import maxsim_forward
+from ...csrc_triton.forward.generic.kernel import maxsim_forward
 from .. import generic_choices
 from ..generic_choices import GenericChoice
 from ..runtime import launcher

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...core.arguments import add_batch_axes
 from ...core.segments import DenseArgs
 from ...csrc_triton.common.arguments import OutputArgs
-from ...csrc_triton.forward.generic.dense import maxsim_forward
+from ...csrc_triton.forward.generic.kernel import maxsim_forward
 from .. import generic_choices
 from ..generic_choices import GenericChoice
 from ..runtime import launcher

@@ -25,7 +25,7 @@ from ...csrc_triton.common.arguments import (
     TermArgs,
 )
 from ...csrc_triton.formats.encoded import maxsim_query_terms
-from ...csrc_triton.forward.generic.packed import maxsim_forward_ragged
+from ...csrc_triton.forward.generic.kernel import maxsim_forward_ragged
 from .. import choose, generic_choices
 from ..generic_choices import SplitChoice
 from ..runtime import launcher

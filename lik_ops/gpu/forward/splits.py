@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.segments import DenseArgs, PackedArgs
 from ...csrc_triton.common.arguments import PackedSizeArgs, QueryArgs, SplitArgs
 from ...csrc_triton.forward.generic import row_sums
-from ...csrc_triton.forward.generic.packed import maxsim_forward_ragged
+from ...csrc_triton.forward.generic.kernel import maxsim_forward_ragged
 from .. import generic_choices
 from ..generic_choices import SplitChoice
 from ..runtime import launcher

@@ -69,16 +69,6 @@ class Fp32SplitPlan(DensePlan):
     def _split(self, X: Tensor, terms: Tensor, scales: Tensor) -> None:
         """Launch the split of fp32 rows."""
         rows, L = X.shape[0] * X.shape[1], X.shape[1]
-        args = (
-            make_document_args(X, None),
-            terms,
-            scales,
-            rows,
-            L,
-            len(scales),
-            self.d,
-            self.config._replace(BM=_SPLIT_BLOCK_ROWS),
-        )
-        launcher.launch(
-            fp32_kernels.split_tokens, (architectures.cdiv(rows, _SPLIT_BLOCK_ROWS),), args, {"num_warps": 4}
-        )
+        config, grid = self.config._replace(BM=_SPLIT_BLOCK_ROWS), (architectures.cdiv(rows, _SPLIT_BLOCK_ROWS),)
+        args = (make_document_args(X, None), terms, scales, rows, L, len(scales), self.d, config)
+        launcher.launch(fp32_kernels.split_tokens, grid, args, {"num_warps": 4})

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...core.plan_cache import PlanCache, plans
 from ...core.segments import PackedArgs
@@ -249,7 +248,8 @@ class PackedPlan(Plan):
             return scores
         queries, documents, segments = self._group_args(c, c.tensors)
         sizes = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q)
-        tokens = QueryArgs._make(queries), DocumentArgs._make(documents), self._tiles(c, tile)
+        tiles = make_descriptor(c.D, tile.config) if self.uses_descriptor else None
+        tokens = QueryArgs._make(queries), DocumentArgs._make(documents), tiles
         args = (*tokens, terms, counts, SegmentArgs._make(segments), OutputArgs(scores, argmax), sizes, *tile.constants)
         with use_device(self.device):
             bound = launcher.launch(maxsim_forward_ragged, check_grid(programs), args, tile.options)
@@ -287,10 +287,6 @@ class PackedPlan(Plan):
         segments = (cu_seqlens_q, offsets, lengths, pairs, q_lengths, c.q_each, c.d_each)
         return queries, (D, *d_rows, d_mask, *d_mask_strides), segments
 
-    def _tiles(self, c: PackedArgs, tile: _CompiledTile) -> TensorDescriptor | None:
-        """Return a TMA descriptor of the rows of D, or None if TMA cannot read them."""
-        return make_descriptor(c.D, tile.config) if self.uses_descriptor else None
-
     def _descriptor(self, c: PackedArgs, tile: _CompiledTile, bound: launcher.CompiledKernel, pointer: int) -> tuple:
         """Return the encoded descriptor of D.
 
@@ -298,7 +294,7 @@ class PackedPlan(Plan):
         """
         if len(self.descriptors) >= _MAX_DESCRIPTORS:
             self.descriptors.clear()
-        found = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, self._tiles(c, tile))
+        found = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, make_descriptor(c.D, tile.config))
         return found
 
 

@@ -14,7 +14,7 @@ from ..formats.quantized import Quantized
 from ..ops import maxsim as operators
 from ..ops import saved
 from ..ops.fast_path import eager
-from ..ops.stack import autocast, functional
+from ..ops.stack import autocast
 from . import inputs
 from .inputs import ArgmaxOutput, Tokens, prepare_args
 from .packing import is_sequences
@@ -107,11 +107,6 @@ def maxsim(
         check_types("maxsim", Q, D, q_mask, d_mask, q_weight)
     if not (normalize is False and recompute is False and isinstance(backward, str) and backward == "auto"):
         check_options("maxsim", normalize, backward, recompute)
-    if not compiling and functional.is_transforming():
-        tensors = Q, D, q_mask, d_mask, q_weight
-        return operators.call_dispatched(
-            "maxsim", functional.forward_in_transform, tensors, normalize, backward, recompute
-        )[0]
     return lik.maxsim(
         Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize, backward=backward, recompute=recompute
     )
@@ -266,8 +261,7 @@ def maxsim_with_argmax(
     if found is not None:
         return found
     check_options(op, normalize, backward, recompute)
-    forward = lik.maxsim_fwd if _is_compiling() else functional.forward_in_transform
-    scores, argmax = operators.call_dispatched(op, forward, tensors, normalize, backward, with_argmax=True)
+    scores, argmax = operators.call_dispatched(op, lik.maxsim_fwd, tensors, normalize, backward, with_argmax=True)
     return scores, argmax
 
 

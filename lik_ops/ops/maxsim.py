@@ -19,6 +19,7 @@ from ..core.arguments import add_batch_axes, as_bool, check_dense, choose_argmax
 from ..core.segments import DenseArgs
 from .fast_path import eager
 from .fast_path.eager_calls import DenseCall
+from .registration.autograd import record
 from .registration.custom import custom_op
 from .registration.docstrings import set_docstring
 from .registration.family import (
@@ -48,7 +49,19 @@ _MAXSIM_SCHEMA = (
 _FWD, _LOWMEM, _UNIFIED = map(add_op_namespace_prefix, ("maxsim_fwd", "maxsim_bwd_lowmem", "maxsim_bwd_unified"))
 
 
-@custom_op(add_op_namespace_prefix("maxsim_fwd"), _FWD_SCHEMA)
+def _find_forward_call(args: tuple) -> DenseCall:
+    """Return the decisions about a call of `maxsim_fwd`, which are made once for each dispatch key."""
+    call = lookup_once(_FWD, (), (*args[5:], make_metadata_key(*args[:5])), _make_forward_call, args)
+    functional.reject_forward_ad(args[0], args[1], args[4])
+    return call
+
+
+def _record_forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return the outputs of `maxsim_fwd`, and record a gradient that bypasses the dispatcher if possible."""
+    return record(args[0], args[1], args[4], _find_forward_call(args), args[:5])
+
+
+@custom_op(add_op_namespace_prefix("maxsim_fwd"), _FWD_SCHEMA, record_body=_record_forward)
 def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Return the scores of dense tensors and, if requested, the argmax of each query token.
 
@@ -67,9 +80,7 @@ def maxsim_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         argmax is ``[Nd, Nq, Lq]``, or ``[Nq, K, Lq]`` for candidates. It is a token index within the document, or -1
         for a masked query token and for a document that keeps no token. Without `argmax_dtype` it has size [0].
     """
-    call = lookup_once(_FWD, (), (*args[5:], make_metadata_key(*args[:5])), _make_forward_call, args)
-    functional.reject_forward_ad(args[0], args[1], args[4])
-    return call.forward(args[:5])
+    return _find_forward_call(args).forward(args[:5])
 
 
 def _make_forward_call(args: tuple) -> DenseCall:
@@ -77,7 +88,7 @@ def _make_forward_call(args: tuple) -> DenseCall:
     tensors, (normalize, argmax_dtype, backward) = DenseArgs(*args[:5]), args[5:]
     check_forward(_FWD, tensors, argmax_dtype, backward)
     backend = backends.select_backend(tensors.Q.device, tensors.Q.dtype)
-    return DenseCall(tensors, backend, normalize, backward, argmax_dtype, False, returned=True)
+    return DenseCall(tensors, backend, normalize, backward, argmax_dtype, True, True)
 
 
 @maxsim_fwd.register_fake
@@ -190,11 +201,6 @@ def _composite(
     scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
         return scores
-    if functional.is_differentiating():
-        raise NotImplementedError(
-            f"torch.func cannot differentiate torch.ops.{lik.name}.maxsim, nor any MaxSim inside torch.compile: call"
-            " lik_ops.maxsim outside compiled code, or take gradients with torch.autograd"
-        )
     given = Q, D, q_mask, d_mask, q_weight
     return call_dispatched("maxsim", lik.maxsim_fwd, given, normalize, backward, recompute)[0]
 

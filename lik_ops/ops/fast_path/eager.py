@@ -8,7 +8,6 @@ the tensors of a `PackedArgs`. Kernels read the caller's tensors, so no operatio
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
@@ -19,10 +18,11 @@ from ... import backends
 from ...core.arguments import BACKWARDS, DTYPES, INDEX_DTYPES, as_bool, check_dense, choose_argmax_dtype, score_dtype
 from ...core.plan_cache import plans
 from ...core.segments import PackedArgs, has_even_rows
-from ...core.settings import get_requested_backend, is_checking_values, use_backend
+from ...core.settings import is_checking_values
 from ...families.loss.ops import LossArgs, LossCall, check_loss_args, make_default_labels
 from ...formats.table import EncodedTokens
 from ..checks import hints
+from ..registration.autograd import record
 from .cuts import infer_sizes, is_contiguous_index
 from .eager_calls import DenseCall, PackedCall
 from .watchers import (
@@ -43,44 +43,6 @@ _ARG_TYPES = (
     bool,
 )  # types of the arguments of `try_maxsim`; other types use the operator
 _fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
-_NULL_CONTEXT = contextlib.nullcontext()  # replaces a `use_backend` block, which costs a microsecond
-
-
-class _MaxSim(torch.autograd.Function):
-    """A forward and its gradient, without the dispatcher between them if it is not needed."""
-
-    @staticmethod
-    def forward(ctx, Q, D, q_weight, call, given):
-        scores, *kept = call.forward(given)
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.sizes = call, given[call.tensors :]
-        ctx.save_for_backward(*given[: call.tensors], *kept)
-        if not call.with_argmax:
-            return scores
-        ctx.mark_non_differentiable(*kept)
-        return scores, *kept
-
-    @staticmethod
-    def backward(ctx, grad_scores, grad_argmax=None):
-        needs = list(ctx.needs_input_grad[:3])
-        if grad_scores is None or not any(needs):
-            return (None,) * 5
-        call, saved = ctx.call, ctx.saved_tensors
-        tensors, kept = saved[: call.tensors], saved[call.tensors :]
-        # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
-        with _NULL_CONTEXT if get_requested_backend() == call.choice else use_backend(call.choice):
-            grads = call.gradients(grad_scores, (*tensors, *ctx.sizes), needs, *kept)
-        leaves = tensors[0], tensors[1], tensors[-1]
-        return (
-            *(_match_leaf_shape(g, x) if need else None for g, x, need in zip(grads, leaves, needs, strict=True)),
-            None,
-            None,
-        )
-
-
-def _match_leaf_shape(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """Return the gradient in the shape of `leaf`, without the leading axis that a 2-D `leaf` lacks."""
-    return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
 
 
 def try_maxsim(
@@ -98,7 +60,7 @@ def try_maxsim(
     if call.converts:
         given = _convert_masks(given)
     if call.differentiable:
-        return None if is_below_autograd() else _MaxSim.apply(Q, D, q_weight, call, given)
+        return None if is_below_autograd() else record(Q, D, q_weight, call, given)
     return call.forward(given)[0]
 
 
@@ -190,7 +152,7 @@ def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
         labels = make_default_labels(Q, D)
     tensors = Q, D, as_bool(q_mask), as_bool(d_mask), labels, q_weight
     found = *tensors, float(temperature), ignore_index
-    return _MaxSim.apply(Q, D, q_weight, call, found) if call.differentiable else call.forward(found)[0]
+    return record(Q, D, q_weight, call, found) if call.differentiable else call.forward(found)[0]
 
 
 def _make_loss_call(given: tuple) -> LossCall:
@@ -282,7 +244,7 @@ def try_maxsim_ragged(
         return None
     if not call.differentiable:
         return call.plan.forward(c)
-    found = _MaxSim.apply(Q, D, q_weight, call, c)
+    found = record(Q, D, q_weight, call, c)
     return found if with_argmax else (found, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from types import ModuleType
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor
 from ..._ops import ops as lik
 from ...core.arguments import add_batch_axes, as_bool, choose_argmax_dtype
 from ...core.segments import PackedArgs
-from ...core.settings import get_requested_backend
+from ...core.settings import get_requested_backend, use_backend
 from ..registration.gradients import choose_backward, is_unified
 from .watchers import is_backward_direct
 
 _log = logging.getLogger("lik_ops")
+_NULL_CONTEXT = contextlib.nullcontext()  # replaces a `use_backend` block, which costs a microsecond
 
 
 class EagerCall:
@@ -40,6 +42,30 @@ class EagerCall:
 
     tensors: int  # number of tensors at the beginning of the arguments; sizes follow
 
+    def record(self, ctx: Any, given: tuple) -> Any:
+        """Return the scores and, if requested, the argmax, and save the tensors of the call for `run_backward`."""
+        scores, *kept = self.forward(given)
+        ctx.set_materialize_grads(False)
+        ctx.sizes = given[self.tensors :]
+        ctx.save_for_backward(*given[: self.tensors], *kept)
+        if not self.with_argmax:
+            return scores
+        ctx.mark_non_differentiable(*kept)
+        return scores, *kept
+
+    def run_backward(self, ctx: Any, grad_scores: Tensor | None, grad_argmax: None = None) -> tuple:
+        """Return the gradients of Q, D and the weights, with None for each that is not needed."""
+        needs = list(ctx.needs_input_grad[:3])
+        if grad_scores is None or not any(needs):
+            return None, None, None
+        saved = ctx.saved_tensors
+        tensors, kept = saved[: self.tensors], saved[self.tensors :]
+        # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
+        with _NULL_CONTEXT if get_requested_backend() == self.choice else use_backend(self.choice):
+            grads = self.gradients(grad_scores, (*tensors, *ctx.sizes), needs, *kept)
+        leaves = tensors[0], tensors[1], tensors[-1]
+        return tuple(_match_leaf_shape(g, x) if need else None for g, x, need in zip(grads, leaves, needs, strict=True))
+
     def forward(self, given: tuple) -> tuple:
         """Return the scores, followed by the argmax and other tensors that `gradients` needs."""
         raise NotImplementedError
@@ -49,15 +75,19 @@ class EagerCall:
         raise NotImplementedError
 
 
+def _match_leaf_shape(gradient: Tensor, leaf: Tensor) -> Tensor:
+    """Return the gradient in the shape of `leaf`, without the leading axis that a 2-D `leaf` lacks."""
+    return gradient if gradient.dim() == leaf.dim() else gradient.view(leaf.shape)
+
+
 class DenseCall(EagerCall):
     """A call with dense arguments: Q, D, q_mask, d_mask, q_weight."""
 
     tensors = 5
 
-    def __init__(self, given: tuple, *options: Any, returned: bool = False) -> None:
-        """Make the plan of the call. With `returned`, `forward` returns an argmax of size [0] if none is requested."""
+    def __init__(self, given: tuple, *options: Any) -> None:
+        """Make the plan of the call. With `with_argmax`, an argmax of size [0] is returned if none is computed."""
         super().__init__(given, *options)
-        self.returned = returned
         Q, D, q_mask, d_mask, q_weight = given
         self.q_flat, self.d_flat = Q.dim() == 2, D.dim() == 2
         self.converts = any(m is not None and m.dtype != torch.bool for m in (q_mask, d_mask))
@@ -73,13 +103,13 @@ class DenseCall(EagerCall):
         if found is not None:
             return found
         if self.plan is not None:
-            found, self.again = self.plan.forward(self.shape, given, self.returned)
+            found, self.again = self.plan.forward(self.shape, given, self.with_argmax)
             return found
         scores, argmax = self.backend.forward(*add_batch_axes(*given), self.normalize, self.argmax_dtype)
         for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
             if is_flat:
                 scores.squeeze_(axis)  # in place, because users cannot write to a view that a Function returns
-        return (scores, argmax) if self.returned or self.argmax_dtype is not None else (scores,)
+        return (scores, argmax) if self.with_argmax or self.argmax_dtype is not None else (scores,)
 
     def restore_axes(self, argmax: Tensor, candidates: bool) -> Tensor:
         """Return the argmax as ``[Nq, Nd, Lq]``, without the axes that 2-D arguments lack."""
@@ -96,8 +126,8 @@ class DenseCall(EagerCall):
         if self.d_flat:
             grad_scores = grad_scores.unsqueeze(1)
         is_short = is_backward_direct(grad_scores, *given[:2])
-        if argmax is None and not is_short:
-            argmax = Q.new_empty(0, dtype=torch.int32)
+        if argmax is None or argmax.dim() == 1:  # recompute it
+            argmax = None if is_short else Q.new_empty(0, dtype=torch.int32)
         run = choose_backward(self.backward, self.backend if is_short else None)
         return run(grad_scores, Q, D, argmax, *options, self.normalize, needs)
 

@@ -18,7 +18,9 @@ from torch import _C
 from torch.library import CustomOpDef
 
 from ..._ops import ops as lik
+from ..stack import functional
 from ..stack.checkpointing import copy_cached
+from .autograd import OperatorCall, record, record_level
 from .docstrings import set_docstring
 
 _HIDDEN_ATTRIBUTE = "__dynamo_disable"  # torch caches the hidden version of a function in this attribute
@@ -26,13 +28,17 @@ _LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
 _DEVICES = ("CPU", "CUDA")
 
 
-def custom_op(name: str, schema: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable], CustomOpDef]:
+def custom_op(
+    name: str, schema: str, tags: Sequence[torch.Tag] = (), record_body: Callable | None = None
+) -> Callable[[Callable], CustomOpDef]:
     """Define an operator with `torch.library.custom_op` that neither writes to an argument nor returns one.
 
     Args:
         name: the qualified name.
         schema: the schema without the name.
         tags: the tags of the operator.
+        record_body: runs the body and records a gradient that may bypass the dispatcher. By default the gradient is the
+            registered one.
     """
 
     def defined(body: Callable) -> CustomOpDef:
@@ -43,7 +49,7 @@ def custom_op(name: str, schema: str, tags: Sequence[torch.Tag] = ()) -> Callabl
                 bare = getattr(hidden, "__wrapped__", None)
                 if bare is not None:
                     setattr(bare, _HIDDEN_ATTRIBUTE, partial(_run_hidden, hidden, bare))
-            _register_directly(op, body, bare_name)
+            _register_directly(op, body, bare_name, record_body)
         set_docstring(bare_name, body.__doc__ or "")
         return op
 
@@ -74,18 +80,16 @@ def _skip_in_dynamo(function: Callable, below: bool = False) -> bool:
     return True
 
 
-def _register_directly(op: CustomOpDef, body: Callable, name: str) -> None:
+def _register_directly(op: CustomOpDef, body: Callable, name: str, record_body: Callable | None) -> None:
     """Register `body` as the kernel of `_DEVICES`, and a kernel for autograd that skips autograd if it records nothing.
 
     The autograd kernel reads from the dispatch keys whether a mode, transform or subclass must handle the call below
     it.
     """
     try:
-        from torch._library.autograd import make_autograd_impl
-
-        records, below = make_autograd_impl(op._opoverload, op), _C._after_autograd_keyset
+        overload, below, guard = op._opoverload, _C._after_autograd_keyset, _C._AutoDispatchBelowAutograd
         wants, may_record = _C._any_requires_grad, _C.is_grad_enabled
-    except (AttributeError, ImportError):
+    except AttributeError:
         return
     assert below is not None
 
@@ -94,17 +98,25 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str) -> None:
 
     if not _skip_in_dynamo(direct, below=True):
         return
+    call = OperatorCall(body, op)
+    record_body = record_body or (lambda *args: record(*args, call, args))
     for device in _DEVICES:
         autograd = f"Autograd{device}"
         keys = (device, autograd, "BackendSelect", "ADInplaceOrView")
         unusual = ~_union_keys([getattr(_C.DispatchKey, key) for key in keys])
 
         def recorded(keyset: Any, *args: Any, unusual: int = unusual) -> Any:
-            records_gradients = may_record() and wants(*args)
-            if keyset.raw_repr() & unusual:
-                found = records(keyset, *args)
-                return found if records_gradients else copy_cached(found)
-            return records(keyset, *args) if records_gradients else body(*args)
+            records = may_record() and wants(*args)
+            if not keyset.raw_repr() & unusual:
+                return record_body(*args) if records else body(*args)
+
+            def run(*args: Any) -> Any:
+                with guard():
+                    return overload.redispatch(keyset & below, *args)
+
+            if functional.is_transforming():
+                return record_level(args, run, op, records)
+            return record(*args, OperatorCall(run, op), args) if records else copy_cached(run(*args))
 
         if not _skip_in_dynamo(recorded, below=True):
             return

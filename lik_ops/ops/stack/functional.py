@@ -1,26 +1,25 @@
-"""Support for `torch.func`. Transforms cannot use the autograd formulas of operators, so these functions wrap them.
+"""The state of `torch.func` transforms and of forward-mode AD.
 
-Calls of `lik_ops` functions inside a transform come here. Then torch handles each level of `grad`, `vjp` or `vmap` with
-the batching rules of the operators. A direct call of ``torch.ops.lik.maxsim`` inside a transform raises an error.
+torch calls the kernels of an operator once for each level of `grad` or `vjp`, and its batching rule for each level of
+`vmap`. No operator has a rule for `jvp`, so calls with tangents raise an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..._ops import ops as lik
-from ..registration.family import make_raising_double_backward
-from ..registration.gradients import choose_backward
-
+_levels: Any = torch._C._functorch
 _peek, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _Kind = torch._C._functorch.TransformType
-_GRAD, _JVP, _FUNCTIONALIZE = _Kind.Grad, _Kind.Jvp, _Kind.Functionalize
+_NO_TANGENTS = "lik_ops has no forward-mode AD: compute forward derivatives with lik_ops.reference"
+_GRAD, _JVP = _Kind.Grad, _Kind.Jvp
 
 
 def is_transforming() -> bool:
@@ -43,13 +42,8 @@ def is_taking_tangents() -> bool:
     return _has_transform(_JVP)
 
 
-def is_functionalizing() -> bool:
-    """Return whether `torch.func.functionalize` is active."""
-    return _has_transform(_FUNCTIONALIZE)
-
-
 # Dynamo evaluates these functions while tracing, as with `torch.compiler.assume_constant_result`. See `sharding`.
-for _asked in (is_transforming, is_taking_derivatives, is_taking_tangents, is_functionalizing):
+for _asked in (is_transforming, is_taking_derivatives, is_taking_tangents):
     _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -101,7 +95,13 @@ def reject_forward_ad(*tensors: Tensor | None) -> None:
     Compiled code cannot inspect its tensors, so it raises inside every `jvp`.
     """
     if is_taking_tangents() if torch.compiler.is_dynamo_compiling() else has_tangents(*tensors):
-        raise NotImplementedError("lik_ops has no forward-mode AD: compute forward derivatives with lik_ops.reference")
+        raise NotImplementedError(_NO_TANGENTS)
+
+
+def reject_tangents(*tensors: Tensor) -> None:
+    """Raise NotImplementedError for tensors with tangents at the current level of the active transforms."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(_NO_TANGENTS)
 
 
 def _has_transform(kind: Any) -> bool:
@@ -109,52 +109,12 @@ def _has_transform(kind: Any) -> bool:
     return is_transforming() and any(level.key() == kind for level in _stack() or ())
 
 
-class _TransformForward(torch.autograd.Function):
-    """`lik::maxsim_fwd` for transforms, with a generated vmap rule."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return lik.maxsim_fwd(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        Q, D, q_mask, d_mask, q_weight, ctx.normalize, _, backward = inputs
-        ctx.op = choose_backward(backward)
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(Q, D, output[1], q_mask, d_mask, q_weight)
-
-    @staticmethod
-    def backward(ctx, grad_scores, grad_argmax):
-        needs = [ctx.needs_input_grad[i] for i in (0, 1, 4)]
-        grads = _TransformBackward.apply(ctx.op, grad_scores, *ctx.saved_tensors, ctx.normalize, needs)
-        grad_Q, grad_D, grad_q_weight = (g if need else None for g, need in zip(grads, needs, strict=True))
-        return grad_Q, grad_D, None, None, grad_q_weight, None, None, None
-
-
-class _TransformBackward(torch.autograd.Function):
-    """The backward of `_TransformForward`, with a generated vmap rule."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(op: Any, *args: Any) -> tuple[Tensor, ...]:
-        return op(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        pass
-
-    backward = staticmethod(make_raising_double_backward("maxsim"))
-
-
-def forward_in_transform(*args: Any) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `lik::maxsim_fwd`, in a form that an active transform can differentiate and batch.
-
-    Bodies of operators must not call this function, because the dispatcher has left the transform there.
-    """
-    if is_functionalizing():  # torch has no rule for an autograd.Function there
-        reject_transforms("MaxSim inside functionalize", is_differentiating)
-        return lik.maxsim_fwd(*args)
-    return _TransformForward.apply(*args) if is_transforming() else lik.maxsim_fwd(*args)
+@contextmanager
+def allow_one_level() -> Iterator[None]:
+    """Allow an autograd function that records the current level of the active transforms."""
+    before = _levels.get_single_level_autograd_function_allowed()
+    _levels.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        _levels.set_single_level_autograd_function_allowed(before)

@@ -187,8 +187,7 @@ def _run_packed(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list, C
         offsets, lengths = (_allocate(*shape, dtype=torch.int32) for _ in range(2))
         pairs = None if listed else _allocate(call.pairs, 2, dtype=torch.int64)
     most = call.Lq if call.layout == "pairs" else Q.shape[0]
-    sizes = call.Nq, call.Nd, listed, Q.shape[0], D.shape[0], most
-    c = PackedArgs._make((Q, D, cu_q, offsets, lengths, pairs, None, *masks, None, *sizes))
+    c = PackedArgs.of((Q, D, cu_q, offsets, lengths, pairs, *masks, None), most)
     dtype = choose_argmax_dtype(c.Td) if call.argmax or call.backward else None
     rules = _apply(choose.PACKED_RULES, choose.PackedChoiceArgs(c, call.normalize, dtype is not None, "", arch))
     scores, argmax = backend.ragged_plan(c, call.normalize, dtype).forward(c)
@@ -210,8 +209,7 @@ def _run_quantized(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list
     data = _allocate(call.Nd, call.Ld, one.data.shape[-1], dtype=one.data.dtype)
     scale = _allocate(call.Nd, call.Ld, dtype=torch.float32)
     stored = EncodedTokens(data, scale, None if one.minimum is None else scale.clone(), one.format)
-    sizes = call.Nq, call.Nd, False, call.Nq * call.Lq, call.Nd * call.Ld, call.Lq
-    c = PackedArgs._make((x.Q, data, *(None,) * 5, x.q_mask, x.d_mask, None, *sizes))
+    c = PackedArgs.of((x.Q, data, *(None,) * 4, x.q_mask, x.d_mask, None), call.Lq)
     dtype = choose_argmax_dtype(c.Td) if call.argmax else None
     args = choose.QuantizedChoiceArgs(c, stored, call.normalize, call.argmax, arch)
     rules = _apply(choose.QUANTIZED_RULES, args)

@@ -154,9 +154,8 @@ class _DenseSource:
         return DocumentPart(_slice_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
 
     def gather(self, chosen: Tensor) -> DocumentPart:
-        """Read some documents."""
-        d_mask = None if self.d_mask is None else self.d_mask[chosen.to(self.d_mask.device)]
-        return DocumentPart(_gather_rows(self.D, chosen), d_mask)
+        """Read the tokens of some documents."""
+        return DocumentPart(_gather_rows(self.D, chosen))
 
     def select(self, chosen: Tensor) -> _SelectedDense:
         return _SelectedDense(self, chosen)
@@ -167,14 +166,17 @@ class _SelectedDense(_DenseSource):
 
     def __init__(self, source: _DenseSource, chosen: Tensor) -> None:
         self.source, self.chosen = source, chosen
-        self.d_mask, self.dtype, self.each = source.d_mask, source.dtype, source.each
+        self.dtype, self.each = source.dtype, source.each
+        # The copies of parts run on a second stream, which does not wait for a mask that is selected later.
+        self.d_mask = None if source.d_mask is None else source.d_mask[chosen.to(source.d_mask.device)]
         self.shape = (len(chosen), *source.shape[1:])
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def read(self, begin: int, end: int) -> DocumentPart:
-        return _read_chosen(self.source, self.chosen[begin:end])
+        part = _read_chosen(self.source, self.chosen[begin:end])
+        return part._replace(d_mask=None if self.d_mask is None else self.d_mask[begin:end])
 
 
 class PackedSource:

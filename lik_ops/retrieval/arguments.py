@@ -94,6 +94,8 @@ def as_mask_or_integers(op: str, name: str, x: Any) -> Tensor:
 def _as_native_array(x: Any) -> Any:
     """Return arrays in a form that torch accepts: writable, in native byte order, with strides of 0 or more."""
     numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(x, (list, tuple)) and x and all(isinstance(y, numpy.ndarray) for y in x):
+        x = numpy.array(x)  # torch warns about lists of arrays
     if numpy is None or not isinstance(x, numpy.ndarray):
         return x
     return numpy.array(x, dtype=x.dtype.newbyteorder("="))

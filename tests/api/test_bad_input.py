@@ -28,6 +28,7 @@ PADDED |= {"Q": Q3, "D": D4, **WEIGHT, **OPTIONS}
 STREAM = {"chunk": None, "normalize": False, "progress": None}
 SEARCH = {"top_k": 2, **STREAM, "largest": True, "sorted": True}
 WARM = {"device": "cpu", "dtype": torch.float32, "d": 4, "Lq": 3, "Nq": 1, "Ld": 4, "Nd": 2, "top_k": 1}
+POOLING = {"method": "hierarchical", "metric": "rows", "num_protected": 1, "normalize": True}
 HEAD = {"H": torch.randn(Nd, Ld, 6), "W": torch.randn(d, 6), "b": torch.randn(d)}
 CODED = lik_ops.quantize(D3, lik_ops.ResidualCodec.train(D3, nbits=4, n_centroids=2))
 FLAGS = ("candidates", "q_mask", "d_mask", "q_weight", "normalize", "argmax", "training", "ragged")
@@ -62,11 +63,16 @@ CALLS: dict[str, list[dict]] = {
             **{"p_lengths": torch.tensor([1, Lq]), "r_lengths": torch.tensor([Ld, 0])},
         }
     ],
+    "pool_tokens": [
+        {"D": D3, "factor": 2, "d_mask": MASKS["d_mask"], **POOLING},
+        {"D": D3, "factor": 2.5, "doc_lengths": torch.full((Nd,), Ld), **POOLING},
+        {"D": D3.flatten(0, 1), "factor": 3, "cu_seqlens_d": CU_D, **POOLING},
+    ],
     "similarity_map": [
         {"Q": Q3[0], "D": D3, "q_mask": MASKS["q_mask"][0], "d_mask": MASKS["d_mask"], "normalize": False}
     ],
     "retrieve": [
-        {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH},
+        {"subset": torch.tensor([True] * Nd), "return_argmax": False, "Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH},
         {"Q": Q3, "D": D3.flatten(0, 1), "cu_seqlens_d": CU_D, **SEARCH},
         {"Q": Q3, "D": D3.numpy(), **MASKS, **WEIGHT, **SEARCH},
         {"Q": Q3, "D": D3.flatten(0, 1).numpy(), "cu_seqlens_d": CU_D, **SEARCH},
@@ -164,6 +170,10 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{("Quantized", name): OPTIONAL for name in ("error", "norm")},
     **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates", "n_probe")},
     **{("chamfer_distance", f"{x}_{name}"): OPTIONAL for x in "pr" for name in ("weight", "lengths")},
+    ("retrieve", "subset"): OPTIONAL | {"bool tensor"},
+    ("retrieve", "return_argmax"): FLAG,
+    ("pool_tokens", "factor"): {"float", "huge"},
+    ("pool_tokens", "doc_lengths"): OPTIONAL,
     ("quantize", "D"): {"meta"},
     **{(name, "progress"): FLAG | OPTIONAL for name in ("retrieve", "maxsim_streamed")},
     **{(name, "D"): {"array"} for name in ("retrieve", "maxsim_streamed")},

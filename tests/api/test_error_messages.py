@@ -154,7 +154,7 @@ def test_every_error_begins_with_the_function(function):
     assert not wrong
 
 
-TAKES_ARRAYS = {("retrieve", "D"), ("maxsim_streamed", "D")}
+TAKES_ARRAYS = {("retrieve", "D"), ("retrieve", "subset"), ("maxsim_streamed", "D")}
 
 
 @pytest.mark.parametrize("function", CALLS)

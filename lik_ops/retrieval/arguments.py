@@ -49,12 +49,7 @@ def as_integers(op: str, name: str, x: Any) -> Tensor:
     Raises:
         TypeError: `x` does not hold integers that fit int64.
     """
-    check_unmasked(op, name, x)
-    if not isinstance(x, Tensor):
-        try:
-            x = torch.as_tensor(list(x) if isinstance(x, range) else _as_native_array(x), device="cpu")
-        except (TypeError, ValueError, RuntimeError):  # also raised for integers beyond 64 bits
-            raise TypeError(f"{op}: {name}: expected integers, got {short_repr(x)}") from None
+    x = _as_tensor(op, name, x, "integers")
     check_strided(op, name, x)
     check_has_values(op, name, x)
     empty = torch.float32, torch.get_default_dtype()  # the dtypes of an empty list
@@ -71,12 +66,7 @@ def as_mask_or_integers(op: str, name: str, x: Any) -> Tensor:
 
     Raise TypeError if `x` holds neither.
     """
-    check_unmasked(op, name, x)
-    if not isinstance(x, Tensor):
-        try:
-            x = torch.as_tensor(list(x) if isinstance(x, range) else _as_native_array(x), device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            raise TypeError(f"{op}: {name}: expected bools or integers, got {short_repr(x)}") from None
+    x = _as_tensor(op, name, x, "bools or integers")
     if x.dtype == torch.bool:
         check_strided(op, name, x)
         check_has_values(op, name, x)
@@ -89,6 +79,17 @@ def as_mask_or_integers(op: str, name: str, x: Any) -> Tensor:
     if x.dtype not in _INTEGERS:
         raise TypeError(f"{op}: {name}: expected bools or integers, got {x.dtype}")
     return x.detach().long()
+
+
+def _as_tensor(op: str, name: str, x: Any, expected: str) -> Tensor:
+    """Return a tensor, an array or nested lists as a tensor. Raise TypeError, naming `expected`, for other objects."""
+    check_unmasked(op, name, x)
+    if isinstance(x, Tensor):
+        return x
+    try:
+        return torch.as_tensor(list(x) if isinstance(x, range) else _as_native_array(x), device="cpu")
+    except (TypeError, ValueError, RuntimeError):  # also raised for integers beyond 64 bits
+        raise TypeError(f"{op}: {name}: expected {expected}, got {short_repr(x)}") from None
 
 
 def _as_native_array(x: Any) -> Any:

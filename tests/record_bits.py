@@ -159,9 +159,13 @@ def scored(call: Callable, leaves: list[Tensor], g: torch.Generator, skip_unserv
         return None
 
 
-def records(device: str, grid: str, skip_unserved: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield names of calls, and a digest of their results and gradients."""
-    for ties, dtype, shape, counts in itertools.product(*GRIDS[grid]):
+def records(device: str, grid: str, skip_unserved: bool = False, part: tuple[int, int] = (0, 1)) -> Iterator:
+    """Yield names of calls, and a digest of their results and gradients.
+
+    ``part`` is ``(k, n)`` for every n-th combination of the grid, beginning with combination k.
+    """
+    k, n = part
+    for ties, dtype, shape, counts in list(itertools.product(*GRIDS[grid]))[k::n]:
         g = torch.Generator().manual_seed(sum(shape) + sum(counts))
         for calls in (dense_calls, ragged_calls):
             for name, leaves, call in calls(g, shape, counts, {"dtype": dtype, "device": device, "ties": ties}):
@@ -183,10 +187,11 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help="with the file, instead of writing it")
     parser.add_argument("--grid", choices=GRIDS, default="full", help="the calls to record")
     parser.add_argument("--skip-unserved", action="store_true", help="skip calls that LIK_OPS_KERNEL cannot serve")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"), help="part K of N of the grid")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    found = dict(records(arguments.device, arguments.grid, arguments.skip_unserved))
+    found = dict(records(arguments.device, arguments.grid, arguments.skip_unserved, tuple(arguments.part)))
     if not arguments.compare:
         arguments.file.write_text(json.dumps(found, indent=1))
         print(f"{len(found)} digests, backend {os.environ.get('LIK_OPS_BACKEND', 'auto')}")

@@ -1,5 +1,6 @@
 """LIK_OPS_CAPTURE and LIK_OPS_KERNEL: accepted values, what they change, and that bits stay equal."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -172,22 +173,23 @@ def test_a_family_that_is_forced_serves_the_call_or_says_why_not():
     assert "the architecture is sm_80, not sm_90" in elsewhere["dense"]
 
 
-def check_switches(tmp_path, switches, *options, **variables):
+def check_switches(tmp_path, switches, parts, *options, **variables):
     """Compare the bits under each switch with the bits without, for all calls that the switch can serve.
 
-    Each recording is a process of its own, and all run at the same time.
+    Each part of a recording is a process of its own, and all run at the same time.
     """
     settings = {"default": {}, **{f"{name} {value}": {name: value} for name, value in switches}}
-    ran, found = {}, {}
-    for name, changed in settings.items():
+    ran, found = {}, {name: {} for name in settings}
+    for (name, changed), part in itertools.product(settings.items(), range(parts)):
         skipping = ["--skip-unserved"] if "sm90" in changed.values() else []
-        command = [sys.executable, "-m", "tests.record_bits", *options, *skipping, str(tmp_path / f"{name}.json")]
+        file = tmp_path / f"{name} {part}.json"
+        command = [sys.executable, "-m", "tests.record_bits", *options, *skipping, "--part", str(part), str(parts)]
         environment = os.environ | {"LIK_OPS_NORM_WARNING": "0"} | variables | changed
-        with (tmp_path / f"{name}.log").open("w") as log:
-            ran[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-    for name, process in ran.items():
-        assert process.wait() == 0, (name, (tmp_path / f"{name}.log").read_text()[-4000:])
-        found[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        with file.with_suffix(".log").open("w") as log:
+            ran[name, file] = subprocess.Popen([*command, str(file)], cwd=ROOT, env=environment, stdout=log, stderr=log)
+    for (name, file), process in ran.items():
+        assert process.wait() == 0, (name, file.with_suffix(".log").read_text()[-4000:])
+        found[name] |= json.loads(file.read_text())
     expected = found.pop("default")
     for name, bits in found.items():
         assert bits and (name.endswith("sm90") or bits.keys() == expected.keys()), name
@@ -199,14 +201,14 @@ def check_switches(tmp_path, switches, *options, **variables):
 @pytest.mark.skipif(INTERPRETING, reason="starts the interpreter itself")
 def test_the_switches_keep_the_bits_in_the_interpreter(tmp_path):
     variables = {"TRITON_INTERPRET": "1", "LIK_OPS_BACKEND": "triton"}
-    check_switches(tmp_path, SWITCHES[:2], "--grid=small", **variables)
+    check_switches(tmp_path, SWITCHES[:2], 1, "--grid=small", **variables)
 
 
 @pytest.mark.gpu
 def test_the_switches_keep_the_bits_on_a_gpu(tmp_path):
     """The last switch serves some calls on sm_90, and none elsewhere."""
     is_sm90 = torch.cuda.get_device_capability() == (9, 0)
-    found = check_switches(tmp_path, SWITCHES if is_sm90 else SWITCHES[:2], "--grid=medium", "--device=cuda")
+    found = check_switches(tmp_path, SWITCHES if is_sm90 else SWITCHES[:2], 4, "--grid=medium", "--device=cuda")
     assert not is_sm90 or len(found["LIK_OPS_KERNEL sm90"]) > 50
 
 

@@ -62,19 +62,19 @@ Scorer = Callable[..., Tensor]  # f(Q, H, W, b)
 class Inputs:
     """Query tokens of unit norm, hidden states, a head, and a document mask or None."""
 
-    def __init__(self, case: Head) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
+    def __init__(self, case: Head, device: str = "cuda") -> None:
+        generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device="cuda", dtype=getattr(torch, case.dtype))
+            return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
 
         self.Q = F.normalize(draw(case.Nq, case.Lq, case.d), dim=-1)
         self.H = draw(case.Nd, case.Ld, case.width)
         self.W, self.b = draw(case.d, case.width) / case.width**0.5, draw(case.d) / 4
-        self.upstream = torch.rand((case.Nq, case.Nd), generator=generator, device="cuda") - 0.5
+        self.upstream = torch.rand((case.Nq, case.Nd), generator=generator, device=device) - 0.5
         self.d_mask = None
         if case.mask:
-            self.d_mask = torch.rand((case.Nd, case.Ld), generator=generator, device="cuda") > 0.25
+            self.d_mask = torch.rand((case.Nd, case.Ld), generator=generator, device=device) > 0.25
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

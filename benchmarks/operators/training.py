@@ -77,9 +77,14 @@ def backward(score: Scorer, x: Inputs, needs: str) -> Callable[[], object]:
 
 def errors_of(x: Inputs, score: Scorer) -> dict[str, float]:
     """Return relative errors of both gradients against fp64. A nonzero that must be zero gives infinity."""
+    return errors_of_step(x, lambda upstream: step(score, x, upstream))
+
+
+def errors_of_step(x: Inputs, run_step: Callable[[Tensor], tuple[Tensor, ...]]) -> dict[str, float]:
+    """Return relative errors of both gradients that `run_step` returns for an upstream gradient of the scores."""
     upstream = torch.zeros_like(x.grad_scores)
     upstream[-SLICE_Q:, -SLICE_D:] = x.grad_scores[-SLICE_Q:, -SLICE_D:]
-    grads = step(score, x, upstream)
+    grads = run_step(upstream)
     *tokens, options = x.last(SLICE_Q, SLICE_D)
     Q, D = (t.double().requires_grad_() for t in tokens)
     scores = reference.maxsim(Q, D, **options)

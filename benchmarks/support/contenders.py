@@ -55,6 +55,15 @@ def _late_interaction(case: Case, x: Inputs) -> Scorer | str:
 
 
 def _flash(case: Case, x: Inputs) -> Scorer | str:
+    if case.dtype == "float32" and case.Lq > LONG:
+        return HALF
+    if case.what != "scores" and case.Lq > LONG:
+        return "more than 30 s of compiling (100 for a step): winners of a query this long unroll"
+    return flash_scorer(case, x)
+
+
+def flash_scorer(case: Case, x: Inputs) -> Scorer | str:
+    """Return the scorer of flash-maxsim, also for long queries that it compiles for minutes."""
     try:
         import flash_maxsim
     except ImportError:
@@ -63,10 +72,6 @@ def _flash(case: Case, x: Inputs) -> Scorer | str:
         return "no weights"
     if case.mask == "holes":
         return "no masks with holes"
-    if case.dtype == "float32" and case.Lq > LONG:
-        return HALF
-    if case.what != "scores" and case.Lq > LONG:
-        return "more than 30 s of compiling (100 for a step): winners of a query this long unroll"
     lengths = None if x.doc_lengths is None else x.doc_lengths.flatten()
 
     def score(Q: Tensor, D: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -51,11 +51,12 @@ class Timer:
         _empty[(1,)](self.out)
 
     @staticmethod
-    def looked_at(function: Callable[[], object]) -> tuple[int, float]:
+    def looked_at(function: Callable[[], object], seconds: float = 2) -> tuple[int, float]:
         """Warm up with two calls and time a third.
 
         Returns:
-            The number of calls that fit in two seconds, at least five, and the host milliseconds of one call.
+            The number of calls that fit in `seconds`, and the host milliseconds of one call. The number is at least
+            five, or three if one call takes longer than `seconds`.
         """
         function(), function()
         torch.cuda.synchronize()
@@ -63,29 +64,56 @@ class Timer:
         function()
         queued = time.perf_counter() - start
         torch.cuda.synchronize()
-        return max(5, int(2 / (time.perf_counter() - start))), queued * 1e3
+        elapsed = time.perf_counter() - start
+        return max(5 if elapsed < seconds else 3, int(seconds / elapsed)), queued * 1e3
 
     def compare(self, functions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Return the median milliseconds of each function.
 
         Each round calls every function once, so that changes of the device clock affect all of them.
         """
-        looks = [self.looked_at(function) for function in functions.values()]
-        rounds = min([self.rounds, *(rounds for rounds, _ in looks)])
+        looks = {name: self.looked_at(function) for name, function in functions.items()}
+        rounds = min([self.rounds, *(rounds for rounds, _ in looks.values())])
+        slowest = max((host_ms for _, host_ms in looks.values()), default=0.0)
+        times = self._timed(functions, {name: (rounds, slowest) for name in functions})
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    def samples(
+        self, functions: Mapping[str, Callable[[], object]], seconds: float, flush: bool = True
+    ) -> dict[str, list[float]]:
+        """Return the milliseconds of every timed call of each function.
+
+        Unlike in `compare`, a slow function gets fewer calls than a fast one: as many as fit in `seconds`, up to
+        `rounds`. Without `flush`, each call finds what the call before left in the L2 cache, which is a call of the
+        same function.
+        """
+        looks = {name: self.looked_at(function, seconds) for name, function in functions.items()}
+        plans = {name: (min(self.rounds, rounds), host_ms) for name, (rounds, host_ms) in looks.items()}
+        if flush:
+            return self._timed(functions, plans)
+        return {name: self._timed({name: f}, plans, flush=False)[name] for name, f in functions.items()}
+
+    def _timed(
+        self, functions: Mapping[str, Callable[[], object]], plans: Mapping[str, tuple[int, float]], flush: bool = True
+    ) -> dict[str, list[float]]:
+        """Return the milliseconds of each call. `plans` has the rounds and the host milliseconds of each function."""
         least, most = AHEAD_MS
-        ahead = min(max([least, *(3 * host_ms for _, host_ms in looks)]), most)
         events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in functions}
-        for _ in range(rounds):
+        for n in range(max((plans[name][0] for name in functions), default=0)):
             for name, function in functions.items():
+                rounds, host_ms = plans[name]
+                if n >= rounds:
+                    continue
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(int(ahead * CYCLES_PER_MS))
-                self.read(self.buffer)
+                torch.cuda._sleep(int(min(max(least, 3 * host_ms), most) * CYCLES_PER_MS))
+                if flush:
+                    self.read(self.buffer)
                 start.record()
                 function()
                 end.record()
                 events[name].append((start, end))
             torch.cuda.synchronize()  # else the host runs whole rounds ahead and queues their allocations
-        return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in events.items()}
+        return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
 
     def __call__(self, function: Callable[[], object]) -> float:
         """Return the median milliseconds of one function."""
@@ -167,6 +195,14 @@ def host_microseconds(function: Callable[[], object], rounds: int) -> float:
     elapsed = time.perf_counter() - start
     synchronize()
     return elapsed / rounds * 1e6
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Return the median, both quartiles and the number of samples."""
+    if len(samples) < 2:
+        return {"median": samples[0], "q1": samples[0], "q3": samples[0], "n": 1}
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3, "n": len(samples)}
 
 
 def reason(failure: BaseException) -> str:

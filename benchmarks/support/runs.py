@@ -28,15 +28,15 @@ def wait(processes: Iterable[subprocess.Popen], end: float) -> None:
             process.wait()
 
 
-def compile_first(names: Iterable[str], seconds: float) -> None:
-    """Run this script once per row in parallel processes that end after `seconds`.
+def compile_first(names: Iterable[str], seconds: float, *options: str) -> None:
+    """Run this script once per row in parallel processes that end after `seconds`. They also get `options`.
 
     Triton then finds the compiled kernels in its cache. Compiling one row at a time is ten times slower.
     """
     if not seconds:
         return
     end = time.monotonic() + seconds
-    command = [sys.executable, *sys.orig_argv[1:], "--first", "0", "--rounds", "1"]
+    command = [sys.executable, *sys.orig_argv[1:], "--first", "0", "--rounds", "1", *options]
     with tempfile.TemporaryDirectory() as path:
         running = [
             subprocess.Popen(

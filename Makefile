@@ -141,6 +141,7 @@ bench: $(VENV)/.stamp-bench
 
 figures: $(VENV)/.stamp
 	@$(BIN)/python -m benchmarks.report.tables
+	@$(BIN)/python -m benchmarks.report.papers
 	@$(BIN)/python -m benchmarks.report.plot
 
 clean:

@@ -22,7 +22,7 @@ KERNELS := $(AOT) $(INTERPRETED)
 TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench figures clean
+.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench bench-gate bench-gate-test host-gate host-record figures clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -40,6 +40,10 @@ help:
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make docs      the documentation as a site, in site/; a link that leads nowhere is an error"
 	@echo "make bench     the CPU benchmark (BENCH=benchmarks.operators.forward picks another)"
+	@echo "make bench-gate BASE=REF    device times of this checkout against a commit or a folder, on a GPU, by GPU_PYTHON; fails at 3 % slower"
+	@echo "make bench-gate-test  a copy whose kernels are 5 % slower is refused, on an sm_90 GPU"
+	@echo "make host-gate  instructions of host calls against their record (BASE=...: a commit or a folder), with Valgrind; fails at 3 % more"
+	@echo "make host-record  the record of host-gate, after an intended change"
 	@echo "make figures   the tables and pictures of the documentation, from benchmarks/results"
 	@echo "make clean     remove .venv, caches and build outputs"
 
@@ -138,6 +142,21 @@ docs: $(VENV)/.stamp-docs
 bench: $(VENV)/.stamp-bench
 	@test -n "$(BENCH)" || { echo "no benchmark found: BENCH is empty" >&2; exit 1; }
 	@for module in $(BENCH); do echo "== $$module"; $(BIN)/python -m $$module || exit 1; done
+
+# The installed Python, as for test-gpu. GATE_ARGS="--seconds 300 --only forward" are options of the module.
+BASE ?=
+bench-gate:
+	@test -n "$(BASE)" || { echo "make bench-gate BASE=REF: a commit or a folder to compare with" >&2; exit 2; }
+	@$(GPU_PYTHON) -m benchmarks.gate.device "$(BASE)" $(GATE_ARGS)
+
+bench-gate-test:
+	@$(GPU_PYTHON) -m benchmarks.gate.proof device $(GATE_ARGS)
+
+host-gate: $(VENV)/.stamp
+	@$(BIN)/python -m benchmarks.gate.host $(BASE) $(GATE_ARGS)
+
+host-record: $(VENV)/.stamp
+	@$(BIN)/python -m benchmarks.gate.host --record
 
 figures: $(VENV)/.stamp
 	@$(BIN)/python -m benchmarks.report.tables

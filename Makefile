@@ -22,7 +22,7 @@ KERNELS := $(AOT) $(INTERPRETED)
 TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench bench-gate bench-gate-test host-gate host-record figures clean
+.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench bench-gate bench-gate-test host-gate host-record figures dashboard clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -45,6 +45,7 @@ help:
 	@echo "make host-gate  instructions of host calls against their record (BASE=...: a commit or a folder), with Valgrind; fails at 3 % more"
 	@echo "make host-record  the record of host-gate, after an intended change"
 	@echo "make figures   the tables and pictures of the documentation, from benchmarks/results"
+	@echo "make dashboard build/dashboard.html: a line per figure of benchmarks/results over its commits"
 	@echo "make clean     remove .venv, caches and build outputs"
 
 # torch goes first and alone with numpy: everything after it finds the pinned build in place.
@@ -162,6 +163,9 @@ figures: $(VENV)/.stamp
 	@$(BIN)/python -m benchmarks.report.tables
 	@$(BIN)/python -m benchmarks.report.papers
 	@$(BIN)/python -m benchmarks.report.plot
+
+dashboard:
+	@$(PYTHON) -m benchmarks.report.dashboard
 
 clean:
 	@rm -rf $(VENV) $(OLDEST) $(NEWEST) .triton .hosts build dist site *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

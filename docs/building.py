@@ -1,7 +1,8 @@
 """Build the site: a mkdocs hook for files outside docs/, and a griffe extension that reads docstrings.
 
-`on_files` adds README.md, CONTRIBUTING.md, CHANGELOG.md and the notebook as pages. `Sections` defines the docstring
-sections of lik_ops for the parser, and adds the schema of each operator below its text.
+`on_files` adds README.md, CONTRIBUTING.md, CHANGELOG.md and the notebook as pages, and the dashboard of
+`benchmarks/report/dashboard.py`. `Sections` defines the docstring sections of lik_ops for the parser, and adds the
+schema of each operator below its text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import base64
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +95,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages: dict[str, str | bytes] = {page: from_docs((ROOT / name).read_text()) for page, name in OUTSIDE.items()}
     notebook = json.loads((ROOT / "examples" / f"{NOTEBOOK}.ipynb").read_text())
     pages[f"{NOTEBOOK}.md"], pictures = render_notebook(notebook)
+    dashboard = runpy.run_path(str(ROOT / "benchmarks" / "report" / "dashboard.py"))
+    pages["dashboard.html"] = dashboard["render"](dashboard["collect"](), in_site=True)
     for page, content in {**pages, **pictures}.items():
         files.append(File.generated(config, page, content=content))
     return files

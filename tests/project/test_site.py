@@ -136,4 +136,6 @@ def test_the_built_site_shows_names_schemas_and_outputs(tmp_path):
     notebook = (tmp_path / "late_interaction.html").read_text()
     assert 'src="images/late_interaction-map.png"' in notebook and "Output" in notebook
     assert (tmp_path / "images" / "late_interaction-map.png").exists()
+    assert 'href="dashboard.html"' in (tmp_path / "performance.html").read_text()
+    assert '"name":"forward"' in (tmp_path / "dashboard.html").read_text()
     assert not re.search(r">(?:docs/)?[\w-]+\.md</a>", (tmp_path / "index.html").read_text())

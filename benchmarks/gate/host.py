@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -37,9 +38,10 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "LIK_OPS_NORM_WARNING": "0",
     "ATEN_CPU_CAPABILITY": "default",
-    "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
+if platform.machine() == "x86_64":
+    ENVIRONMENT["TORCHINDUCTOR_CPP_MARCH"] = "x86-64-v3"
 Counts = dict[str, float]
 
 

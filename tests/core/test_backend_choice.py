@@ -64,6 +64,7 @@ def test_triton_where_it_cannot_run_is_an_error_not_a_fallback():
 
 def test_cpu_takes_portable_and_a_gpu_without_kernels_says_why(caplog):
     assert backends.select_backend(CPU, torch.float32) is portable
+    pytest.importorskip("triton", reason="without Triton, no GPU has kernels")
     with caplog.at_level(logging.DEBUG, logger="lik_ops"):
         assert backends.select_backend(torch.device("cuda", 0), torch.float64) is portable
     assert "no fp64" in caplog.text
@@ -100,6 +101,7 @@ def test_info_compiles_nothing_where_the_backend_cannot_run():
 
 
 def test_info_names_the_kernel_that_a_gpu_would_run():
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
     from lik_ops import info
     from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 

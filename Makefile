@@ -22,7 +22,7 @@ KERNELS := $(AOT) $(INTERPRETED)
 TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub lint format docs bench bench-gate bench-gate-test host-gate host-record figures dashboard clean
+.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub release-check lint format docs bench bench-gate bench-gate-test host-gate host-record figures dashboard clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-compiled  of that what is compiled ahead of time"
 	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
 	@echo "make hub       the folder for the Hugging Face kernels hub, build/hub, and its tests with the package kernels"
+	@echo "make release-check  sdist, wheel, metadata, public API, and README.md with each of PYTHONS in fresh environments"
 	@echo "make lint      ruff, mypy, import-linter, and make docs"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make docs      the documentation as a site, in site/; a link that leads nowhere is an error"
@@ -73,6 +74,10 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp
 # mkdocs with its theme, for the site.
 $(VENV)/.stamp-docs: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.stamp-release: $(VENV)/.stamp
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[release]'
 	@touch $@
 
 $(VENV)/.stamp-hub: $(VENV)/.stamp
@@ -122,6 +127,11 @@ test-hosts:
 hub: $(VENV)/.stamp-hub
 	@$(BIN)/python hub/layout.py
 	@$(PYTEST) -m "not gpu" tests/project/test_hub.py
+
+# Fresh environments with each of PYTHONS; UV_TORCH_BACKEND=cpu installs the CPU build of torch in them.
+PYTHONS ?= 3.11 3.12 3.13 3.14
+release-check: $(VENV)/.stamp-release
+	@$(BIN)/python -m tests.release.check --pythons $(PYTHONS) $(RELEASE_ARGS)
 
 test-all: $(VENV)/.stamp
 	@$(PYTEST) -m "not gpu" tests opcheck $(PYTEST_ARGS)

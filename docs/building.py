@@ -153,15 +153,20 @@ def wrap_schema(schema: str) -> str:
     return "\n".join([f"{name}(", *lines, f") -> {result}"])
 
 
-def schemas() -> dict[str, str]:
-    """Return the schema of each operator, from the snapshots of the operator checks."""
-    tree = ast.parse((ROOT / "opcheck" / "graphs.py").read_text())
+def read_schemas(source: str) -> dict[str, str]:
+    """Return the schema of each operator, from the source of ``opcheck/graphs.py``, which has the snapshots."""
+    tree = ast.parse(source)
     (found,) = (
         node.value
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_SCHEMAS"
     )
     return ast.literal_eval(found)
+
+
+def schemas() -> dict[str, str]:
+    """Return the schema of each operator of this checkout."""
+    return read_schemas((ROOT / "opcheck" / "graphs.py").read_text())
 
 
 class Sections(Extension):

@@ -20,7 +20,6 @@ import subprocess
 import sys
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from lik_ops.ops.fast_path import eager
 
 from ..export.test_export import why_not_cpp
 from ..integrations.test_integrations_hosts import ADAPTERS, host
+from ..release.pages import read_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -71,17 +71,8 @@ def test_every_row_names_what_shows_it(heading):
             assert name in checks.CHECKS or name in graphs.SNAPSHOTS, f"{cells[0]}: no check {name}"
 
 
-class Block(NamedTuple):
-    mark: str
-    language: str
-    line: int
-    source: str
-
-
 def blocks(page):
-    text = (ROOT / page).read_text()
-    found = re.finditer(r"^(?:<!-- test: (\w+) -->\n)?```(\w*)\n(.*?)^```$", text, re.M | re.S)
-    return [Block(m[1] or "", m[2], text.count("\n", 0, m.start(3)), m[3]) for m in found]
+    return read_blocks(ROOT / page)
 
 
 def pages(mark):

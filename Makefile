@@ -37,7 +37,7 @@ help:
 	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
 	@echo "make hub       the folder for the Hugging Face kernels hub, build/hub, and its tests with the package kernels"
 	@echo "make release-check  sdist, wheel, metadata, public API, and README.md with each of PYTHONS in fresh environments"
-	@echo "make lint      ruff, mypy, import-linter, and make docs"
+	@echo "make lint      ruff, mypy, import-linter, actionlint, and make docs"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make docs      the documentation as a site, in site/; a link that leads nowhere is an error"
 	@echo "make bench     the CPU benchmark (BENCH=benchmarks.operators.forward picks another)"
@@ -141,6 +141,7 @@ lint: $(VENV)/.stamp docs
 	@$(BIN)/python -m ruff format --check
 	@$(BIN)/python -m mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/actionlint -shellcheck= -pyflakes= .github/workflows/*.yml
 
 format: $(VENV)/.stamp
 	@$(BIN)/python -m ruff check --fix

@@ -1,6 +1,7 @@
 """Test `read_index` and `write_index` on indexes of fast-plaid, ColBERT, and lik_ops, and on corrupt files."""
 
 import json
+import os
 from contextlib import nullcontext
 
 import numpy as np
@@ -323,6 +324,35 @@ def test_a_missing_file_is_named(tmp_path, name):
     (root / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):
         lik_ops.read_index(root)
+
+
+class _Code:
+    """Object whose pickle creates a directory when it is loaded."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(MERGED, "centroids.npy"), (COLBERT, "centroids.pt")])
+def test_code_in_a_pickle_does_not_run(tmp_path, kind, name):
+    """SECURITY.md names this test."""
+    root, effect = example(tmp_path / "index", kind)[0], tmp_path / "effect"
+    if kind == MERGED:
+        np.save(root / name, np.array([_Code(effect)], dtype=object), allow_pickle=True)
+        np.load(root / name, allow_pickle=True)
+    else:
+        torch.save(_Code(effect), root / name)
+        torch.load(root / name, weights_only=False)
+    effect.rmdir()  # raises if the file above has no effect when it is trusted
+    with pytest.raises(ValueError, match=f"{name}: not a whole"):
+        lik_ops.read_index(root)
+    (tmp_path / "pickle.safetensors").write_bytes((root / name).read_bytes())
+    with pytest.raises(ValueError):
+        lik_ops.Quantized.load(tmp_path / "pickle.safetensors")
+    assert not effect.exists()
 
 
 def test_bad_input_names_the_argument(tmp_path):

@@ -14,6 +14,8 @@ import lik_ops
 from lik_ops import integrations
 from lik_ops.opcheck.samples.table import list_registered
 
+from ..support import browser
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
@@ -121,21 +123,42 @@ def test_every_environment_variable_is_on_the_page_of_settings():
     assert sorted(listed) == sorted(read)
 
 
-def test_the_built_site_shows_names_schemas_and_outputs(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Return the folder of the built site."""
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="the site: pip install '.[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    operators = (tmp_path / "api" / "operators.html").read_text()
+    return directory
+
+
+def test_the_built_site_shows_names_schemas_and_outputs(site):
+    operators = (site / "api" / "operators.html").read_text()
     entries = re.findall(r'<span class="md-ellipsis">\s*([^\s]+)', operators.replace("<wbr>", ""))
     assert {f"lik::{name}" for name in building.OPERATORS.values()} < set(entries)
     assert "_composite" not in entries
     assert "\n    Tensor? q_mask=None,\n" in operators
-    notebook = (tmp_path / "late_interaction.html").read_text()
+    notebook = (site / "late_interaction.html").read_text()
     assert 'src="images/late_interaction-map.png"' in notebook and "Output" in notebook
-    assert (tmp_path / "images" / "late_interaction-map.png").exists()
-    assert 'href="dashboard.html"' in (tmp_path / "performance.html").read_text()
-    assert '"name":"forward"' in (tmp_path / "dashboard.html").read_text()
-    assert not re.search(r">(?:docs/)?[\w-]+\.md</a>", (tmp_path / "index.html").read_text())
+    assert (site / "images" / "late_interaction-map.png").exists()
+    assert 'href="dashboard.html"' in (site / "performance.html").read_text()
+    assert '"name":"forward"' in (site / "dashboard.html").read_text()
+    assert not re.search(r">(?:docs/)?[\w-]+\.md</a>", (site / "index.html").read_text())
+
+
+def test_the_page_on_tiles_fits_the_window(site):
+    """`test_tiles.py` tests what the page does, without the theme of the site."""
+    inside = "(x) => { const box = x.getBoundingClientRect(); return box.left >= 0 && box.right <= innerWidth }"
+    address = (site / "tiles.html").as_uri()
+    with browser.open_browser() as chromium:
+        for width in (390, 768, 1280):
+            with browser.open_page(chromium, address, viewport={"width": width, "height": 900}) as page:
+                page.get_by_role("button", name="Step", exact=True).click()
+                assert page.get_by_text("Step 1 of 9", exact=True).is_visible()
+                assert page.evaluate("document.documentElement.scrollWidth") == width
+                for part in ("#tiles-naive", "#tiles-fused", "#tiles-table"):
+                    assert page.locator(part).evaluate(inside), f"{part} is cut off at {width} pixels"

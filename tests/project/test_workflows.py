@@ -20,7 +20,7 @@ def list_commands(job):
 @pytest.mark.parametrize("key", JOBS, ids="/".join)
 def test_make_targets_exist(key):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = [name for run in list_commands(JOBS[key]) for name in re.findall(r"^make ([\w-]+)", run, re.M)]
+    named = [name for run in list_commands(JOBS[key]) for name in re.findall(r"^ *make ([\w-]+)", run, re.M)]
     named += [target.split()[0] for target in JOBS[key].get("strategy", {}).get("matrix", {}).get("target", [])]
     assert set(named) <= targets
 

@@ -36,8 +36,8 @@ help:
 	@echo "make test-compiled  of that what is compiled ahead of time"
 	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
 	@echo "make hub       the folder for the Hugging Face kernels hub, build/hub, and its tests with the package kernels"
-	@echo "make release-check  sdist, wheel, metadata, public API, and README.md with each of PYTHONS in fresh environments"
-	@echo "make lint      ruff, mypy, import-linter, actionlint, and make docs"
+	@echo "make release-check  actionlint, sdist, wheel, metadata, public API, and README.md with each of PYTHONS in fresh environments"
+	@echo "make lint      ruff, mypy, import-linter, and make docs"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make docs      the documentation as a site, in site/; a link that leads nowhere is an error"
 	@echo "make bench     the CPU benchmark (BENCH=benchmarks.operators.forward picks another)"
@@ -131,6 +131,7 @@ hub: $(VENV)/.stamp-hub
 # Fresh environments with each of PYTHONS; UV_TORCH_BACKEND=cpu installs the CPU build of torch in them.
 PYTHONS ?= 3.11 3.12 3.13 3.14
 release-check: $(VENV)/.stamp-release
+	@$(BIN)/actionlint -shellcheck= -pyflakes= .github/workflows/*.yml
 	@$(BIN)/python -m tests.release.check --pythons $(PYTHONS) $(RELEASE_ARGS)
 
 test-all: $(VENV)/.stamp
@@ -141,7 +142,6 @@ lint: $(VENV)/.stamp docs
 	@$(BIN)/python -m ruff format --check
 	@$(BIN)/python -m mypy
 	@$(BIN)/lint-imports --no-logo
-	@$(BIN)/actionlint -shellcheck= -pyflakes= .github/workflows/*.yml
 
 format: $(VENV)/.stamp
 	@$(BIN)/python -m ruff check --fix

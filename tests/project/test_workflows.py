@@ -1,4 +1,4 @@
-"""Test that the workflows of the public CI agree with the project. `make lint` checks their syntax with actionlint."""
+"""Test that the workflows of the public CI agree with the project. `make release-check` runs actionlint on them."""
 
 import re
 from pathlib import Path

@@ -28,9 +28,9 @@ import lik_ops
 with explain_missing('".[demo]"'):
     import numpy as np
     from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
+    from evaluation.known_item import BATCH_SIZE, EVALUATION_POOL, Evaluation, evaluate_known_items
+    from evaluation.model_encoder import ModelEncoder
     from hashed_encoder import WORD, HashedEncoder
-    from known_item import BATCH_SIZE, EVALUATION_POOL, Evaluation, evaluate_known_items
-    from model_encoder import ModelEncoder
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -32,8 +32,8 @@ from missing_packages import explain_missing
 with explain_missing('".[demo]"'):
     import numpy as np
     from docstring_corpus import Docstring, collect_docstrings, installed, shuffled
+    from evaluation.known_item import EVALUATION_POOL, Evaluation, bm25_scores, evaluate, score_documents
     from hashed_encoder import split_words
-    from known_item import EVALUATION_POOL, Evaluation, bm25_scores, evaluate, score_documents
     from matplotlib.figure import Figure
     from tiny_colbert import TinyColBERT, TinyColBERTEncoder
     from tqdm import tqdm

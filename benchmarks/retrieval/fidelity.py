@@ -113,7 +113,7 @@ def _docstrings() -> tuple[list, int]:
     """Return the docstrings in the order of the examples, and the number to search."""
     sys.path.insert(0, str(EXAMPLES))
     from docstring_corpus import collect_docstrings, installed, shuffled
-    from known_item import EVALUATION_POOL
+    from evaluation.known_item import EVALUATION_POOL
 
     return shuffled(collect_docstrings(installed()), 0), EVALUATION_POOL
 
@@ -141,7 +141,7 @@ def trained(queries: int, steps: int) -> Tokens:
 def mrr(scores: Tensor) -> float:
     """Return MRR@10 of known items as the demo computes it."""
     sys.path.insert(0, str(EXAMPLES))
-    from known_item import evaluate
+    from evaluation.known_item import evaluate
 
     return evaluate("", lambda: scores).mrr
 

@@ -25,10 +25,10 @@ sys.path.insert(0, str(EXAMPLES))
 
 import docstring_corpus  # noqa: E402
 import hashed_encoder  # noqa: E402
-import known_item  # noqa: E402
 import search_docstrings  # noqa: E402
+from evaluation import known_item  # noqa: E402
+from evaluation.model_encoder import ModelEncoder  # noqa: E402
 from hashed_encoder import HashedEncoder, split_words, word_vector  # noqa: E402
-from model_encoder import ModelEncoder  # noqa: E402
 from token_batch import TokenBatch  # noqa: E402
 
 QUESTION = "find close matches to a misspelled word in a list"

@@ -21,71 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import evaluate  # noqa: E402
 from evaluation import beir, searches  # noqa: E402
 
-TOPICS = [
-    "river",
-    "bridge",
-    "winter",
-    "wheat",
-    "clock",
-    "harbour",
-    "lantern",
-    "orchard",
-    "mill",
-    "stone",
-    "glacier",
-    "violin",
-]
-VERBS = [
-    "floods",
-    "closes",
-    "freezes",
-    "grows",
-    "stops",
-    "silts",
-    "shines",
-    "ripens",
-    "turns",
-    "cracks",
-    "melts",
-    "plays",
-]
-PLACES = [
-    "alm",
-    "bor",
-    "cra",
-    "dun",
-    "esk",
-    "fir",
-    "gar",
-    "hol",
-    "ing",
-    "jut",
-    "kel",
-    "lum",
-]
-
-
-def write_folder(path: Path, *, split: str = "test") -> Path:
-    """Write one document per topic and verb. Query i has topic i, verb i, which is judged 2, and the verb judged 1."""
-    documents = [
-        (f"d{i}-{k}", f"The {topic}", f"{verb} near {PLACES[k]}{PLACES[i]}.")
-        for i, topic in enumerate(TOPICS)
-        for k, verb in enumerate(VERBS)
-    ]
-    queries = [(f"q{i}", f"{TOPICS[i]} {VERBS[i]} {VERBS[(i + 1) % 12]}") for i in range(12)]
-    (path / "qrels").mkdir(parents=True)
-    lines = {
-        "corpus": [{"_id": key, "title": title, "text": text} for key, title, text in documents],
-        "queries": [{"_id": key, "text": text} for key, text in [*queries, ("unjudged", "river"), ("zero", "clock")]],
-    }
-    for name, rows in lines.items():
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    judged = [(f"q{i}", f"d{i}-{i}", 2) for i in range(len(TOPICS))]
-    judged += [(f"q{i}", f"d{i}-{(i + 1) % 12}", 1) for i in range(len(TOPICS))] + [("zero", "d0-0", 0)]
-    rows = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in judged)]
-    (path / "qrels" / f"{split}.tsv").write_text("\n".join(rows) + "\n")
-    return path
-
+from ..support.beir_folder import write_folder  # noqa: E402
 
 # datasets
 
@@ -132,7 +68,7 @@ PAGES = {
 
 
 def test_datasets_of_the_hub_are_read(monkeypatch):
-    """The columns are those of NanoBEIR, which has no scores, and of ViDoRe, whose identifiers are numbers."""
+    """NanoBEIR has no scores of relevance, and the identifiers of ViDoRe are numbers."""
     tables, calls = {"sentence-transformers/NanoBEIR-en": NANO, "vidore/pages_beir": PAGES}, []
 
     def load_dataset(repository, name, *, split):

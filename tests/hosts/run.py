@@ -21,18 +21,21 @@ ROOT = HERE.parents[1]
 PYLATE = ["colbert_scores", "scores_lik", "scores_flash", "xtr_scores", "xtr_scoring", "contrastive"]
 PYLATE += ["cached_contrastive", "kd", "prefixes", "encode_output_value"]
 OURS = [
+    "tests/examples/test_evaluate_hosts.py",
     "tests/integrations/test_integrations_hosts.py",
     "tests/project/test_documentation.py::test_blocks_for_a_host_run_where_it_is",
 ]
 PYTEST = [
     "expecttest",
     "hypothesis",
+    "ir-measures",
     "pytest",
     "pytest-env",
     "pytest-subtests",
     "pytest-cov",
     "pytest-rerunfailures",
     "pytest-xdist",
+    "rich",
 ]
 
 

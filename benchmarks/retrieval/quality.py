@@ -2,7 +2,7 @@
 
     python -m benchmarks.retrieval.quality [--out FILE]
 
-Model, texts, and measures are those of `examples/real_model.py`. Each search of `examples/evaluation/searches.py` is
+`examples/real_model.py` has the model, the texts, and the measures. Each search of `examples/evaluation/searches.py` is
 compared with full precision:
 
 - ``recall10``: the share of the 10 best documents of full precision that the search returns

@@ -147,7 +147,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-host-scores", action="store_true", help="leave the scores of the library out")
     parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="texts to encode at a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for all rows")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file, written after each dataset")
     options = parser.parse_args(arguments)
     if options.model is None and options.library != "hashed":
         parser.error(f"argument --model: expected a name or a folder with --library {options.library}")
@@ -175,8 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     try:
         host = make_host(options)
-    except ImportError as error:
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f"--library {options.library}: {error}")
+    about = {"library": options.library, "model": options.model, "device": options.device}
     results: list[dict[str, Any]] = []
     for name in options.datasets:
         try:
@@ -185,11 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print_rows(console, dataset, rows)
                 sizes = {"queries": len(dataset.queries), "documents": len(dataset.corpus)}
                 results.append({"dataset": dataset.name, **sizes, "rows": [row._asdict() for row in rows]})
-        except (DatasetError, ImportError) as error:
-            sys.exit(str(error))
-    if options.out is not None:
-        about = {"library": options.library, "model": options.model, "device": options.device}
-        options.out.write_text(json.dumps({**about, "datasets": results}, indent=1) + "\n")
+                if options.out is not None:
+                    options.out.write_text(json.dumps({**about, "datasets": results}, indent=1) + "\n")
+        except (DatasetError, ImportError, OSError) as error:
+            sys.exit(f"{name}: {error}")
 
 
 if __name__ == "__main__":

@@ -239,6 +239,20 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+def test_rows_are_written_before_a_dataset_fails(tmp_path, monkeypatch):
+    """An unreachable dataset ends the command with a message, and earlier rows are kept."""
+
+    def load_dataset(repository, name, *, split):
+        raise ConnectionError(f"Couldn't reach {repository!r}")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    out = tmp_path / "rows.json"
+    options = ["--library", "hashed", "--device", "cpu", "--searches", "full", "--out", str(out)]
+    with pytest.raises(SystemExit, match="nanobeir: Couldn't reach 'sentence-transformers/NanoBEIR-en'"):
+        evaluate.main([str(write_folder(tmp_path / "towns")), "nanobeir", *options])
+    assert list(read_rows(out)) == ["hashed's own scores", "full"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("pylate") is not None, reason="PyLate is installed")
 def test_a_missing_library_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"--library pylate: .*pylate"):

@@ -7,7 +7,7 @@
 
 A dataset is ``nanobeir``, ``vidore``, a folder in BEIR's format, or ``REPOSITORY:SPLIT`` on the Hugging Face hub. Each
 text is encoded once. The first row of a table has the scores of the library's own code, and every other row is a search
-of lik_ops. nDCG@10, recall@10 and MRR@10 are those of ir-measures. ``same`` is the share of the 10 best documents of
+of lik_ops. ir-measures computes nDCG@10, recall@10 and MRR@10. ``same`` is the share of the 10 best documents of
 the first row that a search returns too. All embeddings of a dataset must fit in memory.
 
 Needs ``pip install ".[evaluate]"`` and the library. ``--library hashed`` needs no model: its encoder is not trained.

@@ -98,6 +98,15 @@ def test_maxsim_finds_known_items(encoded, items):
     assert found[real_model.MAXSIM]["mrr"] > found[real_model.MEAN_POOLING]["mrr"]
 
 
+def test_the_example_prints_both_comparisons(texts, monkeypatch, capsys):
+    few = lee_texts.LeeTexts(texts.judged[:12], texts.similarity[:12, :12], [])
+    monkeypatch.setattr(real_model, "load_lee_texts", lambda: few)
+    real_model.main(["--device", "cpu"])
+    printed = capsys.readouterr().out
+    assert "Human judgments of 12 texts" in printed and "Known items: 12 queries, 12 documents" in printed
+    assert printed.count("Pearson") == 2 and printed.count("MRR@10") == 3
+
+
 def first(encoded: searches.EncodedTexts, queries: int, documents: int) -> searches.EncodedTexts:
     """Return the first queries and documents."""
     bounds = encoded.cu_seqlens[: documents + 1]

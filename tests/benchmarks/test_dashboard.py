@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from benchmarks.report import dashboard
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+from ..support import browser
 
 
 def document(ms: float, gpu: str = "A", **more: object) -> dict:
@@ -96,19 +95,13 @@ setTimeout(() => {
 </script></body>"""
 
 
-def opened(page: Path) -> str:
-    """Return the document after its scripts ran, in a browser that cannot reach any host."""
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    options += [
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        "--virtual-time-budget=3000",
-        f"--user-data-dir={page}.profile",
-    ]
-    command = [BROWSER, *options, "--dump-dom", page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+def opened(page: Path, shown: str = "body") -> str:
+    """Return the document after its scripts ran and the element `shown` is visible."""
+    with browser.open_browser() as chromium, browser.open_page(chromium, page.as_uri()) as tab:
+        tab.wait_for_selector(shown)
+        return tab.content()
 
 
-@pytest.mark.skipif(not BROWSER, reason="needs Chromium: apt-get install chromium")
 def test_the_page_filters_and_shows_the_commit_of_a_point(tmp_path):
     versions = [
         ["1234567890", "2026-01-01", "first <b>", "GPU A", "abc"],
@@ -121,7 +114,7 @@ def test_the_page_filters_and_shows_the_commit_of_a_point(tmp_path):
     files = [{"name": "forward", "versions": versions, "series": lines}]
     page = tmp_path / "page.html"
     page.write_text(dashboard.render(files).replace("</body>", USE), encoding="utf-8")
-    text = opened(page)
+    text = opened(page, "#tip")
     assert re.search(r'id="count"[^>]*>1 rows<', text)  # the first line has no point in the last version
     rows = re.findall(r'<td class="figure">(.*?)</td>', text)
     assert rows == ["lik_ops, host_ms"]
@@ -131,7 +124,6 @@ def test_the_page_filters_and_shows_the_commit_of_a_point(tmp_path):
     assert "display: block" in text
 
 
-@pytest.mark.skipif(not BROWSER, reason="needs Chromium: apt-get install chromium")
 def test_the_page_of_this_repository_opens_without_a_network(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(dashboard.render(dashboard.collect()), encoding="utf-8")

@@ -2,7 +2,7 @@
 
     valgrind --tool=callgrind ... python benchmarks/gate/count.py FOLDER [REGEX]
 
-The rows are those of ``python -m benchmarks.calls.host --without-gpu`` that call lik_ops, from the benchmarks and the
+The rows of ``python -m benchmarks.calls.host --without-gpu`` that call lik_ops are counted, with the benchmarks and the
 lik_ops of FOLDER. REGEX selects rows by "kind, name". Each row prints its kind, name and number of calls as JSON, and
 writes a dump of Callgrind for each of its `BLOCKS`.
 """

@@ -1,4 +1,4 @@
-"""What is measured for each published table, and which published column each measurement stands for.
+"""The measurements of each published table, and the published column that each of them stands for.
 
 `plan_of` returns the plan of a table, or the reason that the table is not run. `spec_of` returns the measurement of
 one row. Two rows with equal measurements are measured once.

@@ -1,4 +1,4 @@
-"""What a kind of problem gives to the measurement: the calls of each contender, and how to check them."""
+"""Base of the kinds of problems: the calls of each contender, and the check of their results."""
 
 from __future__ import annotations
 

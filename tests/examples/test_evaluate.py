@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import evaluate  # noqa: E402
 from evaluation import beir, searches  # noqa: E402
 
-from ..support.beir_folder import write_folder  # noqa: E402
+from .beir_folder import write_folder  # noqa: E402
 
 # datasets
 

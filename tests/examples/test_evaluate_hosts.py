@@ -21,7 +21,7 @@ for package in ("ir_measures", "numpy", "rich"):
 import evaluate  # noqa: E402
 from evaluation import beir, hosts  # noqa: E402
 
-from ..support.beir_folder import PLACES, TOPICS, VERBS, write_folder  # noqa: E402
+from .beir_folder import PLACES, TOPICS, VERBS, write_folder  # noqa: E402
 
 SEARCHES = ["full", "int8", "binary"]
 

@@ -19,7 +19,7 @@ import torch
 
 from docs.building import read_schemas
 
-# As docs/versions.md lists them.
+# The same lists are in docs/versions.md.
 EXPERIMENTAL = ("lik_ops.distributed", "lik_ops.integrations", "lik_ops.export", "lik_ops.pool_tokens")
 STABLE_OPERATORS = ("maxsim", "maxsim_fwd", "maxsim_bwd_lowmem", "maxsim_bwd_unified")
 

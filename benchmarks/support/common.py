@@ -210,7 +210,7 @@ def environment(*packages: str) -> dict:
     """Return machine, versions and commit. `packages` are further distributions to record."""
     names = ("lik-ops", "torch", "triton", *packages)
     return {
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),

@@ -6,12 +6,11 @@ import inspect
 import pydoc
 import subprocess
 import sys
-from typing import get_args
+from typing import assert_type, get_args
 
 import pytest
 import torch
 from torch import Tensor
-from typing_extensions import assert_type
 
 import lik_ops
 from lik_ops.opcheck.samples.table import list_registered

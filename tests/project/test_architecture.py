@@ -2,7 +2,6 @@
 
 import ast
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from .. import paths
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not name the class of a function that runs")
 def test_the_page_shows_what_calls_run():
     """After an intended change, run ``python -m tests.paths``."""
     pytest.importorskip("triton", reason="the page shows launches of Triton kernels")

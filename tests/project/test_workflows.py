@@ -30,7 +30,7 @@ def test_the_matrix_has_every_supported_version():
     matrix = job["strategy"]["matrix"]
     project = (ROOT / "pyproject.toml").read_text()
     supported = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
-    assert set(matrix["python"]) == set(supported) - {"3.10"}  # Python 3.10 reached its end of life
+    assert set(matrix["python"]) == set(supported)
     assert {system.split("-")[0] for system in matrix["system"]} == {"ubuntu", "macos", "windows"}
     oldest = re.search(r"^torch==.*$", (ROOT / "constraints-oldest.txt").read_text(), re.M)[0]
     assert matrix["torch"] == ["oldest", "newest"] and f"'{oldest}'" in job["env"]["TORCH"]

@@ -280,7 +280,8 @@ class Sm90Config(NamedTuple):
     # At most MMA_ROWS query rows, no OPERAND_IN_REGISTERS. Each warp group has its own documents.
     SMALL_M: bool = False
     INT8_TERMS: int = 0  # int8 documents: int8 terms of a query row. A product has 64 of them unless SMALL_M
-    SPLIT_FP32: bool = False  # fp32 tokens are sums of two fp16 terms. With SMALL_M, no NORMALIZE, no ARGMAX
+    # fp32 tokens are sums of two fp16 terms. No NORMALIZE, no ARGMAX. Query rows in registers unless SMALL_M.
+    SPLIT_FP32: bool = False
     # With PRECOMPUTED_SCALES: FP8 documents, "e4m3" or "e5m2". Bytes are converted to fp16.
     ENCODING: str = ""
 

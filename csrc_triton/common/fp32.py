@@ -32,6 +32,8 @@ _NARROW_RANGE_BITS = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32
 _SCALE_UP_BITS = tl.constexpr(((254 + 14) << 23) - 2**32)
 _SCALE_EXPONENT_BITS = tl.constexpr(14 << 23)
 FP16_LOW_SCALE = tl.constexpr(2048.0)
+# Marks a score with fallback rows or tokens until `maxsim_rescore` replaces it. No instruction produces this NaN.
+RESCORE_BITS = tl.constexpr(0x7FC0F32F)
 _TF32_ROUND_BIT, _TF32_MASK = tl.constexpr(1 << 12), tl.constexpr(-(1 << 13))
 # Tokens of a step of the fallback. Fallback rows are rare, so few registers matter more than speed.
 _FALLBACK_STEP_TOKENS = tl.constexpr(16)

@@ -126,9 +126,9 @@ def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
     sizes, d = make_size_args(Q, D), Q.shape[-1]
     if Q.dtype == torch.float32:
         splits = not argmax and generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.SPLIT_FP32
-        found = sm90_configs.configure_small_m_split(arch, *sizes, d)
-        reason = supports.supports_small_m_split(Q, D, splits, found)
-        return reason or supports.prefers_many_documents(sizes.K, arch) or found
+        found = sm90_configs.configure_fp32_split(arch, *sizes, d)
+        reason = supports.supports_fp32_split(Q, D, splits, found)
+        return reason or supports.prefers_fp32_split(sizes, arch, found) or found
     found = sm90_configs.configure_sm90(arch, *sizes, d, normalize=normalize, argmax=argmax)
     reason = supports.supports_sm90(Q, D, normalize, argmax, found)
     return reason or supports.prefers_sm90(sizes, d, normalize, arch, found) or found

@@ -105,8 +105,8 @@ def _prefer(*checks: tuple[Any, str]) -> str | None:
     return None if get_forced_kernel() == "sm90" else _find_reason(*checks)
 
 
-def supports_small_m_split(Q: Tensor, D: Tensor, splits: bool, found: Sm90Choice) -> str | None:
-    """Return the reason why the small-M kernel cannot serve an fp32 call without a mask, or None.
+def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, found: Sm90Choice) -> str | None:
+    """Return the reason why `maxsim_forward_specialized` cannot serve an fp32 call without a mask, or None.
 
     Args:
         Q: query tokens.
@@ -114,21 +114,26 @@ def supports_small_m_split(Q: Tensor, D: Tensor, splits: bool, found: Sm90Choice
         splits: whether the generic kernel splits the rows of this call into fp16 terms.
         found: the choice of the kernel.
     """
-    _, K, Lq, Ld = make_size_args(Q, D)
+    (Nq, K, Lq, Ld), C = make_size_args(Q, D), found.config
+    counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
         (not splits, "fp32 rows are not split into fp16 terms (argmax, normalize, TF32, or alignment)"),
-        (not found.is_small_m, "fp32 with more than 32 query rows, padded to powers of two"),
         (Lq < 2, "Lq < 2"),
-        (Ld < found.config.BN, f"documents have fewer than {found.config.BN} tokens"),
+        (Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (Q.shape[-1] > 128, "fp32 with d > 128"),
-        (K * Ld >= 2**31, "2^31 or more document tokens"),
+        (max(counts) >= 2**31, "2^31 or more rows, tokens, or (row tile, document) pairs"),
         (not supports_descriptor(D), "TMA cannot read D: it is not contiguous, or rows are no multiples of 16 bytes"),
     )
 
 
-def prefers_many_documents(K: int, arch: Architecture) -> str | None:
-    """Return the reason why the small-M kernel of fp32 is slower than the generic kernel, or None."""
-    return _prefer((arch.processors // 2 > K, f"slower for fewer than {arch.processors // 2} documents"))
+def prefers_fp32_split(sizes: SizeArgs, arch: Architecture, found: Sm90Choice) -> str | None:
+    """Return the reason why the generic kernel is faster than the kernel of `supports_fp32_split`, or None."""
+    least, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
+    padded = sizes.Nq * found.parts * found.config.ROWS_PER_QUERY
+    return _prefer(
+        (not found.is_small_m and padded <= least, f"slower for 33 to {least} query rows, padded to powers of two"),
+        (found.row_tiles * sizes.K < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
+    )
 
 
 def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, found: RowMaximaChoice) -> str | None:

@@ -135,9 +135,21 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 
+@pytest.mark.parametrize(
+    ("d", "Nq", "Lq", "options"),
+    [(128, 64, 1024, False), (128, 256, 32, False), (96, 64, 100, True), (64, 64, 20, True)],
+)
+def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
+    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d)
+    compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
+    assert "f32.f16.f16" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
+    assert compiled.metadata.shared <= SM_90.shared_memory_bytes
+
+
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
 def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
-    choice = sm90_configs.configure_small_m_split(SM_90, Nq, 256, Lq, 300, d)
+    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d)
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
     check(compiled, tmp_path)

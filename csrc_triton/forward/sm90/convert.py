@@ -1,19 +1,27 @@
-"""FP8 documents in the sm_90 kernels: conversion warps, and query rows to match.
+"""FP8 and fp32 documents in the sm_90 kernels: conversion warps, and query rows to match.
 
 FP8 tokens are multiplied in fp16 (`formats/encoded.py`). In the dense kernel TMA copies bytes into a raw pipeline. Four
 conversion warps convert each tile into the fp16 pipeline that the consumers multiply, and store the scales of its
 tokens. The conversion overlaps the products of 256 query rows.
+
+fp32 tokens become two fp16 terms and a scale (`common/fp32.py`). The terms `lo` of a stage follow C.STAGES tiles later.
+The scale of a fallback token is negative.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ...common.fp32 import split_rows
 from ...formats.encoded import choose_powers, divide_by_powers, find_largest, needs_power_scaling
 from .pipeline import advance_stage
 
 CONVERTER_WARPS = gl.constexpr(4)
-_CONVERT_TOKENS = gl.constexpr(32)  # tokens at a time: more need more registers
+_CONVERT_TOKENS = gl.constexpr(32)  # FP8 tokens at a time: more need more registers
+_SPLIT_TOKENS = gl.constexpr(16)  # fp32 tokens at a time
+# Registers per thread with conversion warps of fp32: of these warps, and of the consumers.
+SPLIT_REGISTERS = gl.constexpr(56)
+SPLIT_CONSUMER_REGISTERS = gl.constexpr(208)
 
 
 @gluon.jit
@@ -67,6 +75,30 @@ def convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
             scale = ahead
             stage, phase = advance_stage(stage, phase, C)
         k = after
+
+
+@gluon.jit
+def split_tiles(raw, ring, begin, end, Ld, C: gl.constexpr):
+    """Split every fp32 tile of the raw pipeline into two fp16 tiles (conversion warps)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTER_WARPS, 1], [1, 0])
+    stage = 0
+    phase = 0
+    for _ in range(begin, end):
+        for _ in range(0, Ld, C.BN):
+            mbarrier.wait(raw.full.index(stage), phase)
+            mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+            for n in gl.static_range(C.BN // _SPLIT_TOKENS):
+                x = raw.tiles.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).load(LAYOUT)
+                terms, scale, plain, zero = split_rows(x)
+                hi, lo = terms
+                scale = gl.where(zero, 1.0, gl.where(plain, scale, -1.0))
+                ring.tiles.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(hi)
+                ring.tiles.index(stage + C.STAGES).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(lo)
+                ring.norms.inverse.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(scale)
+            fence_async_shared()
+            mbarrier.arrive(ring.full.index(stage), count=1)
+            mbarrier.arrive(raw.empty.index(stage), count=1)
+            stage, phase = advance_stage(stage, phase, C)
 
 
 @gluon.jit

@@ -7,7 +7,8 @@ score[i, k] = sum_s weight[i, s] * inverse_norm(Q[i, s]) * max_t <Q[i, s], D[k, 
 ```
 
 The inverse norms are 1 unless C.NORMALIZE. int8 and FP8 documents have dequantization scales instead (`int8_terms.py`,
-`convert.py`). A query of more than C.ROWS_PER_QUERY tokens is cut into `parts`, whose sums a second launch adds.
+`convert.py`). fp32 tokens are split into fp16 terms (`convert.py`). A query of more than C.ROWS_PER_QUERY tokens is cut
+into `parts`, whose sums a second launch adds.
 
 `main_loop.py` describes the loop, the warp roles, the barriers, and the invariants. With C.SMALL_M, `consume_small_m`
 of `small_m.py` runs instead of `consume`, and `small_m.py` describes its loop, warp roles, and barriers.
@@ -17,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.arguments import RowMaximaOutputArgs
-from .convert import CONVERTER_WARPS, convert_tiles
+from .convert import CONVERTER_WARPS, SPLIT_CONSUMER_REGISTERS, SPLIT_REGISTERS, convert_tiles, split_tiles
 from .main_loop import ACCUMULATORS, QueryOperands, consume, produce
 from .norms import NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS, NORM_WARPS, produce_norms
 from .pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, make_pipeline, make_tile_pipeline
@@ -45,7 +46,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     """
     gl.static_assert(C.SMALL_M or C.MMA_ROWS * (2 if C.INT8_TERMS == 2 else 1) == 64)
     gl.static_assert(not (C.SMALL_M and C.OPERAND_IN_REGISTERS))
-    gl.static_assert(not C.SPLIT_FP32 or (C.SMALL_M and not C.NORMALIZE and not C.ARGMAX))
+    gl.static_assert(not C.SPLIT_FP32 or (C.SMALL_M != C.OPERAND_IN_REGISTERS and not C.NORMALIZE and not C.ARGMAX))
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, ACCUMULATORS * C.MMA_ROWS)
     begin, end = partition_evenly(row_tiles, sizes.K)
     spans = DocumentSegments(None, None, None, None)
@@ -77,6 +78,19 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
             ],
             [4, 1, CONVERTER_WARPS],
             [NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS],
+        )
+    elif C.SPLIT_FP32:
+        FP32: gl.constexpr = D.layout
+        raw = make_tile_pipeline(D.dtype, FP32, C.STAGES, 1, C.BN, C.BD)
+        gl.warp_specialize(
+            [
+                (consume, (x, D, norms, ring, q_smem, spans, out, begin, end, sizes, 0, C)),
+                (consume, (x, D, norms, ring, q_smem, spans, out, begin, end, sizes, 1, C)),
+                (produce, (D, norms, raw, spans, begin, end, sizes, C)),
+                (split_tiles, (raw, ring, begin, end, sizes.Ld, C)),
+            ],
+            [4, 1, CONVERTER_WARPS],
+            [SPLIT_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, SPLIT_REGISTERS],
         )
     elif C.NORMALIZE and not C.PRECOMPUTED_SCALES:
         gl.warp_specialize(

@@ -62,7 +62,7 @@ role              warps  present                               work
 consumers 0, 1    4 + 4  always                                products, maxima, epilogue
 producer          1      always                                TMA copies
 norm warps        4      NORMALIZE, not PRECOMPUTED_SCALES     inverse norms of the tokens of a stage
-conversion warps  4      ENCODING (FP8)                        FP8 to fp16, and token scales
+conversion warps  4      ENCODING (FP8) or SPLIT_FP32          FP8 to fp16, or fp32 to two fp16 terms, and token scales
 mask warps        1 + 1  with a mask                           overwrite masked tokens, 32 of each tile per warp
 ```
 
@@ -75,8 +75,8 @@ empty[stage]        2      each consumer, after both products    producer (count
 turn[g]             1      consumer 1 - g, products issued       consumer g, before issuing products (ping-pong)
 norms.ready[stage]  1      norm warps                            consumers, before issuing products
 ready[stage]        2      each mask warp                        consumers, instead of full[stage]
-raw.full[stage]     1      TMA, FP8 only                         conversion warps
-raw.empty[stage]    1      conversion warps, FP8 only            producer
+raw.full[stage]     1      TMA, FP8 and fp32 only                conversion warps
+raw.empty[stage]    1      conversion warps, FP8 and fp32 only   producer
 search[g]           1      TMA, argmax search only               consumer g
 search[2]           2      each consumer, after its last tile    both consumers, before the argmax search
 ```
@@ -84,8 +84,14 @@ search[2]           2      each consumer, after its last tile    both consumers,
 No warp group hands the first turn to group 0. `consume` starts with `turn = 1 - g`, and a wait for phase 1 of a new
 barrier returns at once. Group 0 therefore issues first, and group 1 waits until group 0 has issued.
 
-With FP8 the producer fills a second pipeline, `raw`, with bytes. The conversion warps then act as the producer of the
-fp16 pipeline. They wait at its `empty` barriers and arrive at its `full` barriers, without TMA.
+With FP8 and fp32 the producer fills a second pipeline, `raw`, with the documents as they are. The conversion warps then
+act as the producer of the fp16 pipeline. They wait at its `empty` barriers and arrive at its `full` barriers, without
+TMA.
+
+With C.SPLIT_FP32, S0 and S1 are sums of three products of fp16 terms, in the order of `multiply_split_rows`. The small
+products of one accumulator run while the other one is scaled. A score of a document with fallback tokens, or of a
+warp group with fallback rows (`common/fp32.py`), is stored as RESCORE_BITS. A second launch, `maxsim_rescore`, replaces
+such scores.
 
 Invariants:
 
@@ -115,6 +121,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...common.fp32 import FP16_LOW_SCALE, RESCORE_BITS, split_rows
 from ...common.primitives import NO_TOKEN, load_query_mask, load_query_weight, nan_max
 from ...formats.encoded import needs_power_scaling
 from .accumulators import (
@@ -149,14 +156,21 @@ from .schedule import (
 )
 
 ACCUMULATORS = gl.constexpr(4)  # of a program, two for each warp group
+# Each warp of a warp group reads the scales of all tokens of a tile.
+SCALE_LAYOUT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 
 
 class Position(NamedTuple):
-    """Position of a consumer warp group: the stage and phase of its next tile, and the phase of its turn."""
+    """Position of a consumer warp group: the stage and phase of its next tile, and the phase of its turn.
+
+    `least` is the smallest scale of a token since the document began with C.SPLIT_FP32, else 0. A negative scale
+    belongs to a fallback token.
+    """
 
     stage: Any
     phase: Any
     turn: Any
+    least: Any
 
 
 class QueryOperands(NamedTuple):
@@ -180,7 +194,7 @@ def _copy_tile(D, norms, ring, spans, k, row, length, t0, stage, phase, C: gl.co
     The document begins at `row`. Inverse norms are stored tile by tile, so their position does not shift with the last
     tile. Scales of int8 tokens are stored token by token and shift with the tile.
     """
-    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and C.ENCODING == ""
+    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and C.ENCODING == "" and not C.SPLIT_FP32
     full = open_stage(ring, stage, phase, D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
     start = row + choose_tile_start(spans, t0, length, C)
     if HAS_SCALES:
@@ -221,6 +235,30 @@ def _multiply(q, ring, stage, half):
 
 
 @gluon.jit
+def _multiply_small_terms(q, ring, stage, half, C: gl.constexpr):
+    """Issue the two small products of one accumulator's split fp32 rows with the tile of a stage, `[64, BN]`."""
+    hi, lo = q
+    S = warpgroup_mma(hi, ring.tiles.index(stage + C.STAGES).permute((1, 0)), half.S, use_acc=False, is_async=True)
+    return warpgroup_mma(lo, ring.tiles.index(stage).permute((1, 0)), S, is_async=True)
+
+
+@gluon.jit
+def _multiply_split_rows(q, ring, stage, halves, C: gl.constexpr):
+    """Issue the products of both accumulators of split fp32 rows, in the order of `multiply_split_rows`.
+
+    The last products are in flight. Each accumulator is scaled while a product of the other one runs.
+    """
+    tile = ring.tiles.index(stage).permute((1, 0))
+    S_a = _multiply_small_terms(q[0], ring, stage, halves[0], C)
+    S_b = _multiply_small_terms(q[1], ring, stage, halves[1], C)
+    S_a = warpgroup_mma_wait(2, [S_a])
+    S_a = warpgroup_mma(q[0][0], tile, S_a * (1.0 / FP16_LOW_SCALE), is_async=True)
+    S_b = warpgroup_mma_wait(1, [S_b])
+    S_b = warpgroup_mma(q[1][0], tile, S_b * (1.0 / FP16_LOW_SCALE), is_async=True)
+    return S_a, S_b
+
+
+@gluon.jit
 def _issue_products(q, ring, halves, at, G: gl.constexpr, C: gl.constexpr):
     """Issue the products of both accumulators with the tile at a position, and return them with the tile's scales.
 
@@ -229,8 +267,11 @@ def _issue_products(q, ring, halves, at, G: gl.constexpr, C: gl.constexpr):
     """
     wait_for_tile(ring, at.stage, at.phase, C)
     mbarrier.wait(ring.turn.index(G), at.turn)
-    S_a = _multiply(q[0], ring, at.stage, halves[0])
-    S_b = _multiply(q[1], ring, at.stage, halves[1])
+    if C.SPLIT_FP32:
+        S_a, S_b = _multiply_split_rows(q, ring, at.stage, halves, C)
+    else:
+        S_a = _multiply(q[0], ring, at.stage, halves[0])
+        S_b = _multiply(q[1], ring, at.stage, halves[1])
     inverse = load_inverse_norms(ring, at.stage, at.phase, join_terms(halves[0].S, C), C)
     mbarrier.arrive(ring.turn.index(1 - G), count=1)
     return S_a, S_b, inverse
@@ -253,11 +294,45 @@ def _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, 
         S, a = compiler_barrier_pair(S_b, a, C)
     else:
         S = warpgroup_mma_wait(0, [S_b])
+    least = _find_least_scale(ring, at, C)
     mbarrier.arrive(ring.empty.index(at.stage), count=1)
     b = accumulate_tile(S, inverse, halves[1], start, rest, origin, spans, C)
     stage, phase = advance_stage(at.stage, at.phase, C)
     halves = compiler_barrier_accumulator(a, C), compiler_barrier_accumulator(b, C)
-    return halves, Position(stage, phase, at.turn ^ 1)
+    return halves, Position(stage, phase, at.turn ^ 1, least)
+
+
+@gluon.jit
+def _find_least_scale(ring, at, C: gl.constexpr):
+    """Return `at.least` after the tile of a position. Every warp finds the same value."""
+    if C.SPLIT_FP32:
+        return gl.minimum(at.least, ring.norms.inverse.index(at.stage).load(SCALE_LAYOUT))
+    else:
+        return at.least
+
+
+@gluon.jit
+def _reset_least_scale(at, C: gl.constexpr):
+    """Return the position at the beginning of a document."""
+    if C.SPLIT_FP32:
+        return Position(at.stage, at.phase, at.turn, gl.full([C.BN], 0.0, gl.float32, SCALE_LAYOUT))
+    else:
+        return at
+
+
+@gluon.jit
+def _store_split_queries(rows, place, layout: gl.constexpr, OPERAND: gl.constexpr):
+    """Store the fp16 terms `lo` of fp32 rows to shared memory, and return the operands and the scales of the rows.
+
+    Returns:
+        The terms hi in registers, the terms lo in shared memory, and the scales, negative for fallback rows.
+    """
+    terms, scale, plain, zero = split_rows(rows)
+    hi, lo = terms
+    place.store(hi)
+    hi = place.load(OPERAND)
+    place.store(lo)
+    return (hi, place), gl.convert_layout(gl.where(zero, 1.0, gl.where(plain, scale, -1.0)), layout)
 
 
 @gluon.jit
@@ -273,7 +348,17 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
     q = q_smem.index(2 * G), q_smem.index(2 * G + 1)
     inverse = 0, 0
     odd = 0
-    if q_smem.dtype == gl.int8:
+    if C.SPLIT_FP32:
+        a, over_a = _store_split_queries(
+            load_accumulator_queries(x.Q, first, 0, x.parts, sizes, x.d, C), q[0], layout, OPERAND
+        )
+        b, over_b = _store_split_queries(
+            load_accumulator_queries(x.Q, first, 1, x.parts, sizes, x.d, C), q[1], layout, OPERAND
+        )
+        q = a, b
+        inverse = over_a, over_b
+        odd = gl.maximum(has_fallback_rows(over_a), has_fallback_rows(over_b))
+    elif q_smem.dtype == gl.int8:
         inverse = (
             store_query_terms(x.Q, q[0], first, 0, x.parts, sizes, x.d, layout, C),
             store_query_terms(x.Q, q[1], first, 1, x.parts, sizes, x.d, layout, C),
@@ -294,7 +379,7 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
                 gl.convert_layout(compute_row_inverse_norms(b), layout),
             )
     fence_async_shared()
-    if C.OPERAND_IN_REGISTERS:
+    if C.OPERAND_IN_REGISTERS and not C.SPLIT_FP32:
         q = q[0].load(OPERAND), q[1].load(OPERAND)
     return q, (inverse[0], inverse[1], odd)
 
@@ -318,7 +403,9 @@ def _finish_rows(half, x, first, factors, H: gl.constexpr, k, length, each, out,
         winners = keep if length is None else keep & (length > 0)
         where, unresolved = select_argmax(half, best, winners, unresolved)
         gl.store(out.argmax + at, where.to(out.argmax.dtype.element_ty), mask=ok)
-    if x.numbers is not None:
+    if C.SPLIT_FP32:
+        best = best * factors[H]
+    elif C.INT8_TERMS > 0:
         inverse, odd = factors[H], factors[2]
         best = dequantize_row_maxima(best, inverse, each, odd, Q, x.numbers, first, H, x.parts, k, sizes, x.d, C)
     elif C.NORMALIZE or needs_power_scaling(Q.ptr.dtype.element_ty, C.ENCODING):
@@ -354,7 +441,10 @@ def _replace_empty_scores(total, x, first, length, sizes, layout: gl.constexpr, 
 
 @gluon.jit
 def _store_document(halves, x, first, factors, k, length, each, out, unresolved, sizes, C: gl.constexpr):
-    """Store the results of document k after its last tile (epilogue): scores `[groups, K]` or maxima, and argmax."""
+    """Store the results of document k after its last tile (epilogue): scores `[groups, K]` or maxima, and argmax.
+
+    With C.SPLIT_FP32, `each` is positive if any row or token is a fallback.
+    """
     GROUPS: gl.constexpr = 2 * C.MMA_ROWS // C.ROWS_PER_QUERY
     a, unresolved = _finish_rows(halves[0], x, first, factors, 0, k, length, each, out, unresolved, sizes, C)
     b, unresolved = _finish_rows(halves[1], x, first, factors, 1, k, length, each, out, unresolved, sizes, C)
@@ -363,6 +453,10 @@ def _store_document(halves, x, first, factors, k, length, each, out, unresolved,
         total = sum_accumulators(a, b, C)
         if length is not None:
             total = _replace_empty_scores(total, x, first, length, sizes, LAYOUT, C)
+        if C.SPLIT_FP32:  # `maxsim_rescore` replaces these scores
+            total = gl.where(
+                each > 0, (gl.full_like(total, 0).to(gl.int32) + RESCORE_BITS).to(gl.float32, bitcast=True), total
+            )
         group = first + gl.arange(0, GROUPS, layout=total.type.layout)
         gl.store(out.scores + group.to(gl.int64) * out.stride + k, total, mask=group < sizes.Nq * x.parts)
     return unresolved
@@ -384,6 +478,16 @@ def _choose_origin(spans, bounds, C: gl.constexpr):
 
 
 @gluon.jit
+def _flag_fallbacks(at, factors, each, C: gl.constexpr):
+    """Return 1.0 if a row or a token of the document so far is a fallback with C.SPLIT_FP32, else `each`."""
+    if C.SPLIT_FP32:
+        odd = gl.maximum(factors[2], (gl.min(at.least, axis=0) < 0).to(gl.int32))
+        return odd.to(gl.float32)
+    else:
+        return each
+
+
+@gluon.jit
 def _score_tiles(q, ring, halves, at, begin, end, origin, length, spans, G: gl.constexpr, C: gl.constexpr):
     """Multiply and reduce the tiles of a document that begin with tokens from `begin` to `end` - 1."""
     for t0 in range(begin, end, C.BN):
@@ -397,7 +501,7 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
     """Compute the results of warp group G's rows in each row tile for all documents of the tile (consumer)."""
     EVEN: gl.constexpr = spans.Td is None
     ACC: gl.constexpr = make_accumulator_layout(C.BN, q_smem.dtype)
-    at = Position(0, 0, 1 - G)
+    at = _reset_least_scale(Position(0, 0, 1 - G, 0), C)
     S = gl.full([ACCUMULATOR_ROWS, C.BN], 0, gl.int32 if q_smem.dtype == gl.int8 else gl.float32, ACC)
     halves = (reset_accumulator(S, C), reset_accumulator(S, C))
     layout: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
@@ -421,9 +525,11 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 products = _issue_products(q, ring, halves, at, G, C)
                 if not C.ARGMAX:
                     if k > begin_k:
+                        each = _flag_fallbacks(at, factors, each, C)
                         _store_document(halves, x, first, factors, k - 1, before, each, out, unresolved, sizes, C)
-                    if x.numbers is not None:
+                    if C.INT8_TERMS > 0:
                         each = load_document_scale(x.numbers, k, C)
+                    at = _reset_least_scale(at, C)
                     halves = reset_accumulators(halves, C)
                 if not EVEN:
                     # Bounds of the next document were loaded one document ahead. This arithmetic overlaps the products.
@@ -440,7 +546,9 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
             if not EVEN:
                 before, length, origin = length, after, source
         if not C.ARGMAX:
+            each = _flag_fallbacks(at, factors, each, C)
             _store_document(halves, x, first, factors, end_k - 1, before, each, out, unresolved, sizes, C)
+            at = _reset_least_scale(at, C)
             if not EVEN:
                 halves = reset_accumulators(halves, C)  # else all loops carry `where`, although it is always 0
         task = last

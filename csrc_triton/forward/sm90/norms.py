@@ -94,8 +94,13 @@ def load_inverse_norms(ring, stage, phase, S, C: gl.constexpr):
 
 @gluon.jit
 def scale_similarities(S, inverse, C: gl.constexpr):
-    """Return similarities times the inverse norms or scales of their document tokens."""
-    if C.NORMALIZE or C.PRECOMPUTED_SCALES:
+    """Return similarities times the inverse norms or scales of their document tokens.
+
+    With C.SPLIT_FP32 the similarities of fallback tokens are -inf.
+    """
+    if C.SPLIT_FP32:
+        S = gl.where((inverse > 0)[None, :], S * inverse[None, :], float("-inf"))
+    elif C.NORMALIZE or C.PRECOMPUTED_SCALES:
         S = S.to(gl.float32) * inverse[None, :]
     return S
 

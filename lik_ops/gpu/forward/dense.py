@@ -14,7 +14,7 @@ from ..tuning import sm90_configs
 from .fp32_split import Fp32SplitPlan
 from .generic import GenericPlan
 from .plans import DensePlan
-from .sm90_dense import Sm90LargeDPlan, Sm90Plan
+from .sm90_dense import Sm90Fp32Plan, Sm90LargeDPlan, Sm90Plan
 from .sm90_packed import MaskedPlan
 from .splits import DocumentSplitPlan
 
@@ -57,6 +57,8 @@ def make_plan(
         return DocumentSplitPlan(choice, Q, D, argmax_dtype)
     if isinstance(choice, sm90_configs.RowMaximaChoice):
         return MaskedPlan(choice, Q, D, argmax_dtype)
+    if Q.dtype == torch.float32 and not choice.is_small_m:
+        return Sm90Fp32Plan(choice, Q, D, argmax_dtype)
     return (Sm90LargeDPlan if choice.has_large_d else Sm90Plan)(choice, Q, D, argmax_dtype)
 
 

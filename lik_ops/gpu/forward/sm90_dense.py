@@ -14,15 +14,17 @@ from torch import Tensor
 from ...core.segments import DenseArgs
 from ...csrc_triton.common import token_norms
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, OutputArgs, SizeArgs, Sm90Config
-from ...csrc_triton.forward.generic import row_sums
+from ...csrc_triton.forward.generic import rescore, row_sums
+from .. import generic_choices
 from ..runtime import gluon, launcher
-from ..runtime.arguments import check_grid, make_document_args, make_query_args
+from ..runtime.arguments import architecture, check_grid, make_document_args, make_query_args
 from ..tuning import architectures, sm90_configs
 from .generic import GluonPlan
 
 _log = logging.getLogger("lik_ops")
 _MAX_WORKSPACE_BYTES = 32 * 2**20
 _SUM_BLOCK_DOCUMENTS = 256
+_RESCORE_BLOCK = 1024  # scores of a program that replaces scores
 _STEP_FEATURES = 128  # `maxsim_forward` sums the squares of so many features at a time if d is larger
 
 
@@ -85,10 +87,14 @@ class Sm90Plan(GluonPlan):
         )
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
         launcher.launch(self.kernel, grid, args, {"num_warps": 4})
+        self._finish(x, queries, sums, sizes)
         if not direct:
             args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK_DOCUMENTS)
             grid = check_grid(Nq * architectures.cdiv(K, _SUM_BLOCK_DOCUMENTS))
             launcher.launch(row_sums.maxsim_sum_parts, grid, args, {"num_warps": 4})
+
+    def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, sizes: SizeArgs) -> None:
+        """Launch what has to follow the kernel before its scores are read."""
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
         # The generic kernel loads unaligned rows feature by feature, and sums their squares in another order.
@@ -122,6 +128,34 @@ class Sm90Plan(GluonPlan):
         """Return the documents as tensors if the kernel reads some tokens without the descriptor, else None."""
         splits = isinstance(self.choice.config, Sm90Config) and self.choice.config.SPLIT_FP32
         return EncodedDocumentArgs(x.D, None, 0, 0) if splits else None
+
+
+class Sm90Fp32Plan(Sm90Plan):
+    """A call of `maxsim_forward_specialized` for fp32 tokens and many query rows.
+
+    A second launch replaces the scores of rows and tokens that fp16 terms cannot represent.
+    """
+
+    def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+        super().__init__(choice, Q, D, argmax_dtype)
+        generic = generic_choices.choose_generic(Q, D, False, False, architecture(Q.device))
+        C, slot = generic.launch.config, choice.config.ROWS_PER_QUERY
+        self.rescore = C._replace(BM=max(C.BM, slot), ROWS_PER_QUERY=slot, LONG_QUERIES=False, SHORT_DOCUMENTS=False)
+        self.options = generic.launch.options(generic.arch)
+
+    def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, sizes: SizeArgs) -> None:
+        args = (
+            queries,
+            make_document_args(x.D, None),
+            sums,
+            sizes,
+            self.d,
+            self.choice.parts,
+            _RESCORE_BLOCK,
+            self.rescore,
+        )
+        grid = check_grid(architectures.cdiv(sums.numel(), _RESCORE_BLOCK))
+        launcher.launch(rescore.maxsim_rescore, grid, args, self.options)
 
 
 class Sm90LargeDPlan(Sm90Plan):

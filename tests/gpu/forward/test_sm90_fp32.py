@@ -1,0 +1,129 @@
+"""Test fp32 tokens that are split into fp16 terms: the launch that replaces scores, and bits of the sm_90 kernel."""
+
+import pytest
+import torch
+
+import lik_ops
+from lik_ops import reference
+
+from ...support.common import CUDA, INTERPRETER, INTERPRETING
+
+pytest.importorskip("triton", reason="these are kernels in Triton")
+from lik_ops.core import settings
+from lik_ops.csrc_triton.common.fp32 import RESCORE_BITS
+from lik_ops.csrc_triton.forward.generic import rescore
+from lik_ops.gpu import generic_choices
+from lik_ops.gpu.runtime import launcher
+from lik_ops.gpu.runtime.arguments import architecture, make_document_args, make_query_args, make_size_args, use_device
+from lik_ops.gpu.tuning import architectures
+from lik_ops.ops.fast_path import eager
+
+PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
+BLOCK = 64
+
+
+def make_odd(tokens):
+    """Make a feature of each token too small to share the scale of the others."""
+    tokens[..., -1] = 1e-30
+    return tokens
+
+
+def rescored(Q, D, scores, q_weight, slot, parts):
+    """Return scores `[Nq * parts, K]` after `maxsim_rescore`."""
+    launch = generic_choices.choose_generic(Q, D, False, False, architecture(Q.device)).launch
+    C = launch.config._replace(
+        BM=max(launch.config.BM, slot), ROWS_PER_QUERY=slot, LONG_QUERIES=False, SPLIT_FP32=True, BN=16
+    )
+    args = make_query_args(Q, None, q_weight), make_document_args(D, None), scores, make_size_args(Q, D), Q.shape[-1]
+    grid = (architectures.cdiv(scores.numel(), BLOCK),)
+    with use_device(Q.device):
+        launcher.launch(rescore.maxsim_rescore, grid, (*args, parts, BLOCK, C), {"num_warps": 4})
+    return scores
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(("Lq", "slot", "parts"), [(5, 8, 1), (16, 16, 1), (40, 16, 3)])
+def test_scores_that_are_marked_are_replaced(Lq, slot, parts, place):
+    torch.manual_seed(Lq)
+    Nq, K, d = 3, 30, 16
+    Q, D = torch.randn(Nq, Lq, d), torch.randn(K, 21, d)
+    make_odd(Q[1, 2:4]), make_odd(D[4, 7]), make_odd(D[9])
+    D[11, 3, 2], D[12, 20, 0] = float("nan"), float("inf")
+    q_weight = torch.rand(Nq, Lq)
+    found = torch.randn(Nq * parts, K)
+    marked = torch.rand(Nq * parts, K) < 0.3
+    marked[:, [4, 9, 11, 12]] = True
+    expected = torch.stack(
+        [reference.maxsim(Q, D, q_mask=x, q_weight=q_weight) for x in list_parts(Nq, Lq, slot, parts)], 1
+    )
+    expected = torch.where(marked, expected.view(Nq * parts, K).float(), found)
+    bits = torch.where(marked, RESCORE_BITS.value, found.view(torch.int32))
+    with place.use():
+        arguments = [x.to(place.device) for x in (Q, D, bits.view(torch.float32), q_weight)]
+        scores = rescored(*arguments, slot, parts).cpu()
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.equal(scores[~marked], found[~marked])
+
+
+def list_parts(Nq, Lq, slot, parts):
+    """Return masks of the tokens of each part of the queries."""
+    part = (torch.arange(Lq) // slot).expand(Nq, -1)
+    return [part == n for n in range(parts)]
+
+
+SHAPES = [
+    (16, 150, 32, 300, 128),
+    (5, 140, 100, 64, 96),
+    (3, 70, 1024, 131, 128),
+    (257, 9, 20, 77, 64),
+    (64, 64, 33, 1024, 128),
+    (9, 131, 129, 65, 16),
+]
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Force a kernel by its family."""
+
+    def reread():
+        settings.get_forced_kernel.cache_clear()
+        eager.clear_call_caches()
+
+    def choose(family):
+        monkeypatch.setenv("LIK_OPS_KERNEL", family)
+        reread()
+
+    yield choose
+    monkeypatch.undo()
+    reread()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("odd", ["none", "a token", "a row", "many", "not finite"])
+@pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), SHAPES)
+def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, odd, force):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of the sm_90 kernels")
+    torch.manual_seed(Nq)
+    Q, D = torch.randn(Nq, Lq, d), torch.randn(Nd, Ld, d)
+    if odd == "a token":
+        make_odd(D[Nd // 2, Ld // 2])
+    elif odd == "a row":
+        make_odd(Q[Nq // 2, Lq // 2])
+    elif odd == "many":
+        make_odd(D[::3, ::5]), make_odd(Q[::2, ::7])
+    elif odd == "not finite":
+        D[1, 3, 5], D[2, -1, 0], Q[1, 1, 1] = float("inf"), float("nan"), -float("inf")
+    q_mask, q_weight = torch.rand(Nq, Lq) < 0.8, torch.rand(Nq, Lq)
+    q_mask[0] = False
+    Q, D, q_mask, q_weight = (x.cuda() for x in (Q, D, q_mask, q_weight))
+    for options in ({}, {"q_mask": q_mask, "q_weight": q_weight}):
+        found = {}
+        for kernel in ("generic", "sm90"):
+            force(kernel)
+            found[kernel] = lik_ops.maxsim(Q, D, **options)
+        assert torch.equal(found["sm90"].view(torch.int32), found["generic"].view(torch.int32))
+        exact = reference.maxsim(Q.cpu(), D.cpu(), **{name: x.cpu() for name, x in options.items()})
+        finite = exact.isfinite()
+        error = (found["sm90"].cpu().double() - exact)[finite].abs().max() / exact[finite].abs().max()
+        assert error < 4e-7

@@ -248,13 +248,14 @@ class KernelConfig(NamedTuple):
     PERSISTENT: bool = False
     # Forward: a query may have more than ROWS_PER_QUERY tokens. Then BM is ROWS_PER_QUERY.
     LONG_QUERIES: bool = False
-    # Forward: fp32 rows are sums of two fp16 terms. With SINGLE_STEP, no NORMALIZE, not PERSISTENT.
-    SPLIT_FP32: bool = False
+    # Forward: fp16 terms of fp32 rows: 2, or 1 if TF32 is allowed. 0: rows stay whole. With SINGLE_STEP, no NORMALIZE,
+    # not PERSISTENT.
+    FP32_TERMS: int = 0
     # Forward: a document may have fewer tokens than a tile, which then reads on into the next document.
     SHORT_DOCUMENTS: bool = False
     # Packed forward: the format of documents, see `formats/encoded.py` and `formats/residual.py`. "": the query dtype.
     ENCODING: Any = ""
-    # Forward: soft maxima. With SHORT_DOCUMENTS, no TOKENS_FIRST, no SPLIT_FP32, not PERSISTENT.
+    # Forward: soft maxima. With SHORT_DOCUMENTS, no TOKENS_FIRST, no FP32_TERMS, not PERSISTENT.
     SOFT: bool = False
     INT8_TERMS: int = 0  # with "int8" and SINGLE_STEP: int8 terms of a query row. 0: rows stay whole
     EVEN_D: bool = False  # residual codes that are read as words: BD divides d
@@ -280,8 +281,9 @@ class Sm90Config(NamedTuple):
     # At most MMA_ROWS query rows, no OPERAND_IN_REGISTERS. Each warp group has its own documents.
     SMALL_M: bool = False
     INT8_TERMS: int = 0  # int8 documents: int8 terms of a query row. A product has 64 of them unless SMALL_M
-    # fp32 tokens are sums of two fp16 terms. No NORMALIZE, no ARGMAX. Query rows in registers unless SMALL_M.
-    SPLIT_FP32: bool = False
+    # fp16 terms of fp32 tokens: 2, or 1 if TF32 is allowed. 0: half precision, or encoded documents. No NORMALIZE, no
+    # ARGMAX. Query rows in registers unless SMALL_M.
+    FP32_TERMS: int = 0
     # With PRECOMPUTED_SCALES: FP8 documents, "e4m3" or "e5m2". Bytes are converted to fp16.
     ENCODING: str = ""
 

@@ -73,17 +73,19 @@ def find_exact_rows(x):
 
 
 @triton.jit
-def split_rows(x):
+def split_rows(x, TERMS: tl.constexpr):
     """Split rows into fp16 terms.
 
     Returns:
-        The terms (hi, lo), the scale ``2^e`` of each row, which rows are exact, and which rows are zero. The terms of
-        fallback rows are meaningless, and the scale of a zero row is any finite value.
+        The terms (hi, lo), or hi twice if TERMS is 1, the scale ``2^e`` of each row, which rows are exact, and which
+        rows are zero. The terms of fallback rows are meaningless, and the scale of a zero row is any finite value.
     """
     plain, zero, exponent = _classify_rows(x)
     y = x * (exponent * -1 + _SCALE_UP_BITS).to(tl.float32, bitcast=True)[:, None]
     hi = y.to(tl.float16)
-    lo = ((y - hi.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
+    lo = hi
+    if TERMS == 2:
+        lo = ((y - hi.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
     return (hi, lo), ((exponent - _SCALE_EXPONENT_BITS) & _MAGNITUDE_MASK).to(tl.float32, bitcast=True), plain, zero
 
 
@@ -92,7 +94,11 @@ def multiply_split_rows(q, x, C: tl.constexpr):
     """Return the unscaled ``q . x^T`` of split rows, or its transpose with C.TOKENS_FIRST."""
     q_hi, q_lo = q
     x_hi, x_lo = x
-    if C.TOKENS_FIRST:
+    if C.FP32_TERMS == 1 and C.TOKENS_FIRST:
+        S = tl.dot(x_hi, tl.trans(q_hi))
+    elif C.FP32_TERMS == 1:
+        S = tl.dot(q_hi, tl.trans(x_hi))
+    elif C.TOKENS_FIRST:
         S = tl.dot(x_lo, tl.trans(q_hi))
         S = tl.dot(x_hi, tl.trans(q_lo), S)
         S = tl.dot(x_hi, tl.trans(q_hi), S * (1.0 / FP16_LOW_SCALE))
@@ -181,7 +187,7 @@ def split_tokens(X, out, scales, rows, L, room, d, C: tl.constexpr):
     ok = row < rows
     columns = tl.arange(0, C.BD)
     pointers = X.ptr + (row // L).to(tl.int64) * X.stride_doc + (row % L).to(tl.int64) * X.stride_l
-    x, scale, plain, zero = split_rows(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS))
+    x, scale, plain, zero = split_rows(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), 2)
     hi, lo = x
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi, mask=ok[:, None])

@@ -89,7 +89,7 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
     `q` holds the query rows if one step covers d. Otherwise they are read again in each step.
 
     Returns:
-        The similarities, and which tokens have one. With C.SPLIT_FP32 these are the exact tokens, and the similarities
+        The similarities, and which tokens have one. With C.FP32_TERMS these are the exact tokens, and the similarities
         are still to be scaled by the query rows. Otherwise all tokens have one.
     """
     plain = t >= 0
@@ -101,8 +101,8 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
         scale = tl.load(x.terms.document_scales + row + tl.arange(0, C.BN))
         plain = scale > 0
         S = multiply_split_rows(q, (x.tiles.load([row, 0]), x.tiles.load([row + x.terms.document_capacity_rows, 0])), C)
-    elif C.SPLIT_FP32:
-        tile, scale, plain, _ = split_rows(load_document_tile(x, document, row, t, 0, C))
+    elif C.FP32_TERMS > 0:
+        tile, scale, plain, _ = split_rows(load_document_tile(x, document, row, t, 0, C), C.FP32_TERMS)
         S = multiply_split_rows(q, tile, C)
     elif C.SINGLE_STEP:
         tile = load_document_tile(x, document, row, t, 0, C)
@@ -116,7 +116,7 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
             S = add_product(S, y, tile, C)
             if C.NORMALIZE and C.ENCODING == "":
                 squares += sum_tile_squares(x, document, tile, t, c0, C)
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS > 0:
         S = S * expand_tokens(scale, C)
     if C.ENCODING != "":
         S = dequantize_similarities(S, rows, x.counts, document, t, C)
@@ -174,7 +174,7 @@ def prefetch_tile_mask(x, document, t0, C: tl.constexpr):
 
     No product hides the latency of a load that follows it. The result is zeros if `compute_tile` loads the mask.
     """
-    if x.tiles is not None and _has_mask_prefetch(C.BM, C.ENCODING, C.SPLIT_FP32):
+    if x.tiles is not None and _has_mask_prefetch(C.BM, C.ENCODING, C.FP32_TERMS):
         mask = load_tile_mask(x, document, t0, C)
     else:
         mask = tl.full((C.BN,), 0, tl.int8)
@@ -210,20 +210,20 @@ def compute_tile(q, x, rows, document, t0, mask, C: tl.constexpr):
 
     Returns:
         The similarities, the tokens, which tokens are kept, the first token, and which kept tokens are fallback tokens.
-        Fallback tokens exist with C.SPLIT_FP32 only, and their similarities are ``-inf``.
+        Fallback tokens exist with C.FP32_TERMS only, and their similarities are ``-inf``.
     """
     t0, t = locate_tile_tokens(x, document, t0, C)
     S, plain = _compute_similarities(q, x, rows, document, document.row + t0, t, C)
-    if x.tiles is None or not _has_mask_prefetch(C.BM, C.ENCODING, C.SPLIT_FP32):
+    if x.tiles is None or not _has_mask_prefetch(C.BM, C.ENCODING, C.FP32_TERMS):
         mask = load_tile_mask(x, document, t0, C)
     keep = is_kept(x, document, t0, t, mask, C)
     taken = keep
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS > 0:
         taken = keep & plain
     if x.D.mask is None and C.SOFT:
         if t0 + C.BN > document.length:  # a selection costs as much as the exponentials of half the elements
             S = tl.where(expand_tokens(taken, C), S, float("-inf"))
-    elif x.D.mask is not None or C.SPLIT_FP32 or (C.SHORT_DOCUMENTS and x.tiles is not None):
+    elif x.D.mask is not None or C.FP32_TERMS > 0 or (C.SHORT_DOCUMENTS and x.tiles is not None):
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
         S = tl.where(expand_tokens(taken, C), S, float("-inf"))
     return S, t, keep, t0, keep & (plain == 0)

@@ -125,9 +125,9 @@ def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
         return reason
     sizes, d = make_size_args(Q, D), Q.shape[-1]
     if Q.dtype == torch.float32:
-        splits = not argmax and generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.SPLIT_FP32
-        found = sm90_configs.configure_fp32_split(arch, *sizes, d)
-        reason = supports.supports_fp32_split(Q, D, splits, found)
+        terms = generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.FP32_TERMS
+        found = sm90_configs.configure_fp32_split(arch, *sizes, d, terms=terms or 2)
+        reason = supports.supports_fp32_split(Q, D, terms > 0 and not argmax, found)
         return reason or supports.prefers_fp32_split(sizes, arch, found) or found
     found = sm90_configs.configure_sm90(arch, *sizes, d, normalize=normalize, argmax=argmax)
     reason = supports.supports_sm90(Q, D, normalize, argmax, found)

@@ -197,8 +197,8 @@ def choose_fp32_split(Q: Tensor, D: Tensor, normalize: bool, arch: Architecture)
     launch = forward_configs.configure_forward(kind, Nq, Lq, tf32=is_tf32_allowed(Q.dtype))
     launch = forward_configs.adjust_for_fp32_split(launch, Lq)
     room = get_split_workspace_rows(launch.config)
-    if not launch.config.SPLIT_FP32:
-        return "the tile does not split fp32 tokens, for TF32 or for the size of tokens"
+    if launch.config.FP32_TERMS < 2:
+        return "the tile does not split fp32 tokens into two terms, for TF32 or for the size of tokens"
     if Nq * Lq > room or not launch.config.BN <= Ld <= room:
         return "the terms of the queries or of a document do not fit the workspace, or documents are too short"
     if min(Nq * Lq, K * Ld) < _MIN_FP32_SPLIT_ROWS:

@@ -117,7 +117,7 @@ def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, found: Sm90Choice) -
     (Nq, K, Lq, Ld), C = make_size_args(Q, D), found.config
     counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
-        (not splits, "fp32 rows are not split into fp16 terms (argmax, normalize, TF32, or alignment)"),
+        (not splits, "fp32 rows are not split into fp16 terms (argmax, `normalize`, or alignment)"),
         (Lq < 2, "Lq < 2"),
         (Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (Q.shape[-1] > 128, "fp32 with d > 128"),

@@ -61,12 +61,12 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     assert choice is not None
     C = choice.config
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
-    element, kept = ("fp32", "float32") if C.SPLIT_FP32 else ("i8", "int8")
+    element, kept = ("fp32", "float32") if C.FP32_TERMS else ("i8", "int8")
     signature = {
         "Q": QueryArgs(*queries),
         "D": f"tensordesc<{element}[{C.BN},{C.BD}],{make_tile_layout([C.BN, C.BD], kept)!r}>",
         "norms": described_norms(C.BN) if scales else "constexpr",
-        "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.SPLIT_FP32 else "*fp32", "i32", "i32"),
+        "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.FP32_TERMS else "*fp32", "i32", "i32"),
         "out": OutputArgs("*fp32", "constexpr"),
         "sizes": SizeArgs(*["i32"] * 4),
     }
@@ -74,8 +74,8 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     names = list(signature)
     values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
     values |= {} if scales else {(names.index("norms"),): None}
-    values |= {(3, 1): None} if C.SPLIT_FP32 else {}
-    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.SPLIT_FP32 else [(3, 1)]), (names.index("out"), 0)]
+    values |= {(3, 1): None} if C.FP32_TERMS else {}
+    aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.FP32_TERMS else [(3, 1)]), (names.index("out"), 0)]
     aligned += [(names.index("d"),)] if d % 16 == 0 else []
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
@@ -135,21 +135,23 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 
+@pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(
     ("d", "Nq", "Lq", "options"),
     [(128, 64, 1024, False), (128, 256, 32, False), (96, 64, 100, True), (64, 64, 20, True)],
 )
-def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
-    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d)
+def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
+    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d, terms=terms)
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 
+@pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
-def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, tmp_path):
-    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d)
+def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
+    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d, terms=terms)
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
     check(compiled, tmp_path)

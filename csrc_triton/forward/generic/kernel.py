@@ -589,11 +589,11 @@ def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
         C: Compile-time choices, a `KernelConfig`. A tile holds `BM // ROWS_PER_QUERY` queries of at most
             `ROWS_PER_QUERY` tokens, or with LONG_QUERIES one longer query.
     """
-    tl.static_assert(not C.SPLIT_FP32 or (C.SINGLE_STEP and not (C.PERSISTENT or C.NORMALIZE)))
+    tl.static_assert(C.FP32_TERMS == 0 or (C.SINGLE_STEP and not (C.PERSISTENT or C.NORMALIZE)))
     tl.static_assert(not C.PERSISTENT or (C.SINGLE_STEP and not C.LONG_QUERIES and tiles is not None))
     tl.static_assert(not C.PERSISTENT or out.argmax is None)
     tl.static_assert(not C.LONG_QUERIES or C.BM == C.ROWS_PER_QUERY)
-    tl.static_assert(not C.SOFT or not (C.TOKENS_FIRST or C.SPLIT_FP32 or C.PERSISTENT))
+    tl.static_assert(not C.SOFT or not (C.TOKENS_FIRST or C.FP32_TERMS > 0 or C.PERSISTENT))
     x = Operands(Q, D, tiles, terms, None, d, None)
     if C.PERSISTENT:
         _score_persistent(x, None, out, sizes, 0, False, C)

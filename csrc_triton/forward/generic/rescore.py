@@ -37,9 +37,9 @@ def maxsim_rescore(Q, D, scores, sizes, d, parts, BLOCK: tl.constexpr, C: tl.con
         d: Number of features.
         parts: Groups of each query.
         BLOCK: Scores of a program.
-        C: `KernelConfig` with SPLIT_FP32. Of the groups in a tile, only the first exists.
+        C: `KernelConfig` with FP32_TERMS. Of the groups in a tile, only the first exists.
     """
-    tl.static_assert(C.SPLIT_FP32 and not C.LONG_QUERIES)
+    tl.static_assert(C.FP32_TERMS > 0 and not C.LONG_QUERIES)
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     Document: tl.constexpr = import_args_class("Document")
     x = Operands(Q, D, None, None, None, d, None)

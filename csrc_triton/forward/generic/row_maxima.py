@@ -92,7 +92,7 @@ def load_query_rows(x, rows, C: tl.constexpr):
 
     Returns:
         The rows, their scales, whether each row is exact, and whether its maximum is used without the scale. The last
-        three matter only with C.SPLIT_FP32 or C.INT8_TERMS.
+        three matter only with C.FP32_TERMS or C.INT8_TERMS.
     """
     plain = rows.ok
     unscaled = rows.ok
@@ -105,8 +105,8 @@ def load_query_rows(x, rows, C: tl.constexpr):
         unscaled = scale <= 0
     else:
         q = load_query_tile(x, rows, tl.arange(0, C.BD), C)
-        if C.SPLIT_FP32:
-            q, scale, plain, unscaled = split_rows(q)
+        if C.FP32_TERMS > 0:
+            q, scale, plain, unscaled = split_rows(q, C.FP32_TERMS)
     return q, scale, plain, unscaled
 
 
@@ -237,7 +237,7 @@ def compute_row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.con
             mask = ahead
             if x.D.mask is not None:
                 kept = kept | keep.to(tl.int32)
-            if C.SPLIT_FP32:
+            if C.FP32_TERMS > 0:
                 odds = odds | odd.to(tl.int32)
             best, where = _update_maxima(best, where, S, t, keep, first, rows, ARGMAX, C)
     else:
@@ -250,7 +250,7 @@ def compute_row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.con
         row_best, row_where = merge_lanes(best, where, document.length, C)
     else:
         row_best = merge_lane_maxima(best, C)
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS > 0:
         row_best = tl.where(unscaled, row_best, row_best * scale)
         if (tl.max(odds, axis=0) > 0) | (tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0):
             row_best, row_where = add_fallback_maxima(row_best, row_where, plain, x, rows, document, C)

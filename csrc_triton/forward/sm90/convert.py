@@ -4,7 +4,8 @@ FP8 tokens are multiplied in fp16 (`formats/encoded.py`). In the dense kernel TM
 conversion warps convert each tile into the fp16 pipeline that the consumers multiply, and store the scales of its
 tokens. The conversion overlaps the products of 256 query rows.
 
-fp32 tokens become two fp16 terms and a scale (`common/fp32.py`). The terms `lo` of a stage follow C.STAGES tiles later.
+fp32 tokens become one or two fp16 terms and a scale (`common/fp32.py`). The terms `lo` of a stage follow C.STAGES tiles
+later.
 The scale of a fallback token is negative.
 """
 
@@ -79,7 +80,7 @@ def convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
 
 @gluon.jit
 def split_tiles(raw, ring, begin, end, Ld, C: gl.constexpr):
-    """Split every fp32 tile of the raw pipeline into two fp16 tiles (conversion warps)."""
+    """Split every fp32 tile of the raw pipeline into C.FP32_TERMS fp16 tiles (conversion warps)."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTER_WARPS, 1], [1, 0])
     stage = 0
     phase = 0
@@ -89,11 +90,12 @@ def split_tiles(raw, ring, begin, end, Ld, C: gl.constexpr):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             for n in gl.static_range(C.BN // _SPLIT_TOKENS):
                 x = raw.tiles.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).load(LAYOUT)
-                terms, scale, plain, zero = split_rows(x)
+                terms, scale, plain, zero = split_rows(x, C.FP32_TERMS)
                 hi, lo = terms
                 scale = gl.where(zero, 1.0, gl.where(plain, scale, -1.0))
                 ring.tiles.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(hi)
-                ring.tiles.index(stage + C.STAGES).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(lo)
+                if C.FP32_TERMS == 2:
+                    ring.tiles.index(stage + C.STAGES).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(lo)
                 ring.norms.inverse.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(scale)
             fence_async_shared()
             mbarrier.arrive(ring.full.index(stage), count=1)

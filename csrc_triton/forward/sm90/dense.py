@@ -46,7 +46,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     """
     gl.static_assert(C.SMALL_M or C.MMA_ROWS * (2 if C.INT8_TERMS == 2 else 1) == 64)
     gl.static_assert(not (C.SMALL_M and C.OPERAND_IN_REGISTERS))
-    gl.static_assert(not C.SPLIT_FP32 or (C.SMALL_M != C.OPERAND_IN_REGISTERS and not C.NORMALIZE and not C.ARGMAX))
+    gl.static_assert(C.FP32_TERMS == 0 or (C.SMALL_M != C.OPERAND_IN_REGISTERS and not C.NORMALIZE and not C.ARGMAX))
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, ACCUMULATORS * C.MMA_ROWS)
     begin, end = partition_evenly(row_tiles, sizes.K)
     spans = DocumentSegments(None, None, None, None)
@@ -79,7 +79,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
             [4, 1, CONVERTER_WARPS],
             [NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS],
         )
-    elif C.SPLIT_FP32:
+    elif C.FP32_TERMS > 0:
         FP32: gl.constexpr = D.layout
         raw = make_tile_pipeline(D.dtype, FP32, C.STAGES, 1, C.BN, C.BD)
         gl.warp_specialize(

@@ -112,20 +112,20 @@ def find_fallback_tokens(D, row, d, layout: gl.constexpr, C: gl.constexpr):
 def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, scale, C: gl.constexpr):
     """Return the maxima of the fallback rows of accumulator H over document k, in fp32 and feature by feature.
 
-    The order of operations is the one of `fp32._compute_fp32_similarities`. With C.SPLIT_FP32 the maxima of all rows
+    The order of operations is the one of `fp32._compute_fp32_similarities`. With C.FP32_TERMS the maxima of all rows
     also cover the fallback tokens. A row without any such product has -inf.
     """
     STEP: gl.constexpr = 1024 // C.MMA_ROWS  # tokens at a time: more need registers that products in flight occupy
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // STEP, STEP], [4, 1], [1, 0])
     i, s, _, ok = locate_accumulator_rows(first, H, parts, sizes, gl.SliceLayout(1, LAYOUT), C)
     odd = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & ok
-    read = load_query_mask(Q, i, s, ok) if C.SPLIT_FP32 else odd
+    read = load_query_mask(Q, i, s, ok) if C.FP32_TERMS > 0 else odd
     first_feature = locate_rows(Q, i, s)
     best = gl.full([C.MMA_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     for t0 in range(0, sizes.Ld, STEP):
         t = gl.minimum(t0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT)), sizes.Ld - 1).to(gl.int64)
         each = 1.0
-        if not C.SPLIT_FP32:
+        if C.FP32_TERMS == 0:
             each = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
         row = k.to(gl.int64) * sizes.Ld + t
         tokens = numbers.ptr + row * d
@@ -136,7 +136,7 @@ def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes,
             rows += Q.stride_d
             y = gl.load(tokens + n).to(gl.float32) * each
             S += q[:, None] * y[None, :]
-        if C.SPLIT_FP32:
+        if C.FP32_TERMS > 0:
             use = odd[:, None] | find_fallback_tokens(numbers.ptr, row, d, gl.SliceLayout(0, LAYOUT), C)[None, :]
             S = gl.where(use, S, float("-inf"))
         best = nan_max(best, gl.reduce(S, 1, nan_max))

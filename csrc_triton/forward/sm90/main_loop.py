@@ -62,7 +62,7 @@ role              warps  present                               work
 consumers 0, 1    4 + 4  always                                products, maxima, epilogue
 producer          1      always                                TMA copies
 norm warps        4      NORMALIZE, not PRECOMPUTED_SCALES     inverse norms of the tokens of a stage
-conversion warps  4      ENCODING (FP8) or SPLIT_FP32          FP8 to fp16, or fp32 to two fp16 terms, and token scales
+conversion warps  4      ENCODING (FP8) or FP32_TERMS          FP8 to fp16 or fp32 to fp16 terms, and token scales
 mask warps        1 + 1  with a mask                           overwrite masked tokens, 32 of each tile per warp
 ```
 
@@ -88,8 +88,8 @@ With FP8 and fp32 the producer fills a second pipeline, `raw`, with the document
 act as the producer of the fp16 pipeline. They wait at its `empty` barriers and arrive at its `full` barriers, without
 TMA.
 
-With C.SPLIT_FP32, S0 and S1 are sums of three products of fp16 terms, in the order of `multiply_split_rows`. The small
-products of one accumulator run while the other one is scaled. A score of a document with fallback tokens, or of a
+With two FP32_TERMS, S0 and S1 are sums of three products of fp16 terms, in the order of `multiply_split_rows`. The
+small products of one accumulator run while the other one is scaled. A score of a document with fallback tokens, or of a
 warp group with fallback rows (`common/fp32.py`), is stored as RESCORE_BITS. A second launch, `maxsim_rescore`, replaces
 such scores.
 
@@ -163,7 +163,7 @@ SCALE_LAYOUT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 class Position(NamedTuple):
     """Position of a consumer warp group: the stage and phase of its next tile, and the phase of its turn.
 
-    `least` is the smallest scale of a token since the document began with C.SPLIT_FP32, else 0. A negative scale
+    `least` is the smallest scale of a token since the document began with C.FP32_TERMS, else 0. A negative scale
     belongs to a fallback token.
     """
 
@@ -194,7 +194,7 @@ def _copy_tile(D, norms, ring, spans, k, row, length, t0, stage, phase, C: gl.co
     The document begins at `row`. Inverse norms are stored tile by tile, so their position does not shift with the last
     tile. Scales of int8 tokens are stored token by token and shift with the tile.
     """
-    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and C.ENCODING == "" and not C.SPLIT_FP32
+    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and C.ENCODING == "" and C.FP32_TERMS == 0
     full = open_stage(ring, stage, phase, D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
     start = row + choose_tile_start(spans, t0, length, C)
     if HAS_SCALES:
@@ -267,7 +267,7 @@ def _issue_products(q, ring, halves, at, G: gl.constexpr, C: gl.constexpr):
     """
     wait_for_tile(ring, at.stage, at.phase, C)
     mbarrier.wait(ring.turn.index(G), at.turn)
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS == 2:
         S_a, S_b = _multiply_split_rows(q, ring, at.stage, halves, C)
     else:
         S_a = _multiply(q[0], ring, at.stage, halves[0])
@@ -305,7 +305,7 @@ def _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, 
 @gluon.jit
 def _find_least_scale(ring, at, C: gl.constexpr):
     """Return `at.least` after the tile of a position. Every warp finds the same value."""
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS > 0:
         return gl.minimum(at.least, ring.norms.inverse.index(at.stage).load(SCALE_LAYOUT))
     else:
         return at.least
@@ -314,25 +314,26 @@ def _find_least_scale(ring, at, C: gl.constexpr):
 @gluon.jit
 def _reset_least_scale(at, C: gl.constexpr):
     """Return the position at the beginning of a document."""
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS > 0:
         return Position(at.stage, at.phase, at.turn, gl.full([C.BN], 0.0, gl.float32, SCALE_LAYOUT))
     else:
         return at
 
 
 @gluon.jit
-def _store_split_queries(rows, place, layout: gl.constexpr, OPERAND: gl.constexpr):
-    """Store the fp16 terms `lo` of fp32 rows to shared memory, and return the operands and the scales of the rows.
+def _store_split_queries(rows, place, layout: gl.constexpr, OPERAND: gl.constexpr, C: gl.constexpr):
+    """Return the operands of fp32 rows, and the scales of the rows, which are negative for fallback rows.
 
-    Returns:
-        The terms hi in registers, the terms lo in shared memory, and the scales, negative for fallback rows.
+    The operand is the terms hi in registers. With two terms the terms lo follow, in shared memory.
     """
-    terms, scale, plain, zero = split_rows(rows)
+    terms, scale, plain, zero = split_rows(rows, C.FP32_TERMS)
     hi, lo = terms
     place.store(hi)
-    hi = place.load(OPERAND)
-    place.store(lo)
-    return (hi, place), gl.convert_layout(gl.where(zero, 1.0, gl.where(plain, scale, -1.0)), layout)
+    q = place.load(OPERAND)
+    if C.FP32_TERMS == 2:
+        place.store(lo)
+        q = (q, place)
+    return q, gl.convert_layout(gl.where(zero, 1.0, gl.where(plain, scale, -1.0)), layout)
 
 
 @gluon.jit
@@ -348,12 +349,12 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
     q = q_smem.index(2 * G), q_smem.index(2 * G + 1)
     inverse = 0, 0
     odd = 0
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS > 0:
         a, over_a = _store_split_queries(
-            load_accumulator_queries(x.Q, first, 0, x.parts, sizes, x.d, C), q[0], layout, OPERAND
+            load_accumulator_queries(x.Q, first, 0, x.parts, sizes, x.d, C), q[0], layout, OPERAND, C
         )
         b, over_b = _store_split_queries(
-            load_accumulator_queries(x.Q, first, 1, x.parts, sizes, x.d, C), q[1], layout, OPERAND
+            load_accumulator_queries(x.Q, first, 1, x.parts, sizes, x.d, C), q[1], layout, OPERAND, C
         )
         q = a, b
         inverse = over_a, over_b
@@ -379,7 +380,7 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
                 gl.convert_layout(compute_row_inverse_norms(b), layout),
             )
     fence_async_shared()
-    if C.OPERAND_IN_REGISTERS and not C.SPLIT_FP32:
+    if C.OPERAND_IN_REGISTERS and C.FP32_TERMS == 0:
         q = q[0].load(OPERAND), q[1].load(OPERAND)
     return q, (inverse[0], inverse[1], odd)
 
@@ -403,7 +404,7 @@ def _finish_rows(half, x, first, factors, H: gl.constexpr, k, length, each, out,
         winners = keep if length is None else keep & (length > 0)
         where, unresolved = select_argmax(half, best, winners, unresolved)
         gl.store(out.argmax + at, where.to(out.argmax.dtype.element_ty), mask=ok)
-    if C.SPLIT_FP32:
+    if C.FP32_TERMS > 0:
         best = best * factors[H]
     elif C.INT8_TERMS > 0:
         inverse, odd = factors[H], factors[2]
@@ -443,7 +444,7 @@ def _replace_empty_scores(total, x, first, length, sizes, layout: gl.constexpr, 
 def _store_document(halves, x, first, factors, k, length, each, out, unresolved, sizes, C: gl.constexpr):
     """Store the results of document k after its last tile (epilogue): scores `[groups, K]` or maxima, and argmax.
 
-    With C.SPLIT_FP32, `each` is positive if any row or token is a fallback.
+    With C.FP32_TERMS, `each` is positive if any row or token is a fallback.
     """
     GROUPS: gl.constexpr = 2 * C.MMA_ROWS // C.ROWS_PER_QUERY
     a, unresolved = _finish_rows(halves[0], x, first, factors, 0, k, length, each, out, unresolved, sizes, C)
@@ -453,7 +454,7 @@ def _store_document(halves, x, first, factors, k, length, each, out, unresolved,
         total = sum_accumulators(a, b, C)
         if length is not None:
             total = _replace_empty_scores(total, x, first, length, sizes, LAYOUT, C)
-        if C.SPLIT_FP32:  # `maxsim_rescore` replaces these scores
+        if C.FP32_TERMS > 0:  # `maxsim_rescore` replaces these scores
             total = gl.where(
                 each > 0, (gl.full_like(total, 0).to(gl.int32) + RESCORE_BITS).to(gl.float32, bitcast=True), total
             )
@@ -479,8 +480,8 @@ def _choose_origin(spans, bounds, C: gl.constexpr):
 
 @gluon.jit
 def _flag_fallbacks(at, factors, each, C: gl.constexpr):
-    """Return 1.0 if a row or a token of the document so far is a fallback with C.SPLIT_FP32, else `each`."""
-    if C.SPLIT_FP32:
+    """Return 1.0 if a row or a token of the document so far is a fallback with C.FP32_TERMS, else `each`."""
+    if C.FP32_TERMS > 0:
         odd = gl.maximum(factors[2], (gl.min(at.least, axis=0) < 0).to(gl.int32))
         return odd.to(gl.float32)
     else:

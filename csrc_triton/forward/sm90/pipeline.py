@@ -81,7 +81,7 @@ def make_tile_layout(block: list[int], dtype: str):
 def _allocate_norms(norms, C: gl.constexpr):
     """Allocate room for token scales or inverse norms, or return 0 if there are none."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if C.ENCODING != "" or C.SPLIT_FP32:
+    if C.ENCODING != "" or C.FP32_TERMS > 0:
         return PipelineNorms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], PLAIN), 0)
     elif C.PRECOMPUTED_SCALES:
         return PipelineNorms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout), 0)
@@ -101,11 +101,11 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
     """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = C.STAGES
-    CONVERTED: gl.constexpr = C.ENCODING != "" or C.SPLIT_FP32
+    CONVERTED: gl.constexpr = C.ENCODING != "" or C.FP32_TERMS > 0
     DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
     # The terms lo of fp32 tiles follow the terms hi, and use no barriers.
-    ring = make_tile_pipeline(DTYPE, LAYOUT, (2 if C.SPLIT_FP32 else 1) * STAGES, 2, C.BN, C.BD)
+    ring = make_tile_pipeline(DTYPE, LAYOUT, (2 if C.FP32_TERMS == 2 else 1) * STAGES, 2, C.BN, C.BD)
     ring = TilePipeline(
         ring.tiles,
         ring.full,

@@ -105,7 +105,7 @@ def make_small_m_pipeline(D, norms, C: gl.constexpr):
         The `TilePipeline`, with token scales if they are precomputed, and the shared memory of the query rows. Each
         warp group has its own copy of the query rows.
     """
-    CONVERTED: gl.constexpr = C.ENCODING != "" or C.SPLIT_FP32
+    CONVERTED: gl.constexpr = C.ENCODING != "" or C.FP32_TERMS > 0
     DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
     TILE: gl.constexpr = D.layout
@@ -113,7 +113,7 @@ def make_small_m_pipeline(D, norms, C: gl.constexpr):
     if C.PRECOMPUTED_SCALES and C.ENCODING == "":
         scales = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], norms.layout)
         ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, PipelineNorms(scales, 0))
-    return ring, gl.allocate_shared_memory(DTYPE, [4 if C.SPLIT_FP32 else 2, _count_columns(C), C.BD], OPERAND)
+    return ring, gl.allocate_shared_memory(DTYPE, [4 if C.FP32_TERMS == 2 else 2, _count_columns(C), C.BD], OPERAND)
 
 
 @gluon.jit
@@ -121,20 +121,21 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
     """Load all query rows as operands of the products, and the factors of their maxima in `layout`.
 
     Returns:
-        The operands hi and lo, and the factors. lo differs from hi with C.SPLIT_FP32 only. The factor is negative for
-        rows that int8 or fp16 terms cannot represent.
+        The operands hi and lo, and the factors. lo differs from hi with two FP32_TERMS only. The factor is negative
+        for rows that int8 or fp16 terms cannot represent.
     """
     place = q_smem.index(G)
-    low = q_smem.index(G + 2 if C.SPLIT_FP32 else G)
+    low = q_smem.index(G + 2 if C.FP32_TERMS == 2 else G)
     factor = 0
     if C.INT8_TERMS > 0:
         factor = store_query_terms(x.Q, place, 0, 0, 1, sizes, x.d, layout, C)
     else:
         rows = load_accumulator_queries(x.Q, 0, 0, 1, sizes, x.d, C)
-        if C.SPLIT_FP32:
-            terms, scale, plain, zero = split_rows(rows)
+        if C.FP32_TERMS > 0:
+            terms, scale, plain, zero = split_rows(rows, C.FP32_TERMS)
             rows, lo = terms
-            low.store(lo)
+            if C.FP32_TERMS == 2:
+                low.store(lo)
             factor = gl.convert_layout(gl.where(zero, 1.0, gl.where(plain, scale, -1.0)), layout)
         elif C.ENCODING != "":
             rows, factor = convert_queries(rows, layout, C)
@@ -167,20 +168,24 @@ def _prefetch_scales(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def _compute_split_similarities(x, q, S, layout: gl.constexpr):
-    """Compute the similarities of fp32 tokens by three fp16 products, see `_compute_similarities`.
+def _compute_split_similarities(x, q, S, layout: gl.constexpr, C: gl.constexpr):
+    """Compute the similarities of fp32 tokens by one or three fp16 products, see `_compute_similarities`.
 
     The similarities of fallback tokens, which fp16 terms cannot represent, are -inf. Their flags are returned last.
     """
-    terms, scale, plain, _ = split_rows(x)
+    terms, scale, plain, _ = split_rows(x, C.FP32_TERMS)
     hi, lo = terms
-    S = warpgroup_mma(lo, q[0], S, use_acc=False, is_async=True)
-    S = warpgroup_mma(hi, q[1], S, is_async=True)
+    if C.FP32_TERMS == 2:
+        S = warpgroup_mma(lo, q[0], S, use_acc=False, is_async=True)
+        S = warpgroup_mma(hi, q[1], S, is_async=True)
+    else:
+        S = warpgroup_mma(hi, q[0], S, use_acc=False, is_async=True)
     scale = gl.convert_layout(scale, layout)
     plain = gl.convert_layout(plain.to(gl.int32), layout)
     S = warpgroup_mma_wait(0, [S])
-    S = warpgroup_mma(hi, q[0], S * (1.0 / FP16_LOW_SCALE), is_async=True)
-    S = warpgroup_mma_wait(0, [S])
+    if C.FP32_TERMS == 2:
+        S = warpgroup_mma(hi, q[0], S * (1.0 / FP16_LOW_SCALE), is_async=True)
+        S = warpgroup_mma_wait(0, [S])
     return S, gl.where((plain > 0)[:, None], S * scale[:, None], float("-inf")), 1 - plain
 
 
@@ -189,17 +194,17 @@ def _compute_similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, 
     """Compute the similarities of a tile's tokens to all query rows, times the token scales or inverse token norms.
 
     Returns:
-        The product, whose registers the next product reuses, the similarities `[BN, rows]`, and with C.SPLIT_FP32 the
-        flags of fallback tokens.
+        The product, whose registers the next product reuses, the similarities `[BN, rows]`, and with C.FP32_TERMS
+        the flags of fallback tokens.
     """
     mbarrier.wait(ring.full.index(slot), phase)
     tile = ring.tiles.index(slot)
     odd = 0
-    if C.ENCODING != "" or C.SPLIT_FP32:
+    if C.ENCODING != "" or C.FP32_TERMS > 0:
         a = tile.load(gl.DotOperandLayout(0, S.type.layout, 2))
         mbarrier.arrive(ring.empty.index(slot), count=1)
-        if C.SPLIT_FP32:
-            S, x, odd = _compute_split_similarities(a, q, S, layout)
+        if C.FP32_TERMS > 0:
+            S, x, odd = _compute_split_similarities(a, q, S, layout, C)
         else:
             S = warpgroup_mma(fp8_to_fp16(a, C), q[0], S, use_acc=False, is_async=True)
             S = warpgroup_mma_wait(0, [S])
@@ -272,7 +277,7 @@ def _dequantize_maxima(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C:
     """Return the row maxima times their factors, with the maxima of fallback rows and tokens added."""
     if C.INT8_TERMS > 0:
         best = dequantize_row_maxima(best, factor, each, odd_rows, x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, C)
-    elif C.SPLIT_FP32:
+    elif C.FP32_TERMS > 0:
         best = gl.where(factor < 0, float("-inf"), best * factor)
         if odd_rows + gl.max(odd_tokens, axis=0) > 0:
             best = nan_max(best, compute_fallback_maxima(x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, factor, C))
@@ -298,14 +303,14 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
         none = gl.full_like(join_terms(S, C).to(gl.float32), float("-inf"))
     TOKEN: gl.constexpr = gl.SliceLayout(1, none.type.layout)
     q, factor = _load_queries(x, q_smem, sizes, ROW, G, C)
-    odd_rows = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.SPLIT_FP32 else 0
+    odd_rows = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.FP32_TERMS > 0 else 0
     scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
     ahead, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
     each = 0.0
     for k in range(begin + G, end, 2):
         best = none
         where = gl.full_like(none, 0).to(gl.int32) if C.ARGMAX else 0
-        odd_tokens = gl.full([C.BN], 0, gl.int32, TOKEN) if C.SPLIT_FP32 else 0
+        odd_tokens = gl.full([C.BN], 0, gl.int32, TOKEN) if C.FP32_TERMS > 0 else 0
         if C.INT8_TERMS > 0:
             each = load_document_scale(x.numbers, k, C)
         for t0 in range(0, sizes.Ld, C.BN):

@@ -126,7 +126,7 @@ class Sm90Plan(GluonPlan):
 
     def _make_encoded_args(self, x: Any) -> EncodedDocumentArgs | None:
         """Return the documents as tensors if the kernel reads some tokens without the descriptor, else None."""
-        splits = isinstance(self.choice.config, Sm90Config) and self.choice.config.SPLIT_FP32
+        splits = isinstance(self.choice.config, Sm90Config) and self.choice.config.FP32_TERMS > 0
         return EncodedDocumentArgs(x.D, None, 0, 0) if splits else None
 
 

@@ -76,7 +76,7 @@ _ARGMAX_OVERRIDES = (
     Override(
         when=lambda arch, x: arch.name == "sm_100", change={"BN": at_most("BN", 32)}, reason="argmax costs registers"
     ),
-    Override(when=lambda arch, x: x.config.SPLIT_FP32, change={"num_stages": 1}, reason="argmax costs registers"),
+    Override(when=lambda arch, x: x.config.FP32_TERMS > 0, change={"num_stages": 1}, reason="argmax costs registers"),
 )
 
 
@@ -99,13 +99,13 @@ def configure_forward(
     tiles = select_tiles(arch, dtype, Lq, d, normalize, wide)
     tile, slot = select_tile(tiles, Nq, Lq, candidates, documents)
     config = make_forward_config(kind, tile, slot, tf32=tf32)
-    splits = dtype == torch.float32 and arch.unit in FP32_SPLIT_UNITS and not (tf32 or normalize) and config.SINGLE_STEP
+    splits = dtype == torch.float32 and arch.unit in FP32_SPLIT_UNITS and not normalize and config.SINGLE_STEP
     config = config._replace(
         TOKENS_FIRST=tile.tokens_first,
         PERSISTENT=tile.walkers > 0 and not splits and config.SINGLE_STEP and Lq <= slot and not candidates,
         # On mma and for split rows the loop is compiled even if it is not needed, because ptxas spills without it.
         LONG_QUERIES=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
-        SPLIT_FP32=splits,
+        FP32_TERMS=(1 if tf32 else 2) if splits else 0,
     )
     launch = LaunchConfig(
         config,
@@ -201,7 +201,7 @@ class _PackedCall(NamedTuple):
 
     def spills(self, launch: LaunchConfig) -> bool:
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
-        split = launch.config.SPLIT_FP32 and launch.config.BM < _MAX_PACKED_TILE_ROWS
+        split = launch.config.FP32_TERMS > 0 and launch.config.BM < _MAX_PACKED_TILE_ROWS
         crowded = self.unit == "mma" or (self.crowded and not launch.config.TOKENS_FIRST)
         return split or (self.argmax and crowded)
 
@@ -287,7 +287,10 @@ _PACKED_OVERRIDES = (
     ),
     Override(
         when=lambda call, x: (
-            x.config.SPLIT_FP32 and call.argmax and call.spills(x) and triton_versions.get_triton_release() >= (3, 9)
+            x.config.FP32_TERMS > 0
+            and call.argmax
+            and call.spills(x)
+            and triton_versions.get_triton_release() >= (3, 9)
         ),
         change={"num_stages": 2},
         reason="ptxas spills with one stage here, and with two before 3.9",
@@ -378,7 +381,7 @@ def configure_packed_forward(
     launch = apply_overrides(_PACKED_OVERRIDES, _PackedCall(kind, Nq, argmax, few, bare, stored), launch)
     config = launch.config
     # Set for the same reason as in `configure_forward` even if it is not needed.
-    long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.SPLIT_FP32
+    long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.FP32_TERMS > 0
     even = has_words(stored) and kind.d % config.BD == 0
     options = {"NORMALIZE": kind.normalize, "ENCODING": stored, "LONG_QUERIES": long, "EVEN_D": even}
     most = select_tiles(kind.arch, kind.dtype, Lq, kind.d, dense.normalize, kind.wide)[-1].rows

@@ -53,8 +53,9 @@ class Sm90Tile(NamedTuple):
 _TILE = Sm90Tile(tokens=64, stages=6, in_registers=True)
 _ARGMAX_TILE, _NORMS_TILE = Sm90Tile(tokens=128, stages=5), Sm90Tile(tokens=128, stages=4)
 _INT8_TILE, _INT8_LARGE_TILE = Sm90Tile(tokens=64, stages=8, in_registers=True), Sm90Tile(tokens=128, stages=6)
-# Two stages of fp32 tiles and of their fp16 terms. The terms `hi` of the query rows are in registers.
-_SPLIT_TILE = Sm90Tile(tokens=64, stages=2, in_registers=True)
+# By fp16 terms of a token: as many stages of fp32 tiles and of their terms as fit. The terms `hi` of the query rows are
+# in registers.
+_SPLIT_TILES = {n: Sm90Tile(tokens=64, stages=4 - n, in_registers=True) for n in (1, 2)}
 # For few query rows, which wait for documents: the tile that wastes least on the last tile of a document.
 SMALL_M_TILES = {
     "": (Sm90Tile(tokens=64, stages=3),),
@@ -225,13 +226,16 @@ def configure_sm90(
     return _make_choice(arch, config, Nq, K, Lq)
 
 
-def configure_fp32_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int) -> Sm90Choice:
-    """Return the configuration for fp32 tokens that are split into fp16 terms, and documents without a mask."""
+def configure_fp32_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, terms: int) -> Sm90Choice:
+    """Return the configuration for fp32 tokens that are split into fp16 terms, and documents without a mask.
+
+    `terms` is 1 if TF32 is allowed, else 2.
+    """
     tree = forward_configs.get_packed_tree_rows(arch, torch.float32, Lq, d, stored="")
     few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
-    tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if few else _SPLIT_TILE
+    tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if few else _SPLIT_TILES[terms]
     slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 128, tree)
-    config = _make_config(tile, slot, d, few, ARGMAX=False, SPLIT_FP32=True, PRECOMPUTED_SCALES=not few)
+    config = _make_config(tile, slot, d, few, ARGMAX=False, FP32_TERMS=terms, PRECOMPUTED_SCALES=not few)
     return _make_choice(arch, config, Nq, K, Lq, tree // slot)
 
 

@@ -47,7 +47,7 @@ def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(mon
 
 def test_when_it_is_chosen():
     assert choice() is not None
-    assert choice(dtype=torch.float32) is None and few_split().config.SPLIT_FP32
+    assert choice(dtype=torch.float32) is None and few_split().config.FP32_TERMS
     assert few_split(Nq=2) is None and few_split(Ld=63) is None and few_split(K=65) is None
     assert few_split(d=132) is None
     assert choice(arch=architectures.ARCHITECTURES["sm_80"]) is None

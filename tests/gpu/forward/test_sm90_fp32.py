@@ -32,7 +32,7 @@ def rescored(Q, D, scores, q_weight, slot, parts):
     """Return scores `[Nq * parts, K]` after `maxsim_rescore`."""
     launch = generic_choices.choose_generic(Q, D, False, False, architecture(Q.device)).launch
     C = launch.config._replace(
-        BM=max(launch.config.BM, slot), ROWS_PER_QUERY=slot, LONG_QUERIES=False, SPLIT_FP32=True, BN=16
+        BM=max(launch.config.BM, slot), ROWS_PER_QUERY=slot, LONG_QUERIES=False, FP32_TERMS=2, BN=16
     )
     args = make_query_args(Q, None, q_weight), make_document_args(D, None), scores, make_size_args(Q, D), Q.shape[-1]
     grid = (architectures.cdiv(scores.numel(), BLOCK),)

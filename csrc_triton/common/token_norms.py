@@ -38,11 +38,20 @@ def _locate_tile_tokens(tile, Lq, TOKENS: tl.constexpr):
 
 @triton.jit
 def maxsim_tile_norms(
-    Q, D, queries, documents, sizes, d, BN: tl.constexpr, BD: tl.constexpr, SHORT_DOCUMENTS: tl.constexpr
+    Q,
+    D,
+    queries,
+    documents,
+    sizes,
+    d,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SHORT_DOCUMENTS: tl.constexpr,
 ):
     """Store the inverse norms of document tokens, and of query tokens unless `queries` is None.
 
-    The last tile of a document shifts back to the end of the document.
+    The last tile of a document shifts back to the end of the document. A masked token has -1.
 
     Args:
         Q: `QueryArgs` with contiguous features.
@@ -53,7 +62,9 @@ def maxsim_tile_norms(
         d: Number of features.
         BN: Tokens of a tile.
         BD: Features of a step.
-        SHORT_DOCUMENTS: Ld < BN. A document has one tile, whose norms past the document are arbitrary but finite.
+        NORMALIZE: Whether to compute norms. Otherwise tokens have 1.
+        SHORT_DOCUMENTS: Ld < BN. A document has one tile, whose norms past the document are arbitrary but finite, or -1
+            with a mask.
     """
     tiles = tl.cdiv(sizes.Ld, BN)
     tile = tl.program_id(0).to(tl.int64)
@@ -61,8 +72,14 @@ def maxsim_tile_norms(
     if tile < sizes.K * tiles:
         t = n if SHORT_DOCUMENTS else tl.minimum(tile % tiles * BN, sizes.Ld - BN) + n
         ok = t < sizes.Ld if SHORT_DOCUMENTS else n >= 0
-        pointers = locate_document(D, tile * 0, tile // tiles) + t * D.stride_l
-        tl.store(documents + tile * BN + n, _compute_inverse_norms(pointers, ok, d, BN, BD))
+        scale = tl.full((BN,), 1, tl.float32)
+        if NORMALIZE:
+            pointers = locate_document(D, tile * 0, tile // tiles) + t * D.stride_l
+            scale = _compute_inverse_norms(pointers, ok, d, BN, BD)
+        if D.mask is not None:
+            keep = tl.load(D.mask + tile // tiles * D.mask_stride_doc + t * D.mask_stride_l, mask=ok, other=0) != 0
+            scale = tl.where(keep, scale, -1.0)
+        tl.store(documents + tile * BN + n, scale)
     elif queries is not None:
         i, s, ok = _locate_tile_tokens(tile - sizes.K * tiles, sizes.Lq, BN)
         tl.store(queries + i * sizes.Lq + s, _compute_inverse_norms(locate_rows(Q, i, s), ok, d, BN, BD), mask=ok)

@@ -111,25 +111,29 @@ def _choose_dense_splits(a: DenseChoiceArgs) -> SplitChoice | str:
     cut = generic_choices.make_cut(Q, D, None, a.d_mask)
     if not has_long_documents(cut):
         return SHORT_DOCUMENTS_REASON
-    found = choose_sm90(a) if a.d_mask is None else choose_masked(a)
+    found = choose_sm90(a)
+    if isinstance(found, str):
+        found = choose_masked(a)
     if not isinstance(found, str) and not has_idle_sms(found, Q.shape[1], D.shape[1], a.arch):
         return f"{found.kernel} keeps enough SMs busy"
     return generic_choices.choose_document_splits(cut, a.normalize, a.argmax, a.arch)
 
 
 def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
-    """Choose an sm_90 kernel for documents without a mask, or return the reason why not."""
+    """Choose an sm_90 kernel for documents without a mask or with many features, or return the reason why not."""
     Q, D, d_mask, normalize, argmax, arch = a
-    reason = "documents have a mask" if d_mask is not None else supports.supports_sm90_call(Q, D, arch)
+    masked = d_mask is not None
+    reason = "documents have a mask, and d <= 128" if masked and Q.shape[-1] <= 128 else None
+    reason = reason or supports.supports_sm90_call(Q, D, arch)
     if reason:
         return reason
     sizes, d = make_size_args(Q, D), Q.shape[-1]
-    if Q.dtype == torch.float32:
+    if Q.dtype == torch.float32 and not masked:
         terms = generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.FP32_TERMS
         found = sm90_configs.configure_fp32_split(arch, *sizes, d, terms=terms or 2)
         reason = supports.supports_fp32_split(Q, D, terms > 0 and not argmax, found)
         return reason or supports.prefers_fp32_split(sizes, arch, found) or found
-    found = sm90_configs.configure_sm90(arch, *sizes, d, normalize=normalize, argmax=argmax)
+    found = sm90_configs.configure_sm90(arch, *sizes, d, normalize=normalize, argmax=argmax, masked=masked)
     reason = supports.supports_sm90(Q, D, normalize, argmax, found)
     return reason or supports.prefers_sm90(sizes, d, normalize, arch, found) or found
 

@@ -209,8 +209,10 @@ def check(compiled, tmp_path: Path, products: bool = False) -> None:
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 
-def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool) -> GluonASTSource:
-    chosen = {"normalize": normalize, "argmax": False}
+def wide_source(
+    dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool, masked: bool
+) -> GluonASTSource:
+    chosen = {"normalize": normalize, "argmax": False, "masked": masked}
     choice = sm90_configs.configure_sm90(SM_90, 256, 256, Lq, Ld, d, **chosen)
     assert choice is not None
     C, features = choice.config, fw.STEP_FEATURES.value
@@ -225,20 +227,22 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, nor
         "Q": QueryArgs(*queries),
         "rows": described(sm90_configs.LARGE_D_TILE_ROWS // 2 // C.ROWS_PER_QUERY, C.ROWS_PER_QUERY, features),
         "D": described(C.BN, features),
-        "norms": described_norms(C.BN) if normalize else "constexpr",
+        "norms": described_norms(C.BN) if normalize or masked else "constexpr",
         "query_norms": "*fp32" if normalize else "constexpr",
         "scores": "*fp32",
         "sizes": SizeArgs(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(list(signature).index("C"),): C}
-    values |= {} if normalize else {(3,): None, (4,): None}
+    values |= {} if normalize or masked else {(3,): None}
+    values |= {} if normalize else {(4,): None}
     aligned = [(0, 0), (0, 1), (0, 2), (5,), *([(list(signature).index("d"),)] if d % 16 == 0 else [])]
     return GluonASTSource(
         fw.maxsim_forward_wide, signature, values, {path: [["tt.divisibility", 16]] for path in aligned}
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "d", "Lq", "Ld", "options"),
@@ -252,9 +256,9 @@ def wide_source(dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, nor
     ],
     ids=str,
 )
-def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, tmp_path):
+def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, masked, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize), target)
+    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize, masked), target)
     check(compiled, tmp_path)
 
 
@@ -271,9 +275,10 @@ def test_norms_of_a_launch_compile_without_spills(d, BD, queries, packed):
         "documents": "*fp32",
         "sizes": SizeArgs(*["i32"] * 4),
     }
-    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr", "SHORT_DOCUMENTS": "constexpr"}
+    signature |= {"d": "i32", "BN": "constexpr", "BD": "constexpr", "NORMALIZE": "constexpr"}
+    signature |= {"SHORT_DOCUMENTS": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(1, k): v for k, v in more.items()}
-    values |= {(6,): 64, (7,): BD, (8,): packed} | ({} if queries else {(2,): None})
+    values |= {(6,): 64, (7,): BD, (8,): True, (9,): packed} | ({} if queries else {(2,): None})
     aligned = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (1, 3), (3,), (5,)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(token_norms.maxsim_tile_norms, signature, values, attributes)

@@ -1,4 +1,4 @@
-"""sm_90 forward kernel for many features (`d > 128`), dense documents without a mask, no argmax.
+"""sm_90 forward kernel for many features (`d > 128`), dense documents, no argmax.
 
 Math:
 
@@ -6,8 +6,9 @@ Math:
 score[i, k] = sum_s weight[i, s] * inverse_norm(Q[i, s]) * max_t <Q[i, s], D[k, t]> * inverse_norm(D[k, t])
 ```
 
-The inverse norms are 1 unless C.NORMALIZE. A separate launch computes them (`maxsim_tile_norms`). A query of more than
-C.ROWS_PER_QUERY tokens is cut into `parts`, whose sums a second launch adds.
+The inverse norms are 1 unless C.NORMALIZE. A separate launch computes them (`maxsim_tile_norms`). With C.MASK it stores
+-1 for masked tokens, whose similarities are then set to -inf. A query of more than C.ROWS_PER_QUERY tokens is cut into
+`parts`, whose sums a second launch adds.
 
 The kernel is persistent and warp-specialized. A row tile has 128 query rows, 64 for each of two consumer warp groups.
 Rows of this length do not fit in registers, so both operands stream through the pipeline. A pipeline stage is one step
@@ -35,7 +36,7 @@ consumer warp group g:
                 S += wgmma(queries[stage][g], documents[stage].T)    # [64, BN], asynchronous
                 wait(all products but the last one)
                 if c0 > 0: arrive(empty[previous stage])
-            wait(S); S = S * norms[stage]
+            wait(S); S = where(norms[stage] < 0, -inf, S * norms[stage])
             arrive(empty[stage])
             best = max(best, lane_max(S))
         epilogue of document k
@@ -115,7 +116,7 @@ def _produce(Q, D, norms, ring, q_smem, begin, end, parts, K, Ld, d, C: gl.const
         for t0 in range(0, Ld, C.BN):
             token = row if C.SHORT_DOCUMENTS else row + gl.minimum(t0, Ld - C.BN)
             for c0 in range(0, d, STEP_FEATURES):
-                if C.NORMALIZE and c0 + STEP_FEATURES >= d:
+                if (C.NORMALIZE or C.MASK) and c0 + STEP_FEATURES >= d:
                     full = open_stage(ring, stage, phase, STEP + norms.block_type.nbytes)
                     async_load(norms, [task % K * tiles * C.BN + t0], full, ring.norms.index(stage))
                 else:
@@ -138,8 +139,31 @@ def _reduce_lane_maxima(S):
 
 
 @gluon.jit
-def _store_scores(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexpr):
-    """Store the scores of document k, `[groups, K]`. `norms` holds the inverse norms of query tokens (epilogue)."""
+def _scale_similarities(S, inverse, C: gl.constexpr):
+    """Return similarities times the inverse norms of their tokens, and -inf for masked tokens."""
+    inverse = inverse.load(gl.SliceLayout(0, S.type.layout))
+    if C.NORMALIZE:
+        S = S * inverse[None, :]
+    if C.MASK:
+        S = gl.where((inverse < 0)[None, :], float("-inf"), S)  # the norm of a NaN token may be NaN
+    return S
+
+
+@gluon.jit
+def _replace_empty_scores(total, kept, keep, GROUPS: gl.constexpr, C: gl.constexpr):
+    """Return scores, replaced if the document keeps no token: -inf, or 0 for a query that keeps no token either."""
+    rows = sum_in_order(keep.to(gl.float32), GROUPS, C.ROWS_PER_QUERY)
+    if gl.reduce(kept, 0, nan_max) < 0:
+        total = gl.where(rows > 0, float("-inf"), 0.0)
+    return total
+
+
+@gluon.jit
+def _store_scores(best, kept, Q, norms, first, parts, k, scores, sizes, C: gl.constexpr):
+    """Store the scores of document k, `[groups, K]` (epilogue).
+
+    `norms` holds the inverse norms of query tokens. `kept` is not negative somewhere if the document keeps a token.
+    """
     GROUPS: gl.constexpr = ACCUMULATOR_ROWS // C.ROWS_PER_QUERY
     row_best = gl.reduce(best, 1, nan_max)
     r = gl.arange(0, ACCUMULATOR_ROWS, layout=row_best.type.layout)
@@ -150,6 +174,8 @@ def _store_scores(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexp
     if C.NORMALIZE:
         row_best *= gl.load(norms + i.to(gl.int64) * sizes.Lq + s, mask=keep, other=0.0)
     total = sum_in_order(gl.where(keep, load_query_weight(Q, i, s, keep) * row_best, 0.0), GROUPS, C.ROWS_PER_QUERY)
+    if C.MASK:
+        total = _replace_empty_scores(total, kept, keep, GROUPS, C)
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
     gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
 
@@ -158,11 +184,13 @@ def _store_scores(best, Q, norms, first, parts, k, scores, sizes, C: gl.constexp
 def _consume(Q, norms, ring, q_smem, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Score warp group G's 64 rows of each row tile against the documents of the tile (consumer)."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    TOKENS: gl.constexpr = gl.BlockedLayout([C.BN // 32], [32], [4], [0])  # each warp reads all tokens
     stage = 0
     phase = 0
     S = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, ACC)
     for task in range(begin, end):
         best = _reduce_lane_maxima(gl.full_like(S, float("-inf")))
+        kept = gl.full([C.BN], -1.0, gl.float32, TOKENS) if C.MASK else 0
         for _ in range(0, sizes.Ld, C.BN):
             for c0 in range(0, d, STEP_FEATURES):
                 mbarrier.wait(ring.full.index(stage), phase)
@@ -172,15 +200,17 @@ def _consume(Q, norms, ring, q_smem, scores, begin, end, parts, sizes, d, G: gl.
                 mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1, pred=c0 > 0)
                 stage, phase = advance_stage(stage, phase, C)
             S = warpgroup_mma_wait(0, [S])
-            if C.NORMALIZE:
-                S = S * ring.norms.index(_retreat_stage(stage, C)).load(gl.SliceLayout(0, ACC))[None, :]
+            if C.NORMALIZE or C.MASK:
+                S = _scale_similarities(S, ring.norms.index(_retreat_stage(stage, C)), C)
+            if C.MASK:
+                kept = nan_max(kept, ring.norms.index(_retreat_stage(stage, C)).load(TOKENS))
             if C.SHORT_DOCUMENTS:
                 t = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
                 S = gl.where((t < sizes.Ld)[None, :], S, float("-inf"))
             mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1)
             best = nan_max(best, _reduce_lane_maxima(S))
         first = (task // sizes.K * 2 + G) * (ACCUMULATOR_ROWS // C.ROWS_PER_QUERY)
-        _store_scores(best, Q, norms, first, parts, task % sizes.K, scores, sizes, C)
+        _store_scores(best, kept, Q, norms, first, parts, task % sizes.K, scores, sizes, C)
 
 
 @gluon.jit(do_not_specialize=["parts"])
@@ -194,7 +224,7 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
         Q: `QueryArgs` of the query tokens `[Nq, Lq, d]`.
         rows: Tensor descriptor of Q, in blocks `[queries, tokens, STEP_FEATURES]` of 64 rows.
         D: Tensor descriptor of all document tokens `[K * Ld, d]`, in blocks `[BN, STEP_FEATURES]`.
-        norms: With C.NORMALIZE, tensor descriptor of the document norms that `maxsim_tile_norms` stores.
+        norms: With C.NORMALIZE or C.MASK, tensor descriptor of the document norms that `maxsim_tile_norms` stores.
         query_norms: With C.NORMALIZE, the query norms `[Nq, Lq]` that `maxsim_tile_norms` stores.
         scores: Output in fp32.
         sizes: `SizeArgs`.
@@ -205,7 +235,7 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, 2 * ACCUMULATOR_ROWS)
     begin, end = partition_evenly(row_tiles, sizes.K)
     inverse = 0
-    if C.NORMALIZE:
+    if C.NORMALIZE or C.MASK:
         inverse = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout)
     LAYOUT: gl.constexpr = D.layout
     q_smem = gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, ACCUMULATOR_ROWS, STEP_FEATURES], LAYOUT)

@@ -1,6 +1,6 @@
-"""Plans of forward calls for the Gluon kernels: sm_90, many query rows, no document mask.
+"""Plans of forward calls for the Gluon kernels: sm_90, many query rows.
 
-`maxsim_forward_specialized` supports up to 128 features, and `maxsim_forward_wide` more.
+`maxsim_forward_specialized` supports up to 128 features without a document mask, and `maxsim_forward_wide` more.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Sm90Plan(GluonPlan):
 
     def _part(self, x: Any, part: slice) -> Any:
         """Return the arguments of a slice of the documents."""
-        return x._replace(D=x.D[part])
+        return x._replace(D=x.D[part], d_mask=None if x.d_mask is None else x.d_mask[part])
 
     def _launch(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         """Launch the kernel, and the sums of parts if necessary."""
@@ -105,7 +105,7 @@ class Sm90Plan(GluonPlan):
         return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
 
     def _norms(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Tensor | None]:
-        """Return inverse norms of document tokens and, for the large-d kernel, of query tokens.
+        """Return inverse norms of document tokens and, for the large-d kernel with `normalize`, of query tokens.
 
         A separate launch computes them. Both are None if the kernel does not read norms.
         """
@@ -113,10 +113,11 @@ class Sm90Plan(GluonPlan):
             return None, None
         wide, BN = self.choice.has_large_d, self.choice.config.BN
         documents = torch.empty(sizes.K * self.norms_of_document, dtype=torch.float32, device=self.device)
-        queries = torch.empty((sizes.Nq, sizes.Lq), dtype=torch.float32, device=self.device) if wide else None
-        tiles = len(documents) // BN + (sizes.Nq * architectures.cdiv(sizes.Lq, BN) if wide else 0)
-        given = make_query_args(x.Q, None, None), make_document_args(x.D, None)
-        args = (*given, queries, documents, sizes, self.d, BN, self.norm_features, sizes.Ld < BN)
+        both = wide and self.normalize
+        queries = torch.empty((sizes.Nq, sizes.Lq), dtype=torch.float32, device=self.device) if both else None
+        tiles = len(documents) // BN + (sizes.Nq * architectures.cdiv(sizes.Lq, BN) if both else 0)
+        given = make_query_args(x.Q, None, None), make_document_args(x.D, x.d_mask)
+        args = (*given, queries, documents, sizes, self.d, BN, self.norm_features, self.normalize, sizes.Ld < BN)
         launcher.launch(token_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
         return gluon.make_tile_descriptor((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
 

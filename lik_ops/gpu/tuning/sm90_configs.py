@@ -143,10 +143,12 @@ class Sm90Choice(NamedTuple):
     def reads_norms(self) -> bool:
         """Return whether an earlier launch computes inverse norms.
 
-        They are norms of document tokens, and for the large-d kernel also norms of query tokens.
+        They are norms of document tokens, and for the large-d kernel also norms of query tokens. Norms of masked tokens
+        are negative.
         """
-        given = isinstance(self.config, Sm90LargeDConfig) or self.config.PRECOMPUTED_SCALES
-        return self.config.NORMALIZE and given
+        if isinstance(self.config, Sm90LargeDConfig):
+            return self.config.NORMALIZE or self.config.MASK
+        return self.config.NORMALIZE and self.config.PRECOMPUTED_SCALES
 
     @property
     def kernel(self) -> str:
@@ -201,9 +203,18 @@ def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> Sm90Til
 
 
 def configure_sm90(
-    arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, normalize: bool, argmax: bool
+    arch: Architecture,
+    Nq: int,
+    K: int,
+    Lq: int,
+    Ld: int,
+    d: int,
+    *,
+    normalize: bool,
+    argmax: bool,
+    masked: bool = False,
 ) -> Sm90Choice:
-    """Return the configuration of an sm_90 kernel for half-precision documents without a mask."""
+    """Return the configuration of an sm_90 kernel for half-precision documents, without a mask up to 128 features."""
     config: Sm90Config | Sm90LargeDConfig
     few = 0
     if d > 128:
@@ -213,6 +224,7 @@ def configure_sm90(
             ROWS_PER_QUERY=min(next_power_of_2(Lq), LARGE_D_TILE_ROWS // 2),
             STAGES=tile.stages,
             NORMALIZE=normalize,
+            MASK=masked,
             SHORT_DOCUMENTS=tile.tokens > Ld,
         )
     else:

@@ -15,22 +15,22 @@ PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mar
 BN = 64
 
 
-def found(Q, D, BD):
+def found(Q, D, BD, d_mask=None, normalize=True):
     """Return the norms of documents and queries, written to buffers of NaN."""
     tiles = architectures.cdiv(D.shape[1], BN)
     documents = torch.full((len(D), tiles, BN), float("nan"), device=D.device)
     queries = torch.full(Q.shape[:2], float("nan"), device=D.device)
     args = (
         make_query_args(Q, None, None),
-        make_document_args(D, None),
-        queries,
+        make_document_args(D, d_mask),
+        queries if normalize else None,
         documents,
         make_size_args(Q, D),
         D.shape[-1],
         BN,
         BD,
     )
-    args = *args, D.shape[1] < BN
+    args = *args, normalize, D.shape[1] < BN
     with use_device(D.device):
         grid = (len(D) * tiles + len(Q) * architectures.cdiv(Q.shape[1], BN),)
         launcher.launch(token_norms.maxsim_tile_norms, grid, args, {"num_warps": 4})
@@ -62,3 +62,21 @@ def test_inverse_norms_of_every_token(Nq, Lq, Nd, Ld, d, BD, place):
     assert documents[1, 0, 3].item() == pytest.approx(1e12) and documents[2, 0, 5] == 0
     alone, _ = found(Q[:1], D[1:2], BD)
     assert torch.equal(alone[0], documents[1])  # the bits do not depend on the batch
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("Ld", [20, 64, 150])
+def test_masked_tokens_are_negative(Ld, normalize, place):
+    torch.manual_seed(0)
+    Q, D = torch.randn(2, 5, 16, device=place.device), torch.randn(4, Ld, 16, device=place.device)
+    mask = (torch.rand(Ld, 4) < 0.6).T.to(place.device)
+    mask[1], mask[2] = False, True
+    norms = inverse(D) if normalize else torch.ones(4, Ld, dtype=torch.float64, device=D.device)
+    expected = torch.where(mask, norms, -1.0)
+    documents, queries = found(Q, D, 64, mask, normalize)
+    for n in range(documents.shape[1]):
+        first = max(min(n * BN, Ld - BN), 0)
+        torch.testing.assert_close(documents[:, n, :Ld].double(), expected[:, first : first + BN], rtol=3e-7, atol=0)
+    assert (documents[..., Ld:] == -1).all()
+    assert bool(queries.isnan().all()) is not normalize

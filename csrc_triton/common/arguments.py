@@ -310,8 +310,13 @@ class Sm90LargeDConfig(NamedTuple):
     ROWS_PER_QUERY: int  # rows of each query, a power of two from 2 to 64
     STAGES: int  # pipeline stages, one step each
     NORMALIZE: bool = False  # with precomputed norms
+    ARGMAX: bool = False
     MASK: bool = False  # with precomputed norms, or 1 without NORMALIZE, which are negative for masked tokens
     SHORT_DOCUMENTS: bool = False  # a document is shorter than its tile, which also holds tokens of the next documents
+    # As in `Sm90Config`, always the same here.
+    SMALL_M: bool = False
+    INT8_TERMS: int = 0
+    PRECOMPUTED_SCALES: bool = True
 
 
 class TopKInputArgs(NamedTuple):

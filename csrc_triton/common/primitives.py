@@ -5,6 +5,7 @@ import triton.language as tl
 
 NORM_EPS = tl.constexpr(1e-12)
 NO_TOKEN = tl.constexpr(2147483647)
+UNRESOLVED = tl.constexpr(-2)  # argmax of a maximum that is NaN or -inf, until a later step finds its token
 
 
 PACKAGE = __package__.rpartition(".")[0]

@@ -75,7 +75,6 @@ def supports_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, found: Sm
         # `maxsim_forward` adds in another order.
         ((normalize or d > 128) and not supports_vector_loads(d, 0), "d is no multiple of 16"),
         (odd_rows, "`normalize` with strides of Q that are no multiples of 16"),
-        (d > 128 and argmax, "d > 128 with argmax"),
         (d > 128 and normalize and Nq * Lq > sm90_configs.MAX_QUERY_NORMS, "d > 128 with too many query norms"),
         (Lq < 2, "Lq < 2"),
         (d <= 128 and Ld < C.BN, f"documents have fewer than {C.BN} tokens"),

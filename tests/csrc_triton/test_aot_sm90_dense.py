@@ -210,9 +210,9 @@ def check(compiled, tmp_path: Path, products: bool = False) -> None:
 
 
 def wide_source(
-    dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool, masked: bool
+    dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool, masked: bool, argmax: bool
 ) -> GluonASTSource:
-    chosen = {"normalize": normalize, "argmax": False, "masked": masked}
+    chosen = {"normalize": normalize, "argmax": argmax, "masked": masked}
     choice = sm90_configs.configure_sm90(SM_90, 256, 256, Lq, Ld, d, **chosen)
     assert choice is not None
     C, features = choice.config, fw.STEP_FEATURES.value
@@ -229,19 +229,28 @@ def wide_source(
         "D": described(C.BN, features),
         "norms": described_norms(C.BN) if normalize or masked else "constexpr",
         "query_norms": "*fp32" if normalize else "constexpr",
-        "scores": "*fp32",
+        "out": OutputArgs("*fp32", "*i16" if argmax else "constexpr"),
         "sizes": SizeArgs(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     values = {(0, k): v for k, v in constants.items()} | {(list(signature).index("C"),): C}
     values |= {} if normalize or masked else {(3,): None}
     values |= {} if normalize else {(4,): None}
-    aligned = [(0, 0), (0, 1), (0, 2), (5,), *([(list(signature).index("d"),)] if d % 16 == 0 else [])]
+    values |= {} if argmax else {(5, 1): None}
+    aligned = [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (5, 0),
+        *([(5, 1)] if argmax else []),
+        *([(list(signature).index("d"),)] if d % 16 == 0 else []),
+    ]
     return GluonASTSource(
         fw.maxsim_forward_wide, signature, values, {path: [["tt.divisibility", 16]] for path in aligned}
     )
 
 
+@pytest.mark.parametrize("argmax", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
@@ -256,9 +265,9 @@ def wide_source(
     ],
     ids=str,
 )
-def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, masked, tmp_path):
+def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, masked, argmax, tmp_path):
     target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize, masked), target)
+    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize, masked, argmax), target)
     check(compiled, tmp_path)
 
 

@@ -178,7 +178,7 @@ def _locate_queries(segments, i, ok, sizes, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _locate_dense_document(D, owner, k, sizes):
+def locate_dense_document(D, owner, k, sizes):
     """Return document k of an owner as a `Document`."""
     Document: tl.constexpr = import_args_class("Document")
     base = locate_document(D, owner, k)
@@ -359,7 +359,7 @@ def _locate_document(
         n = document.to(tl.int64)
         place = (n if C.CANDIDATES else n * sizes.Nq + first) * sizes.Lq
         place += (lane // C.ROWS_PER_QUERY).to(tl.int64) * sizes.Lq
-        found = _locate_dense_document(x.D, first if C.CANDIDATES else first * 0, k, sizes)
+        found = locate_dense_document(x.D, first if C.CANDIDATES else first * 0, k, sizes)
     elif C.SPLIT_DOCUMENTS:
         found, t0 = locate_split(x.D, segments, document, sizes, out, C)
         place = (document, t0)
@@ -438,14 +438,14 @@ def _score_tiles_persistent(x, tile, k0, step, out, sizes, C: tl.constexpr):
     kept = tl.full((C.BN,), 0, tl.int32)
     tiles_each = tl.cdiv(sizes.Ld, C.BN)
     count = tl.cdiv(sizes.K - k0, step) * tiles_each
-    mask = prefetch_tile_mask(x, _locate_dense_document(x.D, 0 * k0, k0, sizes), 0, C)
+    mask = prefetch_tile_mask(x, locate_dense_document(x.D, 0 * k0, k0, sizes), 0, C)
     for n in range(0, count):
         k = k0 + n // tiles_each * step
         t0 = n % tiles_each * C.BN
-        document = _locate_dense_document(x.D, 0 * k, k, sizes)
+        document = locate_dense_document(x.D, 0 * k, k, sizes)
         last = tl.minimum(n + 1, count - 1)
         k_ahead = k0 + last // tiles_each * step
-        following = _locate_dense_document(x.D, 0 * k_ahead, k_ahead, sizes)
+        following = locate_dense_document(x.D, 0 * k_ahead, k_ahead, sizes)
         ahead = prefetch_tile_mask(x, following, last % tiles_each * C.BN, C)
         S, _, tokens, _, _ = compute_tile(q, x, rows, document, t0, mask, C)
         mask = ahead

@@ -1,18 +1,23 @@
-"""Scores that `maxsim_forward_specialized` leaves out: those with fp32 rows or tokens that fp16 terms cannot represent.
+"""Results that sm_90 kernels leave to a second launch, because they are rare and their code costs registers.
 
-The kernel for split fp32 stores RESCORE_BITS in place of such a score. This launch follows it on the same stream. It
-reads all scores, usually finds none to replace, and takes about as long as an empty launch.
+`maxsim_forward_specialized` stores RESCORE_BITS in place of a score with fp32 rows or tokens that fp16 terms cannot
+represent. `maxsim_forward_wide` stores UNRESOLVED in place of the argmax of a maximum that is NaN or -inf. The second
+launch follows on the same stream. It reads all results and usually finds none to replace.
 
 ```text
 for each block of scores:
     for each n with scores[n] == RESCORE_BITS:
         group, k = n // K, n % K
         scores[n] = sum_s weight[s] * row_max[s, k]         # over the rows of the group, by `score_rows`
+for each block of the argmax:
+    for each n with argmax[n] == UNRESOLVED:
+        k, i, s = n // (Nq * Lq), n // Lq % Nq, n % Lq
+        argmax of the rows around s of query i              # by `score_rows`
 ```
 
 Invariants:
 
-- `score_rows` splits the same rows in the same order, so scores have the bits of `maxsim_forward`.
+- `score_rows` multiplies the same rows in the same order, so results have the bits of `maxsim_forward`.
 - A group is C.ROWS_PER_QUERY rows of one query, as in `maxsim_forward_specialized`.
 """
 
@@ -21,8 +26,22 @@ import triton.language as tl
 
 from ...common.arguments import Operands, OutputArgs
 from ...common.fp32 import RESCORE_BITS
-from ...common.primitives import import_args_class, locate_document
-from .kernel import score_rows
+from ...common.primitives import UNRESOLVED
+from .kernel import locate_dense_document, score_rows
+
+
+@triton.jit
+def _score_block(x, i, s0, k, out, sizes, C: tl.constexpr):
+    """Score C.ROWS_PER_QUERY rows of query i from token s0 on against document k.
+
+    Store their argmax if out.argmax is not None, and return the sums of the groups of the tile. Only the first group
+    exists.
+    """
+    lane = tl.arange(0, C.BM)
+    rows = (i + lane * 0, 0, sizes.Lq, lane < C.ROWS_PER_QUERY)
+    place = (k.to(tl.int64) * sizes.Nq + i) * sizes.Lq
+    sums, _, _ = score_rows(x, rows, s0, locate_dense_document(x.D, 0 * k, k, sizes), place, out, sizes, False, C)
+    return sums
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -31,7 +50,7 @@ def maxsim_rescore(Q, D, scores, sizes, d, parts, BLOCK: tl.constexpr, C: tl.con
 
     Args:
         Q: `QueryArgs`.
-        D: `DocumentArgs` of documents without a mask.
+        D: `DocumentArgs`.
         scores: fp32 scores of all groups, contiguous.
         sizes: `SizeArgs`.
         d: Number of features.
@@ -41,7 +60,6 @@ def maxsim_rescore(Q, D, scores, sizes, d, parts, BLOCK: tl.constexpr, C: tl.con
     """
     tl.static_assert(C.FP32_TERMS > 0 and not C.LONG_QUERIES)
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
-    Document: tl.constexpr = import_args_class("Document")
     x = Operands(Q, D, None, None, None, d, None)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = sizes.Nq.to(tl.int64) * parts * sizes.K
@@ -52,13 +70,39 @@ def maxsim_rescore(Q, D, scores, sizes, d, parts, BLOCK: tl.constexpr, C: tl.con
         place = tl.program_id(0).to(tl.int64) * BLOCK + n
         group = (place // sizes.K).to(tl.int32)
         k = (place % sizes.K).to(tl.int32)
-        lane = tl.arange(0, C.BM)
-        rows = (group // parts + lane * 0, 0, sizes.Lq, lane < C.ROWS_PER_QUERY)
         s0 = group % parts * C.ROWS_PER_QUERY
-        base = locate_document(D, 0 * k, k)
-        document = Document(base, base, k * sizes.Ld, sizes.Ld)
-        sums, _, _ = score_rows(x, rows, s0, document, 0, OutputArgs(scores, None), sizes, False, C)
+        sums = _score_block(x, group // parts, s0, k, OutputArgs(scores, None), sizes, C)
         lane = tl.arange(0, GROUPS)
         tl.store(scores + place + lane, sums, mask=lane == 0)
+        left = tl.where(left == n, BLOCK, left)
+        n = tl.min(left, axis=0)
+
+
+@triton.jit
+def maxsim_resolve_argmax(Q, D, argmax, sizes, d, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Replace each argmax `[K, Nq, Lq]` that is UNRESOLVED.
+
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        argmax: Contiguous integers.
+        sizes: `SizeArgs`.
+        d: Number of features.
+        BLOCK: Integers of a program.
+        C: `KernelConfig`. Of the groups in a tile, only the first exists.
+    """
+    tl.static_assert(not C.LONG_QUERIES)
+    x = Operands(Q, D, None, None, None, d, None)
+    rows = sizes.Nq.to(tl.int64) * sizes.Lq
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(argmax + at, mask=at < rows * sizes.K, other=0)
+    left = tl.where(found == UNRESOLVED, tl.arange(0, BLOCK), BLOCK)
+    n = tl.min(left, axis=0)
+    while n < BLOCK:
+        place = tl.program_id(0).to(tl.int64) * BLOCK + n
+        row = place % rows
+        s0 = (row % sizes.Lq // C.ROWS_PER_QUERY * C.ROWS_PER_QUERY).to(tl.int32)
+        k = (place // rows).to(tl.int32)
+        _score_block(x, (row // sizes.Lq).to(tl.int32), s0, k, OutputArgs(argmax, argmax), sizes, C)
         left = tl.where(left == n, BLOCK, left)
         n = tl.min(left, axis=0)

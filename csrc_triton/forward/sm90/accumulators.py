@@ -12,12 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
-from ...common.primitives import NO_TOKEN, nan_max
+from ...common.primitives import NO_TOKEN, UNRESOLVED, nan_max
 from ...formats.encoded import INT8_LOW_SCALE
 from .norms import scale_similarities
 from .schedule import compiler_barrier_value
-
-UNRESOLVED = gl.constexpr(-2)  # argmax of a maximum that is NaN or -inf, until `_resolve_argmax` replaces it
 
 
 class Accumulator(NamedTuple):

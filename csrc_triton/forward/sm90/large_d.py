@@ -1,6 +1,6 @@
-"""sm_90 forward kernel for many features (`d > 128`), dense documents, no argmax.
+"""sm_90 forward kernel for many features (`d > 128`), dense documents.
 
-Math:
+Math, with an argmax over t if asked for:
 
 ```text
 score[i, k] = sum_s weight[i, s] * inverse_norm(Q[i, s]) * max_t <Q[i, s], D[k, t]> * inverse_norm(D[k, t])
@@ -67,6 +67,7 @@ Invariants:
   the next stage.
 - The pipeline continues from tile to tile and from document to document without draining the copies.
 - Scores have the same bits as in `maxsim_forward`. Features are summed in ascending order in fp32.
+- An argmax is UNRESOLVED if the maximum is NaN or -inf. A second launch, `maxsim_resolve_argmax`, replaces it.
 """
 
 from triton.experimental import gluon
@@ -74,7 +75,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
-from .accumulators import split_lanes
+from .accumulators import Accumulator, reduce_tile, reset_accumulator, select_argmax
 from .gluon_names import async_load, reinterpret
 from .pipeline import (
     ACCUMULATOR_ROWS,
@@ -130,15 +131,6 @@ def _produce(Q, D, norms, ring, q_smem, begin, end, parts, K, Ld, d, C: gl.const
 
 
 @gluon.jit
-def _reduce_lane_maxima(S):
-    """Return the maxima of each row in each of the 4 lanes of its quad, `[64, 4]`.
-
-    No data is exchanged between threads.
-    """
-    return gl.reduce(gl.reduce(split_lanes(S), 3, nan_max), 1, nan_max)
-
-
-@gluon.jit
 def _scale_similarities(S, inverse, C: gl.constexpr):
     """Return similarities times the inverse norms of their tokens, and -inf for masked tokens."""
     inverse = inverse.load(gl.SliceLayout(0, S.type.layout))
@@ -150,48 +142,78 @@ def _scale_similarities(S, inverse, C: gl.constexpr):
 
 
 @gluon.jit
-def _replace_empty_scores(total, kept, keep, GROUPS: gl.constexpr, C: gl.constexpr):
-    """Return scores, replaced if the document keeps no token: -inf, or 0 for a query that keeps no token either."""
-    rows = sum_in_order(keep.to(gl.float32), GROUPS, C.ROWS_PER_QUERY)
-    if gl.reduce(kept, 0, nan_max) < 0:
-        total = gl.where(rows > 0, float("-inf"), 0.0)
-    return total
+def _has_kept_token(kept, C: gl.constexpr):
+    """Return whether a document keeps a token. `kept` holds maxima of the norms of its tokens."""
+    if C.MASK:
+        found = gl.reduce(kept, 0, nan_max)
+        found = (found >= 0) | (found != found)
+    else:
+        found = True
+    return found
 
 
 @gluon.jit
-def _store_scores(best, kept, Q, norms, first, parts, k, scores, sizes, C: gl.constexpr):
-    """Store the scores of document k, `[groups, K]` (epilogue).
+def _store_argmax(half, best, keep, k, row, ok, argmax, sizes):
+    """Store the argmax of rows, -1 for rows that are not kept."""
+    where, _ = select_argmax(half, best, keep, gl.full_like(best, 0).to(gl.int32))
+    at = argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
+    gl.store(at, where.to(argmax.dtype.element_ty), mask=ok)
 
-    `norms` holds the inverse norms of query tokens. `kept` is not negative somewhere if the document keeps a token.
+
+@gluon.jit
+def _store_document(half, kept, Q, norms, first, parts, k, out, sizes, C: gl.constexpr):
+    """Store the scores of document k, `[groups, K]`, and the argmax if asked for (epilogue).
+
+    `norms` holds the inverse norms of query tokens.
     """
     GROUPS: gl.constexpr = ACCUMULATOR_ROWS // C.ROWS_PER_QUERY
-    row_best = gl.reduce(best, 1, nan_max)
-    r = gl.arange(0, ACCUMULATOR_ROWS, layout=row_best.type.layout)
+    best = gl.reduce(half.best, 1, nan_max)
+    r = gl.arange(0, ACCUMULATOR_ROWS, layout=best.type.layout)
     group = first + r // C.ROWS_PER_QUERY
     i = group // parts
     s = group % parts * C.ROWS_PER_QUERY + r % C.ROWS_PER_QUERY
-    keep = load_query_mask(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
+    ok = (i < sizes.Nq) & (s < sizes.Lq)
+    keep = load_query_mask(Q, i, s, ok)
+    any_kept = _has_kept_token(kept, C)
+    if C.ARGMAX:
+        _store_argmax(half, best, keep & any_kept, k, i * sizes.Lq + s, ok, out.argmax, sizes)
     if C.NORMALIZE:
-        row_best *= gl.load(norms + i.to(gl.int64) * sizes.Lq + s, mask=keep, other=0.0)
-    total = sum_in_order(gl.where(keep, load_query_weight(Q, i, s, keep) * row_best, 0.0), GROUPS, C.ROWS_PER_QUERY)
-    if C.MASK:
-        total = _replace_empty_scores(total, kept, keep, GROUPS, C)
+        best *= gl.load(norms + i.to(gl.int64) * sizes.Lq + s, mask=keep, other=0.0)
+    total = sum_in_order(gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.ROWS_PER_QUERY)
+    if C.MASK:  # a document without a kept token scores -inf, or 0 for a query without one
+        rows = sum_in_order(keep.to(gl.float32), GROUPS, C.ROWS_PER_QUERY)
+        total = gl.where(any_kept, total, gl.where(rows > 0, float("-inf"), 0.0))
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
-    gl.store(scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
+    gl.store(out.scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
 
 
 @gluon.jit
-def _consume(Q, norms, ring, q_smem, scores, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
+def _reduce_product(S, half, kept, inverse, start, Ld, C: gl.constexpr):
+    """Return the accumulator and `kept` after the product S with a tile that begins with token `start`."""
+    if C.NORMALIZE or C.MASK:
+        S = _scale_similarities(S, inverse, C)
+    if C.MASK:
+        kept = nan_max(kept, inverse.load(kept.type.layout))
+    if C.SHORT_DOCUMENTS:
+        t = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout))
+        S = gl.where((t < Ld)[None, :], S, float("-inf"))
+    best, where = reduce_tile(S, half.best, half.where, start, C)
+    return Accumulator(S, best, where), kept
+
+
+@gluon.jit
+def _consume(Q, norms, ring, q_smem, out, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Score warp group G's 64 rows of each row tile against the documents of the tile (consumer)."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     TOKENS: gl.constexpr = gl.BlockedLayout([C.BN // 32], [32], [4], [0])  # each warp reads all tokens
     stage = 0
     phase = 0
-    S = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, ACC)
+    half = reset_accumulator(gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, ACC), C)
     for task in range(begin, end):
-        best = _reduce_lane_maxima(gl.full_like(S, float("-inf")))
+        half = reset_accumulator(half.S, C)
         kept = gl.full([C.BN], -1.0, gl.float32, TOKENS) if C.MASK else 0
-        for _ in range(0, sizes.Ld, C.BN):
+        for t0 in range(0, sizes.Ld, C.BN):
+            S = half.S
             for c0 in range(0, d, STEP_FEATURES):
                 mbarrier.wait(ring.full.index(stage), phase)
                 rows = q_smem.index(2 * stage + G)
@@ -200,22 +222,18 @@ def _consume(Q, norms, ring, q_smem, scores, begin, end, parts, sizes, d, G: gl.
                 mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1, pred=c0 > 0)
                 stage, phase = advance_stage(stage, phase, C)
             S = warpgroup_mma_wait(0, [S])
-            if C.NORMALIZE or C.MASK:
-                S = _scale_similarities(S, ring.norms.index(_retreat_stage(stage, C)), C)
-            if C.MASK:
-                kept = nan_max(kept, ring.norms.index(_retreat_stage(stage, C)).load(TOKENS))
-            if C.SHORT_DOCUMENTS:
-                t = gl.arange(0, C.BN, layout=gl.SliceLayout(0, ACC))
-                S = gl.where((t < sizes.Ld)[None, :], S, float("-inf"))
-            mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1)
-            best = nan_max(best, _reduce_lane_maxima(S))
+            last = _retreat_stage(stage, C)
+            inverse = ring.norms.index(last) if C.NORMALIZE or C.MASK else 0
+            start = t0 if C.SHORT_DOCUMENTS else gl.minimum(t0, sizes.Ld - C.BN)
+            half, kept = _reduce_product(S, half, kept, inverse, start, sizes.Ld, C)
+            mbarrier.arrive(ring.empty.index(last), count=1)
         first = (task // sizes.K * 2 + G) * (ACCUMULATOR_ROWS // C.ROWS_PER_QUERY)
-        _store_scores(best, kept, Q, norms, first, parts, task % sizes.K, scores, sizes, C)
+        _store_document(half, kept, Q, norms, first, parts, task % sizes.K, out, sizes, C)
 
 
 @gluon.jit(do_not_specialize=["parts"])
-def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts, C: gl.constexpr):
-    """Store the scores `[groups, K]` of all groups of query rows and documents.
+def maxsim_forward_wide(Q, rows, D, norms, query_norms, out, sizes, d, parts, C: gl.constexpr):
+    """Store the scores `[groups, K]` of all groups of query rows and documents, and the argmax if asked for.
 
     A group is a query of at most C.ROWS_PER_QUERY tokens, or one of the `parts` of a longer query. Each program gets an
     equal share of the (row tile, document) pairs, ordered by row tile.
@@ -226,7 +244,7 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
         D: Tensor descriptor of all document tokens `[K * Ld, d]`, in blocks `[BN, STEP_FEATURES]`.
         norms: With C.NORMALIZE or C.MASK, tensor descriptor of the document norms that `maxsim_tile_norms` stores.
         query_norms: With C.NORMALIZE, the query norms `[Nq, Lq]` that `maxsim_tile_norms` stores.
-        scores: Output in fp32.
+        out: `OutputArgs`, the scores in fp32 and the argmax `[K, Nq, Lq]`.
         sizes: `SizeArgs`.
         d: Number of features.
         parts: Groups of each query.
@@ -243,8 +261,8 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, scores, sizes, d, parts,
     ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, inverse)
     gl.warp_specialize(
         [
-            (_consume, (Q, query_norms, ring, q_smem, scores, begin, end, parts, sizes, d, 0, C)),
-            (_consume, (Q, query_norms, ring, q_smem, scores, begin, end, parts, sizes, d, 1, C)),
+            (_consume, (Q, query_norms, ring, q_smem, out, begin, end, parts, sizes, d, 0, C)),
+            (_consume, (Q, query_norms, ring, q_smem, out, begin, end, parts, sizes, d, 1, C)),
             (_produce, (rows, D, norms, ring, q_smem, begin, end, parts, sizes.K, sizes.Ld, d, C)),
         ],
         [4, 1],

@@ -122,10 +122,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.fp32 import FP16_LOW_SCALE, RESCORE_BITS, split_rows
-from ...common.primitives import NO_TOKEN, load_query_mask, load_query_weight, nan_max
+from ...common.primitives import NO_TOKEN, UNRESOLVED, load_query_mask, load_query_weight, nan_max
 from ...formats.encoded import needs_power_scaling
 from .accumulators import (
-    UNRESOLVED,
     accumulate_tile,
     compiler_barrier_accumulator,
     compiler_barrier_pair,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.segments import DenseArgs
 from ...csrc_triton.common import token_norms
-from ...csrc_triton.common.arguments import EncodedDocumentArgs, OutputArgs, SizeArgs, Sm90Config
+from ...csrc_triton.common.arguments import EncodedDocumentArgs, KernelConfig, OutputArgs, SizeArgs, Sm90Config
 from ...csrc_triton.forward.generic import rescore, row_sums
 from .. import generic_choices
 from ..runtime import gluon, launcher
@@ -24,7 +24,7 @@ from .generic import GluonPlan
 _log = logging.getLogger("lik_ops")
 _MAX_WORKSPACE_BYTES = 32 * 2**20
 _SUM_BLOCK_DOCUMENTS = 256
-_RESCORE_BLOCK = 1024  # scores of a program that replaces scores
+_SECOND_LAUNCH_BLOCK = 1024  # results of a program that replaces some of them
 _STEP_FEATURES = 128  # `maxsim_forward` sums the squares of so many features at a time if d is larger
 
 
@@ -87,13 +87,13 @@ class Sm90Plan(GluonPlan):
         )
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
         launcher.launch(self.kernel, grid, args, {"num_warps": 4})
-        self._finish(x, queries, sums, sizes)
+        self._finish(x, queries, sums, argmax, sizes)
         if not direct:
             args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK_DOCUMENTS)
             grid = check_grid(Nq * architectures.cdiv(K, _SUM_BLOCK_DOCUMENTS))
             launcher.launch(row_sums.maxsim_sum_parts, grid, args, {"num_warps": 4})
 
-    def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, sizes: SizeArgs) -> None:
+    def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         """Launch what has to follow the kernel before its scores are read."""
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
@@ -139,35 +139,51 @@ class Sm90Fp32Plan(Sm90Plan):
 
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(choice, Q, D, argmax_dtype)
-        generic = generic_choices.choose_generic(Q, D, False, False, architecture(Q.device))
-        C, slot = generic.launch.config, choice.config.ROWS_PER_QUERY
-        self.rescore = C._replace(BM=max(C.BM, slot), ROWS_PER_QUERY=slot, LONG_QUERIES=False, SHORT_DOCUMENTS=False)
-        self.options = generic.launch.options(generic.arch)
+        self.second, self.options = _configure_second_launch(Q, D, False, False, choice.config.ROWS_PER_QUERY)
 
-    def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, sizes: SizeArgs) -> None:
-        args = (
-            queries,
-            make_document_args(x.D, None),
-            sums,
-            sizes,
-            self.d,
-            self.choice.parts,
-            _RESCORE_BLOCK,
-            self.rescore,
-        )
-        grid = check_grid(architectures.cdiv(sums.numel(), _RESCORE_BLOCK))
+    def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
+        documents, block = make_document_args(x.D, None), _SECOND_LAUNCH_BLOCK
+        args = (queries, documents, sums, sizes, self.d, self.choice.parts, block, self.second)
+        grid = check_grid(architectures.cdiv(sums.numel(), block))
         launcher.launch(rescore.maxsim_rescore, grid, args, self.options)
 
 
 class Sm90LargeDPlan(Sm90Plan):
     """A call of `maxsim_forward_wide`.
 
-    Row tiles hold 128 query tokens, of as many queries as fit. A longer query is scored in parts of 64 tokens.
+    Row tiles hold 128 query tokens, of as many queries as fit. A longer query is scored in parts of 64 tokens. A second
+    launch finds the argmax of maxima that are NaN or -inf.
     """
+
+    def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
+        super().__init__(choice, Q, D, argmax_dtype)
+        if argmax_dtype is not None:
+            self.second, self.options = _configure_second_launch(Q, D, self.normalize, True, None)
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
 
     def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         rows = self.query_tiles.of(x.Q, list(x.Q.shape), list(x.Q.stride()))
-        return rows, tokens, *norms, sums
+        return rows, tokens, *norms, OutputArgs(sums, argmax)
+
+    def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
+        if argmax is not None:
+            documents, block = make_document_args(x.D, x.d_mask), _SECOND_LAUNCH_BLOCK
+            grid = check_grid(architectures.cdiv(sizes.K * sizes.Nq * sizes.Lq, block))
+            args = (queries, documents, argmax, sizes, self.d, block, self.second)
+            launcher.launch(rescore.maxsim_resolve_argmax, grid, args, self.options)
+
+
+def _configure_second_launch(
+    Q: Tensor, D: Tensor, normalize: bool, argmax: bool, rows: int | None
+) -> tuple[KernelConfig, dict[str, Any]]:
+    """Return configuration and launch options of a kernel of `rescore.py`.
+
+    `rows` are the rows of a query that the first launch adds, or None if only the argmax matters.
+    """
+    generic = generic_choices.choose_generic(Q, D, normalize, argmax, architecture(Q.device))
+    C = generic.launch.config
+    rows = rows or C.ROWS_PER_QUERY
+    changed = C._replace(BM=max(C.BM, rows), ROWS_PER_QUERY=rows, LONG_QUERIES=False, PERSISTENT=False)
+    return changed, generic.launch.options(generic.arch)

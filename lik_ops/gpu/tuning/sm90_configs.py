@@ -218,12 +218,14 @@ def configure_sm90(
     config: Sm90Config | Sm90LargeDConfig
     few = 0
     if d > 128:
-        tile = _select_least_waste(_LARGE_D_TILES, Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
+        # An argmax of 256 tokens would spill registers.
+        tile = _select_least_waste(_LARGE_D_TILES[argmax:], Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
         config = Sm90LargeDConfig(
             BN=tile.tokens,
             ROWS_PER_QUERY=min(next_power_of_2(Lq), LARGE_D_TILE_ROWS // 2),
             STAGES=tile.stages,
             NORMALIZE=normalize,
+            ARGMAX=argmax,
             MASK=masked,
             SHORT_DOCUMENTS=tile.tokens > Ld,
         )

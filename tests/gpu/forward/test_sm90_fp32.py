@@ -9,14 +9,12 @@ from lik_ops import reference
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
-from lik_ops.core import settings
 from lik_ops.csrc_triton.common.fp32 import RESCORE_BITS
 from lik_ops.csrc_triton.forward.generic import rescore
 from lik_ops.gpu import generic_choices
 from lik_ops.gpu.runtime import launcher
 from lik_ops.gpu.runtime.arguments import architecture, make_document_args, make_query_args, make_size_args, use_device
 from lik_ops.gpu.tuning import architectures
-from lik_ops.ops.fast_path import eager
 
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 BLOCK = 64
@@ -81,27 +79,10 @@ SHAPES = [
 ]
 
 
-@pytest.fixture
-def force(monkeypatch):
-    """Force a kernel by its family."""
-
-    def reread():
-        settings.get_forced_kernel.cache_clear()
-        eager.clear_call_caches()
-
-    def choose(family):
-        monkeypatch.setenv("LIK_OPS_KERNEL", family)
-        reread()
-
-    yield choose
-    monkeypatch.undo()
-    reread()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("odd", ["none", "a token", "a row", "many", "not finite"])
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), SHAPES)
-def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, odd, force):
+def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, odd, force_kernel):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of the sm_90 kernels")
     torch.manual_seed(Nq)
@@ -120,7 +101,7 @@ def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, odd, force):
     for options in ({}, {"q_mask": q_mask, "q_weight": q_weight}):
         found = {}
         for kernel in ("generic", "sm90"):
-            force(kernel)
+            force_kernel(kernel)
             found[kernel] = lik_ops.maxsim(Q, D, **options)
         assert torch.equal(found["sm90"].view(torch.int32), found["generic"].view(torch.int32))
         exact = reference.maxsim(Q.cpu(), D.cpu(), **{name: x.cpu() for name, x in options.items()})

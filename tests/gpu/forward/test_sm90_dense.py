@@ -33,7 +33,7 @@ def few_split(Nq=1, K=1000, Lq=32, Ld=180, d=128):
     return choice(torch.float32, Nq, K, Lq, Ld, d)
 
 
-def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(monkeypatch):
+def test_fp32_rows_that_are_split_are_not_normalised_and_have_no_argmax(monkeypatch):
     Q, D = (torch.empty(*shape, 128, device="meta") for shape in ((1, 32), (1000, 180)))
 
     def kernel(Q=Q, D=D, normalize=False, argmax=None):
@@ -41,13 +41,15 @@ def test_fp32_rows_that_are_split_are_few_and_neither_normalised_nor_of_tf32(mon
 
     assert kernel() == "maxsim_forward_specialized"
     assert {kernel(normalize=True), kernel(argmax=torch.int16), kernel(Q=Q[:, :1])} == {"maxsim_forward"}
+    assert choose.choose_dense(Q, D, None, False, None, SM_90).config.FP32_TERMS == 2
     monkeypatch.setattr(generic_choices, "is_tf32_allowed", lambda dtype: True)
-    assert kernel() == "maxsim_forward"
+    assert choose.choose_dense(Q, D, None, False, None, SM_90).config.FP32_TERMS == 1
 
 
 def test_when_it_is_chosen():
     assert choice() is not None
-    assert choice(dtype=torch.float32) is None and few_split().config.FP32_TERMS
+    many = choice(dtype=torch.float32).config
+    assert many.FP32_TERMS == 2 and many.OPERAND_IN_REGISTERS and few_split().config.SMALL_M
     assert few_split(Nq=2) is None and few_split(Ld=63) is None and few_split(K=65) is None
     assert few_split(d=132) is None
     assert choice(arch=architectures.ARCHITECTURES["sm_80"]) is None
@@ -57,7 +59,7 @@ def test_when_it_is_chosen():
     assert choice(Nq=3, normalize=True, argmax=True) is not None and choice(Nq=3, argmax=True) is None
     assert choice(Nq=4) is None
     assert choice(d=72, normalize=True) is None
-    assert choice(Nq=5, d=320, normalize=True).has_large_d and choice(d=320, normalize=True, argmax=True) is None
+    assert choice(Nq=5, d=320, normalize=True).has_large_d and choice(d=320, normalize=True, argmax=True).config.ARGMAX
     assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
 
 
@@ -140,7 +142,7 @@ def test_wide_features_take_tiles_by_length():
     shorter = [choice(d=768, Ld=Ld).config for Ld in (1, 20, 63, 100, 127)]
     assert [(C.BN, C.SHORT_DOCUMENTS) for C in shorter] == [(64, True)] * 3 + [(128, True)] * 2
     assert choice(d=768, Lq=300).parts == 5 and choice(d=768, Lq=300).config.ROWS_PER_QUERY == 64
-    assert choice(d=768, argmax=True) is None and choice(d=200) is None
+    assert choice(d=768, argmax=True).config.BN <= 128 and choice(d=200) is None
 
 
 def cases(normalize=False):

@@ -1,0 +1,153 @@
+"""Measure fp32, binary, FP8, and many features against bf16 at d 128, and against compositions of lik_ops functions.
+
+    python -m benchmarks.operators.other_dtypes [--only TEXT] [--rounds 30] [--out FILE]
+
+``ratio`` is the time over the time of the bf16 call without options of the same sizes, in the same run. A composition
+computes the same scores with functions of lik_ops on converted tokens: one fp16 term for TF32, three products as one
+call of `3 d` features for fp32, and plain scores of masked tokens that are replaced for masks. A call that is more than
+5 % slower than its composition is a defect, and the program then fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import lik_ops
+
+from ..support import common
+from ..support.gpu import Timer
+
+SIZES = {  # Nq, Nd, Lq, Ld
+    "1 x 1000": (1, 1000, 32, 300),
+    "16 x 1000": (16, 1000, 32, 300),
+    "pages 1 x 1000": (1, 1000, 1024, 1024),
+    "pages 64 x 64": (64, 64, 1024, 1024),
+    "in-batch 256": (256, 256, 32, 300),
+    "1 x 100k": (1, 100_000, 32, 180),
+}
+WIDE = (256, 320, 512, 1024, 2560, 4096)
+WIDE_SIZES = {"32 x 200": (32, 200, 32, 1024), "1 x 200": (1, 200, 32, 1024)}
+SLOWER = 1.05
+Calls = dict[str, Callable[[], object]]
+
+
+def draw(Nq: int, Nd: int, Lq: int, Ld: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return tokens of unit norm."""
+    g = torch.Generator("cuda").manual_seed(d)
+    tokens = (torch.randn(n, L, d, generator=g, device="cuda") for n, L in ((Nq, Lq), (Nd, Ld)))
+    Q, D = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in tokens)
+    return Q, D
+
+
+def with_precision(precision: str, call: Callable[[], object]) -> Callable[[], object]:
+    def run() -> object:
+        torch.backends.cuda.matmul.fp32_precision = precision
+        return call()
+
+    return run
+
+
+def split(x: Tensor, order: str) -> Tensor:
+    """Return fp16 terms of tokens as features, in the order of the letters h (hi) and l (lo)."""
+    hi = x.half()
+    terms = {"h": hi, "l": (x - hi.float()).half()}
+    return torch.cat([terms[letter] for letter in order], -1)
+
+
+def step(Q: Tensor, D: Tensor) -> Callable[[], object]:
+    Q, D = Q.requires_grad_(), D.requires_grad_()
+    return lambda: torch.autograd.grad(lik_ops.maxsim(Q, D).diagonal().sum(), (Q, D))
+
+
+def fp32_calls(sizes: tuple[int, ...], training: bool) -> Calls:
+    half, (Q, D) = draw(*sizes, 128, torch.bfloat16), draw(*sizes, 128, torch.float32)
+    if training:
+        return {
+            "bf16": step(*half),
+            "tf32": with_precision("tf32", step(Q, D)),
+            "fp32": with_precision("ieee", step(Q, D)),
+        }
+    return {
+        "bf16": lambda: lik_ops.maxsim(*half),
+        "tf32": with_precision("tf32", lambda: lik_ops.maxsim(Q, D)),
+        "tf32, composed": lambda: lik_ops.maxsim(Q.half(), D.half()),
+        "fp32": with_precision("ieee", lambda: lik_ops.maxsim(Q, D)),
+        "fp32, composed": lambda: lik_ops.maxsim(split(Q, "hhl"), split(D, "hlh")),
+    }
+
+
+def quantized_calls(sizes: tuple[int, ...]) -> Calls:
+    Q, D = draw(*sizes, 128, torch.bfloat16)
+    stored = {name: lik_ops.quantize(D, name) for name in ("int8", "binary", "fp8")}
+    return {"bf16": lambda: lik_ops.maxsim(Q, D)} | {
+        name: lambda x=x: lik_ops.maxsim(Q, x) for name, x in stored.items()
+    }
+
+
+def wide_calls(sizes: tuple[int, ...], d: int) -> Calls:
+    Q, D = draw(*sizes, d, torch.bfloat16)
+    mask = torch.rand(D.shape[:2], generator=torch.Generator().manual_seed(0)).cuda() < 0.8
+    source = mask.int().argmax(1)  # the first kept token replaces the masked ones
+
+    def composed() -> object:
+        first = D.gather(1, source[:, None, None].expand(-1, 1, d))
+        return lik_ops.maxsim(Q, torch.where(mask[..., None], D, first))
+
+    return {
+        "bf16": lambda: lik_ops.maxsim(Q, D),
+        "mask": lambda: lik_ops.maxsim(Q, D, d_mask=mask),
+        "mask, composed": composed,
+        "argmax": lambda: lik_ops.maxsim_with_argmax(Q, D),
+        "normalize": lambda: lik_ops.maxsim(Q, D, normalize=True),
+        "einsum": lambda: torch.einsum("qsd,ktd->qkst", Q, D).amax(-1).sum(-1),
+    }
+
+
+def list_cases() -> dict[str, Callable[[], Calls]]:
+    """Return the calls of each case by name."""
+    cases: dict[str, Callable[[], Calls]] = {}
+    for name, sizes in SIZES.items():
+        if name != "1 x 100k":
+            cases[f"fp32, {name}"] = lambda s=sizes: fp32_calls(s, False)
+        cases[f"quantized, {name}"] = lambda s=sizes: quantized_calls(s)
+    cases["fp32 step, in-batch 256"] = lambda: fp32_calls(SIZES["in-batch 256"], True)
+    for name, sizes in WIDE_SIZES.items():
+        cases |= {f"d {d}, {name}": lambda s=sizes, d=d: wide_calls(s, d) for d in WIDE}
+    return cases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of the names of the cases")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    precision = torch.backends.cuda.matmul.fp32_precision
+    timer, records, slower = Timer(args.rounds), [], []
+    for name, make in list_cases().items():
+        if args.only not in name:
+            continue
+        with torch.set_grad_enabled("step" in name):
+            times = timer.compare(make())
+        for call, ms in times.items():
+            records.append({"case": {"name": f"{name}, {call}"}, "ms": ms, "ratio": ms / times["bf16"]})
+            composed = times.get(f"{call}, composed")
+            if composed is not None and ms > SLOWER * composed:
+                slower.append(f"{name}, {call}: {ms:.4f} ms, composed {composed:.4f}")
+            print(f"{name + ', ' + call:45} {ms:9.4f} ms  {ms / times['bf16']:6.2f} of bf16", flush=True)
+    torch.backends.cuda.matmul.fp32_precision = precision
+    print("wrote", common.write("other_dtypes", records, path=args.out))
+    print(
+        "\n".join(["slower than their composition:", *slower] if slower else ["no call is slower than its composition"])
+    )
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,8 @@
 ``ratio`` is the time over the time of the bf16 call without options of the same sizes, in the same run. A composition
 computes the same scores with functions of lik_ops on converted tokens: one fp16 term for TF32, three products as one
 call of `3 d` features for fp32, and plain scores of masked tokens that are replaced for masks. A call that is more than
-5 % slower than its composition is a defect, and the program then fails.
+5 % slower than its composition is a defect, and the program then fails. ``error`` and ``mean_error`` are differences
+from fp64 scores of some pairs, over the largest score. "einsum" is the same formula of torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +47,8 @@ def draw(Nq: int, Nd: int, Lq: int, Ld: int, d: int, dtype: torch.dtype) -> tupl
     return Q, D
 
 
-def with_precision(precision: str, call: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
+def with_precision(precision: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
         torch.backends.cuda.matmul.fp32_precision = precision
         return call()
 
@@ -58,6 +60,26 @@ def split(x: Tensor, order: str) -> Tensor:
     hi = x.half()
     terms = {"h": hi, "l": (x - hi.float()).half()}
     return torch.cat([terms[letter] for letter in order], -1)
+
+
+def einsum(Q: Tensor, D: Tensor) -> Tensor:
+    return torch.einsum("qsd,ktd->qkst", Q, D).amax(-1).sum(-1)
+
+
+def measure_errors(sizes: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    """Return the largest and the mean error of fp32 calls, for some pairs of a call of this size."""
+    Q, D = draw(*sizes, 128, torch.float32)
+    some = slice(0, 4), slice(0, 32)
+    exact = einsum(Q[some[0]].double(), D[some[1]].double())
+    records = {}
+    for precision, name in (("tf32", "tf32"), ("ieee", "fp32")):
+        for call, score in ((name, lik_ops.maxsim), (f"{name}, einsum", einsum)):
+            documents = D if call == name else D[some[1]]
+            queries = Q if call == name else Q[some[0]]
+            found = with_precision(precision, lambda s=score, q=queries, d=documents: s(q, d)[some])()
+            off = (found.double() - exact).abs() / exact.abs().max()
+            records[call] = {"error": off.max().item(), "mean_error": off.mean().item()}
+    return records
 
 
 def step(Q: Tensor, D: Tensor) -> Callable[[], object]:
@@ -84,7 +106,7 @@ def fp32_calls(sizes: tuple[int, ...], training: bool) -> Calls:
 
 def quantized_calls(sizes: tuple[int, ...]) -> Calls:
     Q, D = draw(*sizes, 128, torch.bfloat16)
-    stored = {name: lik_ops.quantize(D, name) for name in ("int8", "binary", "fp8")}
+    stored = {name: lik_ops.quantize(D, name) for name in ("int8", "binary", "fp8_e4m3")}
     return {"bf16": lambda: lik_ops.maxsim(Q, D)} | {
         name: lambda x=x: lik_ops.maxsim(Q, x) for name, x in stored.items()
     }
@@ -105,7 +127,7 @@ def wide_calls(sizes: tuple[int, ...], d: int) -> Calls:
         "mask, composed": composed,
         "argmax": lambda: lik_ops.maxsim_with_argmax(Q, D),
         "normalize": lambda: lik_ops.maxsim(Q, D, normalize=True),
-        "einsum": lambda: torch.einsum("qsd,ktd->qkst", Q, D).amax(-1).sum(-1),
+        "einsum": lambda: einsum(Q, D),
     }
 
 
@@ -141,6 +163,11 @@ def main() -> int:
             if composed is not None and ms > SLOWER * composed:
                 slower.append(f"{name}, {call}: {ms:.4f} ms, composed {composed:.4f}")
             print(f"{name + ', ' + call:45} {ms:9.4f} ms  {ms / times['bf16']:6.2f} of bf16", flush=True)
+        if name.startswith("fp32, "):
+            with torch.no_grad():
+                for call, errors in measure_errors(SIZES[name.removeprefix("fp32, ")]).items():
+                    records.append({"case": {"name": f"{name}, {call}, accuracy"}} | errors)
+                    print(f"{name + ', ' + call:45} error {errors['error']:.2e}, mean {errors['mean_error']:.2e}")
     torch.backends.cuda.matmul.fp32_precision = precision
     print("wrote", common.write("other_dtypes", records, path=args.out))
     print(

@@ -84,7 +84,7 @@ class EncodedDocumentArgs(NamedTuple):
 class Operands(NamedTuple):
     """Sources of the tokens that a program reads.
 
-    `tiles` is a tensor descriptor of D. `terms` is the `TermArgs` of both operands. `counts` is the `DequantArgs` of D.
+    `tiles` is a tensor descriptor of D. `terms` is the `TermArgs` of Q, or None. `counts` is the `DequantArgs` of D.
     `tau` is the temperature with KernelConfig.SOFT. Each of these is None if it is not used.
     """
 
@@ -158,17 +158,14 @@ class PackedSizeArgs(NamedTuple):
 
 
 class TermArgs(NamedTuple):
-    """fp32 rows as `split_tokens` stores them.
+    """Query rows as int8 terms.
 
-    `hi [capacity_rows, BD]` is followed by `lo [capacity_rows, BD]`, with scales `[capacity_rows]`. The terms of
-    documents are read through a tensor descriptor.
+    `hi [capacity_rows, BD]` is followed by `lo [capacity_rows, BD]`, with scales `[capacity_rows]`.
     """
 
     queries: Any
     query_scales: Any
-    document_scales: Any
     query_capacity_rows: Any
-    document_capacity_rows: Any
 
 
 class SegmentArgs(NamedTuple):
@@ -281,9 +278,11 @@ class Sm90Config(NamedTuple):
     # At most MMA_ROWS query rows, no OPERAND_IN_REGISTERS. Each warp group has its own documents.
     SMALL_M: bool = False
     INT8_TERMS: int = 0  # int8 documents: int8 terms of a query row. A product has 64 of them unless SMALL_M
-    # fp16 terms of fp32 tokens: 2, or 1 if TF32 is allowed. 0: half precision, or encoded documents. No NORMALIZE, no
-    # ARGMAX. Query rows in registers unless SMALL_M.
+    # fp16 terms of fp32 tokens: 2, or 1 if TF32 is allowed. 0: half precision, or encoded documents. No NORMALIZE. With
+    # ARGMAX or MASK only if PRECOMPUTED_TERMS. Query rows in registers unless SMALL_M.
     FP32_TERMS: int = 0
+    PRECOMPUTED_TERMS: bool = False  # `split_tokens` split the documents, otherwise conversion warps do
+    MASK: bool = False  # PRECOMPUTED_TERMS with scales that are 0 for masked tokens
     # With PRECOMPUTED_SCALES: FP8 documents, "e4m3" or "e5m2". Bytes are converted to fp16.
     ENCODING: str = ""
 

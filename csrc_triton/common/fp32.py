@@ -12,9 +12,10 @@ The error is at most 2^-21 of ``sum |q_k x_k|``, apart from the rounding of the 
 products, at twice their rate. The sum of the small products is scaled between the tensor core instructions, which gives
 lo the same range as hi.
 
-This holds for exact rows. Their features are zero or within 2^28 of the row's largest feature, which is within 2^40 of
-1. Other rows, including rows with NaN or inf, are fallback rows and are multiplied feature by feature. Whether a row is
-exact depends on that row alone, so no score depends on its batch.
+This holds for exact rows. Their largest feature is within 2^40 of 1, and with two terms the other features are zero or
+within 2^28 of it. A single term, for TF32, may lose the digits of features that are smaller still. Other rows,
+including rows with NaN or inf, are fallback rows and are multiplied feature by feature. Whether a row is exact depends
+on that row alone, so no score depends on its batch.
 """
 
 import triton
@@ -27,7 +28,7 @@ _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
 _MIN_EXPONENT_BITS = tl.constexpr((127 - 40) << 23)
 _MAX_EXPONENT_BITS = tl.constexpr((127 + 40) << 23)
-_NARROW_RANGE_BITS = tl.constexpr((28 << 23) - 2**31)  # 2^31 + (28 << 23) in 32 bits
+_NARROW_RANGE_BITS = tl.constexpr(2 * (28 << 23))
 # Minus the bits of an exponent, these are the bits of the factor that scales it to 2^14. fp16 ends below 2^16.
 _SCALE_UP_BITS = tl.constexpr(((254 + 14) << 23) - 2**32)
 _SCALE_EXPONENT_BITS = tl.constexpr(14 << 23)
@@ -40,19 +41,21 @@ _FALLBACK_STEP_TOKENS = tl.constexpr(16)
 
 
 @triton.jit
-def _classify_rows(x):
+def _classify_rows(x, TERMS: tl.constexpr):
     """Return which rows are exact, which rows are zero, and the exponent of the largest feature as the bits of a float.
 
-    The code works on bits because magnitudes order like integers. Few instructions per row matter as much as few
-    instructions per feature.
+    Magnitudes order like their bits. Few instructions per row matter as much as few instructions per feature. A row
+    with NaN is not exact.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    most = tl.max(bits & _MAGNITUDE_MASK, axis=1)
-    complement = tl.max(-bits & _MAGNITUDE_MASK, axis=1)  # 2^31 minus the smallest nonzero magnitude
-    exponent = most & _EXPONENT_MASK
-    narrow = complement <= exponent * -1 + _NARROW_RANGE_BITS  # no tl.full, because in Gluon it needs a layout
-    near = (exponent >= _MIN_EXPONENT_BITS) & (exponent <= _MAX_EXPONENT_BITS)
-    return (narrow & near) | (most == 0), most == 0, exponent
+    most = tl.reduce(tl.abs(x), 1, nan_max)
+    exponent = most.to(tl.int32, bitcast=True) & _EXPONENT_MASK
+    plain = (exponent >= _MIN_EXPONENT_BITS) & (exponent <= _MAX_EXPONENT_BITS)
+    if TERMS != 1:
+        # 2^32 minus twice the bits of the smallest nonzero magnitude
+        complement = tl.max((x.to(tl.int32, bitcast=True) * -2).to(tl.uint32, bitcast=True), axis=1)
+        # no tl.full, because in Gluon it needs a layout
+        plain = plain & (complement <= (exponent * -2 + _NARROW_RANGE_BITS).to(tl.uint32, bitcast=True))
+    return plain | (most == 0), most == 0, exponent
 
 
 @triton.jit
@@ -66,9 +69,9 @@ def round_to_tf32(x):
 
 
 @triton.jit
-def find_exact_rows(x):
+def find_exact_rows(x, TERMS: tl.constexpr):
     """Return which rows `split_rows` can represent."""
-    plain, _, _ = _classify_rows(x)
+    plain, _, _ = _classify_rows(x, TERMS)
     return plain
 
 
@@ -80,7 +83,7 @@ def split_rows(x, TERMS: tl.constexpr):
         The terms (hi, lo), or hi twice if TERMS is 1, the scale ``2^e`` of each row, which rows are exact, and which
         rows are zero. The terms of fallback rows are meaningless, and the scale of a zero row is any finite value.
     """
-    plain, zero, exponent = _classify_rows(x)
+    plain, zero, exponent = _classify_rows(x, TERMS)
     y = x * (exponent * -1 + _SCALE_UP_BITS).to(tl.float32, bitcast=True)[:, None]
     hi = y.to(tl.float16)
     lo = hi
@@ -146,7 +149,7 @@ def add_fallback_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
         odd = keep & (t < 0)
         if C.INT8_TERMS == 0:
             tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE_OFFSETS)
-            odd = keep & (find_exact_rows(tile) == 0)
+            odd = keep & (find_exact_rows(tile, C.FP32_TERMS) == 0)
         if (any_odd_row > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0):
             S = _compute_fp32_similarities(x, rows, document, t, C)
             use = (odd_rows[:, None] & keep[None, :]) | odd[None, :]
@@ -170,26 +173,41 @@ def load_terms(terms, row, ok, BD: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "L", "room"])
-def split_tokens(X, out, scales, rows, L, room, d, C: tl.constexpr):
+def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: tl.constexpr):
     """Split the tokens of X into fp16 terms with rows of BD features.
 
     Args:
-        X: `DocumentArgs` of documents or queries `[.., L, d]`, whose tokens are numbered consecutively.
-        out: fp16 terms `[2, room, BD]`, hi first.
-        scales: fp32 scales `[room]`, negative for fallback rows and 1 for zero rows.
+        X: `DocumentArgs` of documents or queries `[.., L, d]`, whose tokens are numbered consecutively. The scale of a
+            masked token is 0.
+        out: fp16 terms `[C.FP32_TERMS, room, BD]`, hi first.
+        scales: fp32 scales `[room]`, negative for fallback rows and 1 for zero rows. With a SCALE_TILE they are
+            `[documents, tiles, SCALE_TILE]`, and the last tile of a document shifts back to its end.
         rows: Number of tokens.
         L: Tokens of each document or query.
         room: Rows that `out` has for each term.
         d: Number of features.
+        SCALE_TILE: Tokens of a tile of scales, at most L, or 0.
         C: `KernelConfig`.
     """
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     ok = row < rows
     columns = tl.arange(0, C.BD)
     pointers = X.ptr + (row // L).to(tl.int64) * X.stride_doc + (row % L).to(tl.int64) * X.stride_l
-    x, scale, plain, zero = split_rows(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), 2)
+    x, scale, plain, zero = split_rows(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), C.FP32_TERMS)
     hi, lo = x
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi, mask=ok[:, None])
-    tl.store(places + room * C.BD, lo, mask=ok[:, None])
-    tl.store(scales + row, tl.where(zero, 1.0, tl.where(plain, scale, -1.0)), mask=ok)
+    if C.FP32_TERMS == 2:
+        tl.store(places + to_int64(room) * C.BD, lo, mask=ok[:, None])
+    scale = tl.where(zero, 1.0, tl.where(plain, scale, -1.0))
+    if X.mask is not None:
+        at = (row // L).to(tl.int64) * X.mask_stride_doc + (row % L).to(tl.int64) * X.mask_stride_l
+        scale = tl.where(tl.load(X.mask + at, mask=ok, other=0) != 0, scale, 0.0)
+    if SCALE_TILE == 0:
+        tl.store(scales + row, scale, mask=ok)
+    else:
+        t = row % L
+        end = tl.cdiv(L, SCALE_TILE) * SCALE_TILE
+        places = scales + (row // L).to(tl.int64) * end + t
+        tl.store(places, scale, mask=ok & (t < end - SCALE_TILE))
+        tl.store(places + (end - L), scale, mask=ok & (t >= L - SCALE_TILE))

@@ -97,10 +97,6 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
     squares = tl.full((C.BN,), 0, tl.float32)
     if C.INT8_TERMS > 0:
         S = multiply_terms(q, load_document_tile(x, document, row, t, 0, C), C)
-    elif x.terms is not None:
-        scale = tl.load(x.terms.document_scales + row + tl.arange(0, C.BN))
-        plain = scale > 0
-        S = multiply_split_rows(q, (x.tiles.load([row, 0]), x.tiles.load([row + x.terms.document_capacity_rows, 0])), C)
     elif C.FP32_TERMS > 0:
         tile, scale, plain, _ = split_rows(load_document_tile(x, document, row, t, 0, C), C.FP32_TERMS)
         S = multiply_split_rows(q, tile, C)

@@ -22,7 +22,7 @@ from ..core.settings import KERNEL_VARIABLE, get_forced_kernel
 from ..formats.table import FORMATS, EncodedTokens
 from . import generic_choices, supports
 from .generic_choices import SHORT_DOCUMENTS_REASON, GenericChoice, SplitChoice, has_idle_sms, has_long_documents
-from .runtime.arguments import architecture, has_even_stride, make_size_args
+from .runtime.arguments import architecture, has_even_stride, make_size_args, supports_descriptor
 from .tuning import architectures, forward_configs, sm90_configs
 from .tuning.architectures import Architecture
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
@@ -111,7 +111,7 @@ def _choose_dense_splits(a: DenseChoiceArgs) -> SplitChoice | str:
     cut = generic_choices.make_cut(Q, D, None, a.d_mask)
     if not has_long_documents(cut):
         return SHORT_DOCUMENTS_REASON
-    found = choose_sm90(a)
+    found: Sm90Choice | RowMaximaChoice | str = choose_sm90(a)
     if isinstance(found, str):
         found = choose_masked(a)
     if not isinstance(found, str) and not has_idle_sms(found, Q.shape[1], D.shape[1], a.arch):
@@ -123,15 +123,21 @@ def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
     """Choose an sm_90 kernel for documents without a mask or with many features, or return the reason why not."""
     Q, D, d_mask, normalize, argmax, arch = a
     masked = d_mask is not None
-    reason = "documents have a mask, and d <= 128" if masked and Q.shape[-1] <= 128 else None
+    fp32 = Q.dtype == torch.float32
+    reason = (
+        "half-precision documents have a mask, and d <= 128" if masked and Q.shape[-1] <= 128 and not fp32 else None
+    )
     reason = reason or supports.supports_sm90_call(Q, D, arch)
     if reason:
         return reason
     sizes, d = make_size_args(Q, D), Q.shape[-1]
-    if Q.dtype == torch.float32 and not masked:
+    if fp32:
         terms = generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.FP32_TERMS
-        found = sm90_configs.configure_fp32_split(arch, *sizes, d, terms=terms or 2)
-        reason = supports.supports_fp32_split(Q, D, terms > 0 and not argmax, found)
+        first = argmax or masked or not supports_descriptor(D)
+        found = sm90_configs.configure_fp32_split(
+            arch, *sizes, d, terms=terms or 2, argmax=argmax, masked=masked, first=first
+        )
+        reason = supports.supports_fp32_split(Q, D, terms > 0, argmax or masked, found)
         return reason or supports.prefers_fp32_split(sizes, arch, found) or found
     found = sm90_configs.configure_sm90(arch, *sizes, d, normalize=normalize, argmax=argmax, masked=masked)
     reason = supports.supports_sm90(Q, D, normalize, argmax, found)
@@ -285,11 +291,6 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
     return choose_fp8(c.Q, data, scale, FORMATS[format].kernel, a.arch)
 
 
-def _choose_fp32_split(a: DenseChoiceArgs) -> GenericChoice | str:
-    """Choose a separate launch that splits fp32 tokens first, or return the reason why not."""
-    return generic_choices.choose_fp32_split(a.Q, a.D, a.normalize, a.arch)
-
-
 def _choose_generic(a: DenseChoiceArgs) -> GenericChoice:
     """Choose the launch of the generic kernel."""
     return generic_choices.choose_generic(a.Q, a.D, a.normalize, a.argmax, a.arch)
@@ -302,11 +303,6 @@ DENSE_RULES = (
     Rule("maxsim_forward_ragged on splits of documents", "split", _choose_dense_splits),
     Rule("maxsim_forward_specialized or maxsim_forward_wide", "sm90", choose_sm90),
     Rule("maxsim_row_maxima", "sm90", choose_masked),
-    Rule(
-        "maxsim_forward after split_tokens",
-        "split",
-        _choose_fp32_split,
-    ),
     Rule("maxsim_forward", "generic", _choose_generic),
 )
 PACKED_RULES = (

@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..core.segments import PackedArgs
-from ..csrc_triton.common.arguments import KernelConfig
 from ..csrc_triton.forward.generic.splits import MIN_SPLIT_TILES
 from .runtime.arguments import (
     choose_offset_width,
@@ -26,8 +24,6 @@ from .tuning import architectures, forward_configs, sm90_configs
 from .tuning.architectures import Architecture, KernelKey, LaunchConfig
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
-# Minimum of both query rows and document tokens. With 512 rows, splitting first is slower.
-_MIN_FP32_SPLIT_ROWS = 1024
 # Minimum mean length of documents that are split if there are few of them.
 _MIN_LONG_DOCUMENT_TOKENS = 2048
 # Number of (row tile, document) pairs per SM up to which splitting documents is faster. BUSY is for programs with much
@@ -44,8 +40,6 @@ _MAX_DOCUMENT_SPLITS = 256
 _MAX_CTAS_PER_SM = 3
 # Partial results of the splits. With one flag for each split the workspace stays below 32 MiB.
 _MAX_SPLIT_WORKSPACE_BYTES = 28 * 2**20
-# Terms of queries, and again terms of documents. With the scales the workspace stays below 32 MiB.
-_MAX_FP32_SPLIT_BYTES = 15 * 2**20
 SHORT_DOCUMENTS_REASON = f"documents have fewer than {_MIN_LONG_DOCUMENT_TOKENS} tokens on average"
 
 
@@ -55,7 +49,6 @@ class GenericChoice(NamedTuple):
     launch: LaunchConfig
     arch: Architecture
     uses_descriptor: bool  # TMA reads documents that start at a multiple of 16 bytes
-    has_fp32_split: bool = False  # a separate launch splits fp32 tokens into a workspace
 
     @property
     def kernel(self) -> str:
@@ -64,7 +57,7 @@ class GenericChoice(NamedTuple):
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
-        return self.launch.tile() + (", tokens split first" if self.has_fp32_split else "")
+        return self.launch.tile()
 
 
 class SplitChoice(NamedTuple):
@@ -176,34 +169,6 @@ def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arc
     resident = max(min(_MAX_CTAS_PER_SM, arch.shared_memory_bytes // shared), 1) * arch.processors // row_tiles
     waves = min(architectures.cdiv(architectures.cdiv(c.Td, resident), _MAX_SPLIT_TOKENS), c.columns)
     return min(waves * resident, c.columns + min(c.Td // _MIN_SPLIT_TOKENS, _MAX_DOCUMENT_SPLITS * c.columns))
-
-
-def get_split_workspace_rows(config: KernelConfig) -> int:
-    """Return the maximum number of rows whose fp16 terms fit the fp32-split workspace."""
-    return _MAX_FP32_SPLIT_BYTES // (4 * config.BD) // 16 * 16
-
-
-def choose_fp32_split(Q: Tensor, D: Tensor, normalize: bool, arch: Architecture) -> GenericChoice | str:
-    """Choose a separate launch that splits fp32 tokens first, or return the reason why not.
-
-    If few queries are scored against the documents, reading the documents dominates the time.
-    """
-    if arch.unit not in forward_configs.FP32_SPLIT_UNITS or Q.dtype != torch.float32:
-        return f"{arch.name} does not split {Q.dtype} tokens"
-    if normalize or D.dim() != 3 or not (Q.numel() and D.numel()) or choose_offset_width(Q, D):
-        return "`normalize`" if normalize else "D has candidates, no tokens, or offsets of 64 bits"
-    Nq, K, Lq, Ld = make_size_args(Q, D)
-    kind = KernelKey(arch, Q.dtype, Q.shape[-1], False, False, 0)
-    launch = forward_configs.configure_forward(kind, Nq, Lq, tf32=is_tf32_allowed(Q.dtype))
-    launch = forward_configs.adjust_for_fp32_split(launch, Lq)
-    room = get_split_workspace_rows(launch.config)
-    if launch.config.FP32_TERMS < 2:
-        return "the tile does not split fp32 tokens into two terms, for TF32 or for the size of tokens"
-    if Nq * Lq > room or not launch.config.BN <= Ld <= room:
-        return "the terms of the queries or of a document do not fit the workspace, or documents are too short"
-    if min(Nq * Lq, K * Ld) < _MIN_FP32_SPLIT_ROWS:
-        return f"fewer than {_MIN_FP32_SPLIT_ROWS} query rows or document tokens"
-    return GenericChoice(launch, arch, True, has_fp32_split=True)
 
 
 def supports_packed_descriptor(c: PackedArgs, arch: Architecture) -> bool:

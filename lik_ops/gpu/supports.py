@@ -31,6 +31,7 @@ from .tuning.tables import HALF_DTYPES
 SOFT_MODULE = "soft.backward_sm90"  # module of `csrc_triton` with the kernels of soft gradients
 _PAIRS = "(row tile, document) pairs"
 _NO_GLUON = "the installed Triton has no tested Gluon"
+_NO_DESCRIPTOR = "TMA cannot read D: it is not contiguous, or rows are no multiples of 16 bytes"
 
 
 def _find_reason(*checks: tuple[Any, str]) -> str | None:
@@ -79,7 +80,7 @@ def supports_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, found: Sm
         (Lq < 2, "Lq < 2"),
         (d <= 128 and Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (max(found.row_tiles * K, rows) >= 2**31, "2^31 or more query rows or (row tile, document) pairs"),
-        (not supports_descriptor(D), "TMA cannot read D: it is not contiguous, or rows are no multiples of 16 bytes"),
+        (not supports_descriptor(D), _NO_DESCRIPTOR),
         (found.has_large_d and not supports_query_descriptor(Q), "TMA cannot read Q"),
     )
 
@@ -104,24 +105,26 @@ def _prefer(*checks: tuple[Any, str]) -> str | None:
     return None if get_forced_kernel() == "sm90" else _find_reason(*checks)
 
 
-def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, found: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_specialized` cannot serve an fp32 call without a mask, or None.
+def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, extra: bool, found: Sm90Choice) -> str | None:
+    """Return the reason why `maxsim_forward_specialized` cannot serve an fp32 call, or None.
 
     Args:
         Q: query tokens.
         D: document tokens.
         splits: whether the generic kernel splits the rows of this call into fp16 terms.
+        extra: whether the call has a document mask or an argmax.
         found: the choice of the kernel.
     """
     (Nq, K, Lq, Ld), C = make_size_args(Q, D), found.config
     counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
-        (not splits, "fp32 rows are not split into fp16 terms (argmax, `normalize`, or alignment)"),
+        (not splits, "fp32 rows are not split into fp16 terms (`normalize` or alignment)"),
+        (extra and found.is_small_m, "few query rows of fp32 with a document mask or an argmax"),
         (Lq < 2, "Lq < 2"),
         (Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (Q.shape[-1] > 128, "fp32 with d > 128"),
         (max(counts) >= 2**31, "2^31 or more rows, tokens, or (row tile, document) pairs"),
-        (not supports_descriptor(D), "TMA cannot read D: it is not contiguous, or rows are no multiples of 16 bytes"),
+        (found.is_small_m and not supports_descriptor(D), _NO_DESCRIPTOR),
     )
 
 
@@ -215,7 +218,7 @@ def supports_soft_gradients(
         (Q.shape[-1] > 128, "d > 128"),
         (normalize, "`normalize`"),
         (d_mask is not None, "documents have a mask"),
-        (not supports_descriptor(D), "TMA cannot read D: it is not contiguous, or rows are no multiples of 16 bytes"),
+        (not supports_descriptor(D), _NO_DESCRIPTOR),
         (D.data_ptr() % 16, "D does not start at a multiple of 16 bytes"),
         (load_module(SOFT_MODULE) is None, _NO_GLUON),
     )

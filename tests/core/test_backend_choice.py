@@ -111,5 +111,5 @@ def test_info_names_the_kernel_that_a_gpu_would_run():
     assert kernel("sm_90", torch.bfloat16, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
     assert kernel("sm_90", torch.bfloat16, 64, 768).startswith("maxsim_forward_wide on sm_90: 128 rows")
     assert kernel("sm_90", torch.bfloat16, 1).startswith("maxsim_forward on sm_90: 32 rows")
-    assert kernel("sm_90", torch.float32, 64).startswith("maxsim_forward on sm_90")
+    assert kernel("sm_90", torch.float32, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
     assert kernel("gfx942", torch.bfloat16, 64).startswith("maxsim_forward on gfx942")

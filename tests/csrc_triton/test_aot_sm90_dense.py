@@ -60,19 +60,23 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     """Return the kernel source for 8-bit or fp32 documents. If `scales`, a descriptor reads the token scales."""
     assert choice is not None
     C = choice.config
+    scales |= C.PRECOMPUTED_TERMS
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     element, kept = ("fp32", "float32") if C.FP32_TERMS else ("i8", "int8")
+    if C.PRECOMPUTED_TERMS:
+        element, kept = "fp16", "float16"
     signature = {
         "Q": QueryArgs(*queries),
         "D": f"tensordesc<{element}[{C.BN},{C.BD}],{make_tile_layout([C.BN, C.BD], kept)!r}>",
         "norms": described_norms(C.BN) if scales else "constexpr",
         "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.FP32_TERMS else "*fp32", "i32", "i32"),
-        "out": OutputArgs("*fp32", "constexpr"),
+        "out": OutputArgs("*fp32", "*i16" if C.ARGMAX else "constexpr"),
         "sizes": SizeArgs(*["i32"] * 4),
     }
     signature |= dict.fromkeys(("d", "parts"), "i32") | {"C": "constexpr"}
     names = list(signature)
-    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C, (names.index("out"), 1): None}
+    values = {(0, k): v for k, v in constants.items()} | {(names.index("C"),): C}
+    values |= {} if C.ARGMAX else {(names.index("out"), 1): None}
     values |= {} if scales else {(names.index("norms"),): None}
     values |= {(3, 1): None} if C.FP32_TERMS else {}
     aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.FP32_TERMS else [(3, 1)]), (names.index("out"), 0)]
@@ -138,14 +142,28 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(
     ("d", "Nq", "Lq", "options"),
-    [(128, 64, 1024, False), (128, 256, 32, False), (96, 64, 100, True), (64, 64, 20, True)],
+    [(128, 64, 1024, False), (128, 256, 32, False), (96, 64, 100, True), (64, 64, 20, True), (128, 16, 32, False)],
 )
 def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
     choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d, terms=terms)
+    assert (Nq > 16) == choice.config.PRECOMPUTED_TERMS
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
-    check(compiled, tmp_path, products=True)
-    assert compiled.metadata.shared <= SM_90.shared_memory_bytes
+    # Eight conversion warps leave 192 registers. Two terms are then 8 % faster than with 4 warps and no spills.
+    check(compiled, tmp_path, products=True, most_spills=48 if Nq == 16 and terms == 2 else 0)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize(
+    ("d", "Nq", "Lq", "options", "argmax", "masked"),
+    [(128, 64, 1024, False, True, False), (128, 16, 32, True, True, True), (64, 9, 32, False, False, True)],
+)
+def test_fp32_rows_with_argmax_or_mask_compile_as_meant(d, Nq, Lq, options, argmax, masked, terms, tmp_path):
+    chosen = {"terms": terms, "argmax": argmax, "masked": masked, "first": True}
+    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d, **chosen)
+    assert choice.config.PRECOMPUTED_TERMS
+    source = numbers_source(choice, torch.float32, d, options, False)
+    check(compile_as_launched(source, GPUTarget("cuda", 90, 32)), tmp_path, products=True)
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -199,13 +217,13 @@ def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms, tmp_
     check(compile_as_launched(kernel, GPUTarget("cuda", 90, 32)), tmp_path, products=True)
 
 
-def check(compiled, tmp_path: Path, products: bool = False) -> None:
-    """Check the compiled kernel. Some registers may spill once for each document, but none for each tile."""
+def check(compiled, tmp_path: Path, products: bool = False, most_spills: int = 0) -> None:
+    """Check the compiled kernel. Some registers may spill once for each document, but `most_spills` for each tile."""
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
     registers, spills = repeated_spills(compiled.asm["cubin"], products)
-    assert spills == 0, f"{spills} spill instructions in loops, {registers} registers"
+    assert spills <= most_spills, f"{spills} spill instructions in loops, {registers} registers"
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 

@@ -147,40 +147,6 @@ def test_odd_rows_beside_others(place, normalize):
     torch.testing.assert_close(scores.double(), oracle, rtol=1e-6, atol=1e-6)
 
 
-def _call(plan, Q: Tensor, D: Tensor, d_mask: Tensor) -> tuple[Tensor, Tensor]:
-    argmax = plan.allocate_argmax().fill_(-2)
-    return plan.scores(plan.scores_shape, Q, D, None, d_mask, None, argmax), argmax
-
-
-@pytest.mark.skipif(not INTERPRETING, reason="what the kernels do")
-@pytest.mark.parametrize("room", [None, 96])
-def test_tokens_split_first_or_by_each_program(monkeypatch, room):
-    """Bits are equal even if the documents are split in several parts and some rows are odd."""
-    from lik_ops.gpu import generic_choices
-    from lik_ops.gpu.forward.dense import make_plan
-    from lik_ops.gpu.forward.fp32_split import Fp32SplitPlan
-    from lik_ops.gpu.forward.generic import make_generic_plan
-
-    Q, D = torch.randn(3, 5, 12), torch.randn(5, 24, 12)
-    d_mask = torch.rand(5, 24) > 0.4
-    d_mask[[1, 2, 4], [20, 1, 23]] = True
-    D[1, 20, 3], D[2, 1, 0], D[4, 23] = math.inf, math.nan, _odd(D[4, 23])
-    Q[2, 3] = _odd(Q[2, 3])
-    counts = []
-    split = Fp32SplitPlan._split
-    if room is not None:
-        monkeypatch.setattr(generic_choices, "get_split_workspace_rows", lambda config: room)
-    expected = make_generic_plan(Q, D, False, torch.int16)
-    monkeypatch.setattr(generic_choices, "_MIN_FP32_SPLIT_ROWS", 1)
-    plan = make_plan(Q, D, d_mask, False, torch.int16)
-    assert isinstance(plan, Fp32SplitPlan)
-    monkeypatch.setattr(plan, "_split", lambda *a: (counts.append(1), split(plan, *a)))
-    (expected, winners), (scores, argmax) = [_call(p, Q, D, d_mask) for p in (expected, plan)]
-    assert len(counts) == (2 if room is None else 3)
-    assert torch.equal(scores.nan_to_num(), expected.nan_to_num())
-    assert torch.equal(argmax, winners)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_argmax", [False, True])
 def test_one_query_or_many_give_equal_bits(with_argmax):

@@ -57,7 +57,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     up = UpstreamArgs(tensor(Nq, K, dtype=torch.float32), K, 1, argmax, Nq, K, Lq, Ld)
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is generic_forward.maxsim_forward:
-        return (*groups, None, OutputArgs(up.grad_scores, None), None, SizeArgs(*sizes[:4]), d, CONFIG)
+        return (*groups, None, OutputArgs(up.grad_scores, None), SizeArgs(*sizes[:4]), d, CONFIG)
     if kernel is generic_forward.maxsim_forward_ragged:  # padded, with lengths
         lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
         segments = SegmentArgs(None, None, next(lengths), None, next(lengths), Lq, Ld)
@@ -95,7 +95,7 @@ several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__n
 def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
     kernel = generic_forward.maxsim_forward_ragged
     args, scale = arguments(kernel), torch.empty(64)
-    terms = TermArgs(torch.empty(2, 4, 64, dtype=torch.int8), scale, scale, 4, 0)
+    terms = TermArgs(torch.empty(2, 4, 64, dtype=torch.int8), scale, 4)
 
     def described(*counts, terms=terms):
         return description(kernel, (*args[:3], terms, DequantArgs(*counts), *args[5:]))

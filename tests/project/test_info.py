@@ -20,7 +20,7 @@ from lik_ops.gpu.forward import quantized
 from lik_ops.gpu.forward import sm90_quantized as numbers
 from lik_ops.gpu.runtime import arguments as cuda_arguments
 from lik_ops.gpu.runtime import launcher
-from lik_ops.gpu.tuning import architectures, forward_configs, sm90_configs
+from lik_ops.gpu.tuning import architectures, sm90_configs
 
 
 def test_what_falls_back_is_said(monkeypatch, capsys):
@@ -81,7 +81,7 @@ def launched(monkeypatch):
 def said(text):
     """Return the kernel and the numbers in the output of info."""
     numbers = {what: int(n) for n, what in re.findall(r"(\d+) (rows|tokens|features|warps|stages|programs)", text)}
-    return text.split()[0], numbers, "split" in text
+    return text.split()[0], numbers, "documents split first" in text
 
 
 def ran(name, grid, args, options):
@@ -90,11 +90,12 @@ def ran(name, grid, args, options):
     if isinstance(config, KernelConfig):
         numbers = {"rows": config.BM, "tokens": config.BN, "features": config.BD}
         numbers |= {"warps": options["num_warps"], "stages": options["num_stages"]}
-        return name, numbers, any(type(x).__name__ == "TermArgs" for x in args)
+        return name, numbers, False
     rows = sm90_configs.LARGE_D_TILE_ROWS
     if isinstance(config, Sm90Config):
         rows = config.MMA_ROWS if config.SMALL_M else 4 * config.MMA_ROWS
-    return name, {"rows": rows, "tokens": config.BN, "stages": config.STAGES, "programs": grid[0]}, False
+    split_first = isinstance(config, Sm90Config) and config.PRECOMPUTED_TERMS
+    return name, {"rows": rows, "tokens": config.BN, "stages": config.STAGES, "programs": grid[0]}, split_first
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda a: a.name)
@@ -108,9 +109,9 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
             launches = launched(arch, Q, D)
             assert {str(ran(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
             kernels.add((expected[0], expected[2]))
-    half, whole = dtype is not torch.float32, arch.unit in forward_configs.FP32_SPLIT_UNITS
     assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (arch.name == "sm_90")
-    assert (("maxsim_forward", True) in kernels) == (not half and whole)
+    split_first = arch.name == "sm_90" and dtype is torch.float32
+    assert (("maxsim_forward_specialized", True) in kernels) == split_first
 
 
 @pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 1024, 64), (3, 5, 20)])
@@ -126,4 +127,5 @@ def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
 
 def test_info_names_the_split_plan_of_fp32():
     text = info.describe_kernel(SM_90, torch.float32, 64, 1000, 64, 300, 128)
-    assert text == "maxsim_forward on sm_90: 256 rows x 64 tokens x 128 features, 8 warps, 3 stages, tokens split first"
+    tile = "256 rows x 64 tokens, 4 stages, 128 programs, documents split first"
+    assert text == f"maxsim_forward_specialized on sm_90: {tile}"

@@ -85,7 +85,6 @@ class Case:
     documents: int = 10**6
     lists: bool = True
     pieces: bool = False
-    split: bool = False  # forward: rows that are already split
     tf32: bool = False  # allowed by the user
     ragged: bool = False  # the kernel of ragged layouts, or the backward for one
     pairs: bool = False  # ragged layout with a list of pairs
@@ -109,7 +108,6 @@ class Case:
             "options",
             "argmax",
             "pieces",
-            "split",
             "tf32",
             "ragged",
             "pairs",
@@ -201,15 +199,13 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
             return launch
         choices = {"tf32": case.tf32, "documents": case.documents, "argmax": case.argmax}
         launch = forward_configs.configure_forward(kind, case.Nq, case.Lq, **choices)
-        if case.split:
-            return forward_configs.adjust_for_fp32_split(launch, case.Lq)
         if case.short:
             launch = replace(launch, config=launch.config._replace(SHORT_DOCUMENTS=True))
         if case.argmax:
             return forward_configs.adjust_for_argmax(launch, _reads_tiles(case, arch))
         return launch if _reads_tiles(case, arch) else launch.make_non_persistent()
     if case.kernel == "split_tokens":
-        launch = forward_configs.configure_forward(kind, 64, case.Lq, tf32=False)
+        launch = forward_configs.configure_forward(kind, 64, case.Lq, tf32=case.tf32)
         return LaunchConfig(launch.config._replace(BM=32), num_warps=4, num_stages=3)
     if case.kernel == "maxsim_forward_soft":
         return soft_configs.configure_soft_forward(kind, case.Nq, case.Lq, tf32=case.tf32)
@@ -284,10 +280,6 @@ def _forward_arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> 
     if _reads_tiles(case, arch):
         element = _document_pointer(case).removeprefix("*")
         tiles = f"tensordesc<{element}[{launch.config.BN}, {launch.config.BD}]>"
-    terms: object = "constexpr"
-    if case.split:
-        tiles = f"tensordesc<fp16[{launch.config.BN}, {launch.config.BD}]>"
-        terms = TermArgs("*fp16", "*fp32", "*fp32", "i32", "i32")
     found = {"Q": None, "D": None, "tiles": tiles}
     out: tuple = OutputArgs("*fp32", "*i16" if case.argmax else "constexpr")
     if case.sections:
@@ -296,13 +288,13 @@ def _forward_arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> 
         out = SplitArgs("*fp32", *of_winners, "*fp32" if case.normalize else "constexpr", out[1], "i32", each)
     if case.ragged:
         sizes: tuple = PackedSizeArgs(*["i32"] * 5)
-        terms = TermArgs("*i8", "*fp32", "*fp32", "i32", "i32")
+        terms = TermArgs("*i8", "*fp32", "i32")
         found |= {
             "terms": terms if launch.config.INT8_TERMS else "constexpr",
             "counts": _counts(case) if case.stored else "constexpr",
         }
         return found | {"segments": _segments(case)[0], "out": out, "sizes": sizes, "d": "i32", "LEVELS": "constexpr"}
-    return found | {"out": out, "terms": terms, "sizes": SizeArgs(*["i32"] * 4), "d": "i32"}
+    return found | {"out": out, "sizes": SizeArgs(*["i32"] * 4), "d": "i32"}
 
 
 def _counts(case: Case) -> DequantArgs | CodecDequantArgs:
@@ -443,6 +435,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         return token_norms.maxsim_row_norms, {"Q": None, "norms": "*fp32"} | {n: "i32" for n in ("Lq", "d")}
     if case.kernel == "split_tokens":
         found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
+        found["SCALE_TILE"] = "constexpr"
         return fp32.split_tokens, found
     if case.kernel == UNIT_COUNTS:
         counts = _counts(case)
@@ -479,6 +472,7 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, LaunchConfig]:
         "C": launch.config,
         "CANDIDATES": case.candidates,
         "KEY": 0,
+        "SCALE_TILE": 64 if case.tf32 else 0,
         "TILE": backward_configs.choose_shared_tile_rows(arch),
     }
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}

@@ -161,22 +161,18 @@ MORE_RAGGED = [
     Case(DISJOINT, _FP16, Lq=1024, ragged=True, candidates=True, normalize=True, options=True),
 ]
 
-# fp32 as fp16 terms: each tile, in programs that split rows and on rows that are already split.
+# fp32 as fp16 terms, in programs that split rows.
 TERMS = [
     Case(FORWARD, _FP32, Nq=1, **_EVERYTHING),
     Case(FORWARD, _FP32, Nq=64, candidates=True, wide=1, **_EVERYTHING),
     Case(FORWARD, _FP32, Nq=64, **_EVERYTHING),
     Case(FORWARD, _FP32, Lq=128, **_EVERYTHING),
     Case(FORWARD, _FP32, Lq=300, **_EVERYTHING),
-    Case(FORWARD, _FP32, split=True),
-    Case(FORWARD, _FP32, Lq=300, split=True, **_EVERYTHING),
 ]
-# Other feature counts, and the kernels that split rows in advance.
+# Other feature counts.
 MORE_TERMS = [
     *(Case(FORWARD, _FP32, 16, Nq, Lq, **_EVERYTHING) for Nq, Lq in ((1, 1), (64, 32), (64, 300))),
     *(Case(FORWARD, _FP32, 64, Nq, Lq, candidates=True, wide=1) for Nq, Lq in ((1, 1), (64, 128), (64, 300))),
-    *(Case(FORWARD, _FP32, d, 64, Lq, split=True, **_EVERYTHING) for d in (16, 64) for Lq in (32, 300)),
-    Case(FORWARD, _FP32, 128, 64, 128, split=True, **_EVERYTHING),
 ]
 
 # Quantized documents: codes multiplied as terms or converted, FP8 as FP8 and as bytes, bits, residual codes.
@@ -329,6 +325,7 @@ def _every_case(arch: Architecture) -> Iterator[Case]:
     if arch.unit in forward_configs.FP32_SPLIT_UNITS:
         yield Case(SPLIT, _FP32, 128)
         yield Case(SPLIT, _FP32, 100)
+        yield Case(SPLIT, _FP32, 128, tf32=True)
 
 
 def unique(cases: Iterable[tuple[Case, str]], seen: set[str]) -> list[tuple[Case, str]]:

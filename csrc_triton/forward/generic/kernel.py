@@ -236,15 +236,17 @@ def _sum_rows(best, weight, keep, C: tl.constexpr):
 
 
 @triton.jit
-def store_scores(scores, sums, keeps, any_kept, query, queries, K, k, fits=None):
-    """Store sums as scores, or the score of a document that keeps no token.
+def choose_score(sums, keeps, any_kept):
+    """Return `sums`, or for a document that keeps no token -inf, or 0 for a query that keeps no token either."""
+    return tl.where(any_kept > 0, sums, tl.where(keeps > 0, float("-inf"), 0.0))
 
-    That score is -inf, or 0 for a query that keeps no token either. The score is NaN if `fits` is false.
-    """
-    empty = tl.where(keeps > 0, float("-inf"), 0.0)
+
+@triton.jit
+def store_scores(scores, sums, keeps, any_kept, query, queries, K, k, fits=None):
+    """Store sums as scores. The score is NaN if `fits` is false."""
     ok = query < queries
     pointers = scores + query.to(tl.int64) * K + k
-    score = tl.where(any_kept > 0, sums, empty)
+    score = choose_score(sums, keeps, any_kept)
     if fits is not None:
         score = tl.where(fits, score, float("nan"))
     tl.store(pointers, score, mask=ok)
@@ -574,7 +576,7 @@ def _score_persistent(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.
 
 
 @triton.jit
-def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
+def maxsim_forward(Q, D, tiles, out, sizes, d, C: tl.constexpr):
     """Compute scores and argmax of dense or candidate documents.
 
     Args:
@@ -583,7 +585,6 @@ def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
         tiles: Tensor descriptor of all document tokens as rows, in blocks `[BN, BD]`. It requires Ld >= BN or
             C.SHORT_DOCUMENTS. None: tokens are read through pointers.
         out: `OutputArgs` with scores `[Nq, K]`.
-        terms: `TermArgs` of fp32 rows that are already split, or None.
         sizes: `SizeArgs`.
         d: Number of features.
         C: Compile-time choices, a `KernelConfig`. A tile holds `BM // ROWS_PER_QUERY` queries of at most
@@ -594,7 +595,7 @@ def maxsim_forward(Q, D, tiles, out, terms, sizes, d, C: tl.constexpr):
     tl.static_assert(not C.PERSISTENT or out.argmax is None)
     tl.static_assert(not C.LONG_QUERIES or C.BM == C.ROWS_PER_QUERY)
     tl.static_assert(not C.SOFT or not (C.TOKENS_FIRST or C.FP32_TERMS > 0 or C.PERSISTENT))
-    x = Operands(Q, D, tiles, terms, None, d, None)
+    x = Operands(Q, D, tiles, None, None, d, None)
     if C.PERSISTENT:
         _score_persistent(x, None, out, sizes, 0, False, C)
     else:

@@ -27,7 +27,7 @@ import triton.language as tl
 from ...common.arguments import Operands, OutputArgs
 from ...common.fp32 import RESCORE_BITS
 from ...common.primitives import UNRESOLVED
-from .kernel import locate_dense_document, score_rows
+from .kernel import choose_score, locate_dense_document, score_rows
 
 
 @triton.jit
@@ -40,18 +40,20 @@ def _score_block(x, i, s0, k, out, sizes, C: tl.constexpr):
     lane = tl.arange(0, C.BM)
     rows = (i + lane * 0, 0, sizes.Lq, lane < C.ROWS_PER_QUERY)
     place = (k.to(tl.int64) * sizes.Nq + i) * sizes.Lq
-    sums, _, _ = score_rows(x, rows, s0, locate_dense_document(x.D, 0 * k, k, sizes), place, out, sizes, False, C)
-    return sums
+    document = locate_dense_document(x.D, 0 * k, k, sizes)
+    sums, keeps, any_kept = score_rows(x, rows, s0, document, place, out, sizes, False, C)
+    return choose_score(sums, keeps, any_kept)
 
 
 @triton.jit(do_not_specialize=["parts"])
-def maxsim_rescore(Q, D, scores, sizes, d, parts, BLOCK: tl.constexpr, C: tl.constexpr):
-    """Replace the scores `[Nq * parts, K]` that are RESCORE_BITS.
+def maxsim_rescore(Q, D, scores, argmax, sizes, d, parts, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Replace the scores `[Nq * parts, K]` that are RESCORE_BITS, and the argmax of these pairs if asked for.
 
     Args:
         Q: `QueryArgs`.
         D: `DocumentArgs`.
         scores: fp32 scores of all groups, contiguous.
+        argmax: Argmax `[K, Nq, Lq]`, or None.
         sizes: `SizeArgs`.
         d: Number of features.
         parts: Groups of each query.
@@ -71,11 +73,17 @@ def maxsim_rescore(Q, D, scores, sizes, d, parts, BLOCK: tl.constexpr, C: tl.con
         group = (place // sizes.K).to(tl.int32)
         k = (place % sizes.K).to(tl.int32)
         s0 = group % parts * C.ROWS_PER_QUERY
-        sums = _score_block(x, group // parts, s0, k, OutputArgs(scores, None), sizes, C)
+        sums = _score_block(x, group // parts, s0, k, OutputArgs(scores, argmax), sizes, C)
         lane = tl.arange(0, GROUPS)
         tl.store(scores + place + lane, sums, mask=lane == 0)
         left = tl.where(left == n, BLOCK, left)
         n = tl.min(left, axis=0)
+
+
+@triton.jit
+def _number_block(at, Lq, C: tl.constexpr):
+    """Return the number of the block of query rows that has position `at` of an argmax `[K, Nq, Lq]`."""
+    return at // Lq * tl.cdiv(Lq, C.ROWS_PER_QUERY) + at % Lq // C.ROWS_PER_QUERY
 
 
 @triton.jit
@@ -104,5 +112,5 @@ def maxsim_resolve_argmax(Q, D, argmax, sizes, d, BLOCK: tl.constexpr, C: tl.con
         s0 = (row % sizes.Lq // C.ROWS_PER_QUERY * C.ROWS_PER_QUERY).to(tl.int32)
         k = (place // rows).to(tl.int32)
         _score_block(x, (row // sizes.Lq).to(tl.int32), s0, k, OutputArgs(argmax, argmax), sizes, C)
-        left = tl.where(left == n, BLOCK, left)
+        left = tl.where(_number_block(at, sizes.Lq, C) == _number_block(place, sizes.Lq, C), BLOCK, left)
         n = tl.min(left, axis=0)

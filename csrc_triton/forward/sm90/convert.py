@@ -4,11 +4,11 @@ FP8 tokens are multiplied in fp16 (`formats/encoded.py`). In the dense kernel TM
 conversion warps convert each tile into the fp16 pipeline that the consumers multiply, and store the scales of its
 tokens. The conversion overlaps the products of 256 query rows.
 
-fp32 tokens become one or two fp16 terms and a scale (`common/fp32.py`). The terms `lo` of a stage follow C.STAGES tiles
-later.
-The scale of a fallback token is negative.
+Eight conversion warps split fp32 tokens into one or two fp16 terms and a scale (`common/fp32.py`), which is negative
+for fallback tokens. The terms lo of a stage follow C.STAGES tiles after the terms hi.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -17,12 +17,19 @@ from ...common.fp32 import split_rows
 from ...formats.encoded import choose_powers, divide_by_powers, find_largest, needs_power_scaling
 from .pipeline import advance_stage
 
-CONVERTER_WARPS = gl.constexpr(4)
 _CONVERT_TOKENS = gl.constexpr(32)  # FP8 tokens at a time: more need more registers
-_SPLIT_TOKENS = gl.constexpr(16)  # fp32 tokens at a time
-# Registers per thread with conversion warps of fp32: of these warps, and of the consumers.
-SPLIT_REGISTERS = gl.constexpr(56)
-SPLIT_CONSUMER_REGISTERS = gl.constexpr(208)
+
+
+@triton.constexpr_function
+def count_conversion_warps(C):
+    """Return the number of conversion warps."""
+    return 4 if C.FP32_TERMS == 0 else 8
+
+
+@triton.constexpr_function
+def get_conversion_registers(C):
+    """Return the registers per thread of a consumer, of the producer, and of the conversion warps."""
+    return [208, 40, 56] if C.FP32_TERMS == 0 else [192, 24, 48]
 
 
 @gluon.jit
@@ -47,13 +54,13 @@ def fp8_to_fp16(x, C: gl.constexpr):
 
 
 @gluon.jit
-def convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
+def _convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
     """Convert every tile of the raw pipeline into the fp16 pipeline (conversion warps).
 
     Scales are loaded one tile ahead.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTER_WARPS, 1], [1, 0])
-    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [CONVERTER_WARPS], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PARTS: gl.constexpr = C.BN // _CONVERT_TOKENS
     stage = 0
     phase = 0
@@ -78,29 +85,63 @@ def convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
         k = after
 
 
+@triton.constexpr_function
+def _count_split_tokens(TERMS):
+    """Return the fp32 tokens that the conversion warps split at a time."""
+    return 64 if TERMS == 1 else 32
+
+
+@triton.constexpr_function
+def _make_split_layout(features, TERMS):
+    """Return the layout of fp32 tokens that are split at a time, `[tokens, features]`.
+
+    With one term, 4 lanes share a token, so that few exchanges find its largest feature. Two terms have no registers
+    for that, and 8 lanes share a token. A thread has four consecutive features of every 16 or 32. The order of the
+    lanes avoids bank conflicts: 8 lanes read 16 bytes each, and then 16 lanes write 8 bytes each, of one to four tokens
+    whose features are in different banks of the swizzled tiles.
+    """
+    first = 4 if TERMS == 1 else 5  # bit of the features that a thread loads next
+    registers = [[0, 1], [0, 2], *([0, 1 << n] for n in range(first, features.bit_length() - 1))]
+    if TERMS == 1:
+        lanes, warps = [[0, 4], [0, 8], [4, 0], [2, 0], [1, 0]], [[8, 0], [16, 0], [32, 0]]
+    else:
+        lanes, warps = [[0, 4], [0, 8], [0, 16], [4, 0], [2, 0]], [[1, 0], [8, 0], [16, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [_count_split_tokens(TERMS), features])
+
+
 @gluon.jit
-def split_tiles(raw, ring, begin, end, Ld, C: gl.constexpr):
+def _split_tiles(raw, ring, begin, end, Ld, C: gl.constexpr):
     """Split every fp32 tile of the raw pipeline into C.FP32_TERMS fp16 tiles (conversion warps)."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [CONVERTER_WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = _make_split_layout(C.BD, C.FP32_TERMS)
+    TOKENS: gl.constexpr = _count_split_tokens(C.FP32_TERMS)
     stage = 0
     phase = 0
     for _ in range(begin, end):
         for _ in range(0, Ld, C.BN):
             mbarrier.wait(raw.full.index(stage), phase)
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            for n in gl.static_range(C.BN // _SPLIT_TOKENS):
-                x = raw.tiles.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).load(LAYOUT)
+            for n in gl.static_range(C.BN // TOKENS):
+                x = raw.tiles.index(stage).slice(n * TOKENS, TOKENS, 0).load(LAYOUT)
                 terms, scale, plain, zero = split_rows(x, C.FP32_TERMS)
                 hi, lo = terms
                 scale = gl.where(zero, 1.0, gl.where(plain, scale, -1.0))
-                ring.tiles.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(hi)
+                ring.tiles.index(stage).slice(n * TOKENS, TOKENS, 0).store(hi)
                 if C.FP32_TERMS == 2:
-                    ring.tiles.index(stage + C.STAGES).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(lo)
-                ring.norms.inverse.index(stage).slice(n * _SPLIT_TOKENS, _SPLIT_TOKENS, 0).store(scale)
+                    ring.tiles.index(stage + C.STAGES).slice(n * TOKENS, TOKENS, 0).store(lo)
+                ring.norms.inverse.index(stage).slice(n * TOKENS, TOKENS, 0).store(scale)
             fence_async_shared()
             mbarrier.arrive(ring.full.index(stage), count=1)
             mbarrier.arrive(raw.empty.index(stage), count=1)
             stage, phase = advance_stage(stage, phase, C)
+
+
+@gluon.jit
+def convert_documents(raw, ring, numbers, begin, end, sizes, C: gl.constexpr):
+    """Convert every tile of the raw pipeline into the fp16 pipeline (conversion warps)."""
+    if C.FP32_TERMS > 0:
+        _split_tiles(raw, ring, begin, end, sizes.Ld, C)
+    else:
+        _convert_tiles(raw, ring, numbers, begin, end, sizes.K, sizes.Ld, C)
 
 
 @gluon.jit

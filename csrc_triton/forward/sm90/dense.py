@@ -18,10 +18,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.arguments import RowMaximaOutputArgs
-from .convert import CONVERTER_WARPS, SPLIT_CONSUMER_REGISTERS, SPLIT_REGISTERS, convert_tiles, split_tiles
+from .convert import convert_documents, count_conversion_warps, get_conversion_registers
 from .main_loop import ACCUMULATORS, QueryOperands, consume, produce
 from .norms import NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS, NORM_WARPS, produce_norms
-from .pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS, make_pipeline, make_tile_pipeline
+from .pipeline import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    has_conversion_warps,
+    make_pipeline,
+    make_tile_pipeline,
+)
 from .schedule import DocumentSegments, partition_evenly
 from .small_m import consume_small_m, make_small_m_pipeline
 
@@ -34,9 +40,10 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
 
     Args:
         Q: `QueryArgs` of the query tokens `[Nq, Lq, d]`.
-        D: Tensor descriptor of all document tokens `[K * Ld, d]`, in blocks `[BN, BD]`.
+        D: Tensor descriptor of all document tokens `[K * Ld, d]`, in blocks `[BN, BD]`. With C.PRECOMPUTED_TERMS, of
+            the terms that `split_tokens` stores.
         norms: With C.PRECOMPUTED_SCALES, tensor descriptor of the inverse norms that `maxsim_tile_norms` stores, or of
-            the scales of int8 tokens. FP8 scales come with `numbers`.
+            the scales of int8 tokens or of C.PRECOMPUTED_TERMS. FP8 scales come with `numbers`.
         numbers: `EncodedDocumentArgs` of int8, FP8 or fp32 documents, else None.
         out: `OutputArgs`, the scores in fp32 and the argmax `[K, Nq, Lq]`.
         sizes: `SizeArgs`.
@@ -46,7 +53,8 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
     """
     gl.static_assert(C.SMALL_M or C.MMA_ROWS * (2 if C.INT8_TERMS == 2 else 1) == 64)
     gl.static_assert(not (C.SMALL_M and C.OPERAND_IN_REGISTERS))
-    gl.static_assert(C.FP32_TERMS == 0 or (C.SMALL_M != C.OPERAND_IN_REGISTERS and not C.NORMALIZE and not C.ARGMAX))
+    gl.static_assert(C.FP32_TERMS == 0 or (C.SMALL_M != C.OPERAND_IN_REGISTERS and not C.NORMALIZE))
+    gl.static_assert(C.PRECOMPUTED_TERMS or not (C.MASK or (C.ARGMAX and C.FP32_TERMS > 0)))
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, ACCUMULATORS * C.MMA_ROWS)
     begin, end = partition_evenly(row_tiles, sizes.K)
     spans = DocumentSegments(None, None, None, None)
@@ -66,7 +74,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
-    elif C.ENCODING != "":  # the conversion warps read the bytes and the scales
+    elif has_conversion_warps(C):
         RAW: gl.constexpr = D.layout
         raw = make_tile_pipeline(D.dtype, RAW, C.STAGES, 1, C.BN, C.BD)
         gl.warp_specialize(
@@ -74,23 +82,10 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
                 (consume, (x, D, norms, ring, q_smem, spans, out, begin, end, sizes, 0, C)),
                 (consume, (x, D, norms, ring, q_smem, spans, out, begin, end, sizes, 1, C)),
                 (produce, (D, norms, raw, spans, begin, end, sizes, C)),
-                (convert_tiles, (raw, ring, numbers, begin, end, sizes.K, sizes.Ld, C)),
+                (convert_documents, (raw, ring, numbers, begin, end, sizes, C)),
             ],
-            [4, 1, CONVERTER_WARPS],
-            [NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS],
-        )
-    elif C.FP32_TERMS > 0:
-        FP32: gl.constexpr = D.layout
-        raw = make_tile_pipeline(D.dtype, FP32, C.STAGES, 1, C.BN, C.BD)
-        gl.warp_specialize(
-            [
-                (consume, (x, D, norms, ring, q_smem, spans, out, begin, end, sizes, 0, C)),
-                (consume, (x, D, norms, ring, q_smem, spans, out, begin, end, sizes, 1, C)),
-                (produce, (D, norms, raw, spans, begin, end, sizes, C)),
-                (split_tiles, (raw, ring, begin, end, sizes.Ld, C)),
-            ],
-            [4, 1, CONVERTER_WARPS],
-            [SPLIT_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, SPLIT_REGISTERS],
+            [4, 1, count_conversion_warps(C)],
+            get_conversion_registers(C),
         )
     elif C.NORMALIZE and not C.PRECOMPUTED_SCALES:
         gl.warp_specialize(

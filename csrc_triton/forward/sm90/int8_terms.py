@@ -100,12 +100,12 @@ def dequantize_row_maxima(
 
 @gluon.jit
 def find_fallback_tokens(D, row, d, layout: gl.constexpr, C: gl.constexpr):
-    """Return which of the fp32 tokens at `row` two fp16 terms cannot represent, in `layout`."""
+    """Return which of the fp32 tokens at `row` fp16 terms cannot represent, in `layout`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     tokens = D + gl.convert_layout(row, gl.SliceLayout(1, LAYOUT)) * d
     x = gl.load(tokens[:, None] + columns[None, :], mask=(columns < d)[None, :], other=0.0)
-    return gl.convert_layout(find_exact_rows(x).to(gl.int32), layout) == 0
+    return gl.convert_layout(find_exact_rows(x, C.FP32_TERMS).to(gl.int32), layout) == 0
 
 
 @gluon.jit

@@ -163,13 +163,14 @@ class Position(NamedTuple):
     """Position of a consumer warp group: the stage and phase of its next tile, and the phase of its turn.
 
     `least` is the smallest scale of a token since the document began with C.FP32_TERMS, else 0. A negative scale
-    belongs to a fallback token.
+    belongs to a fallback token. `most` is the largest with C.MASK, else 0. The scale of a masked token is 0.
     """
 
     stage: Any
     phase: Any
     turn: Any
     least: Any
+    most: Any
 
 
 class QueryOperands(NamedTuple):
@@ -187,19 +188,24 @@ class QueryOperands(NamedTuple):
 
 
 @gluon.jit
-def _copy_tile(D, norms, ring, spans, k, row, length, t0, stage, phase, C: gl.constexpr):
-    """Copy the tile of document k that begins with token t0, and the precomputed scales or norms of its tokens.
+def _copy_tile(D, norms, ring, spans, k, K, row, length, t0, stage, phase, C: gl.constexpr):
+    """Copy the tile of document k of K that begins with token t0, and the precomputed scales or norms of its tokens.
 
     The document begins at `row`. Inverse norms are stored tile by tile, so their position does not shift with the last
-    tile. Scales of int8 tokens are stored token by token and shift with the tile.
+    tile. Scales of int8 tokens are stored token by token and shift with the tile. The terms lo of all documents follow
+    the terms hi.
     """
-    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and C.ENCODING == "" and C.FP32_TERMS == 0
-    full = open_stage(ring, stage, phase, D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
+    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and C.ENCODING == "" and (C.FP32_TERMS == 0 or C.PRECOMPUTED_TERMS)
+    HAS_LOW_TERMS: gl.constexpr = C.PRECOMPUTED_TERMS and C.FP32_TERMS == 2
+    TILES: gl.constexpr = 2 if HAS_LOW_TERMS else 1
+    full = open_stage(ring, stage, phase, TILES * D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
     start = row + choose_tile_start(spans, t0, length, C)
     if HAS_SCALES:
         at = start if D.dtype == gl.int8 else k * gl.cdiv(length, C.BN) * C.BN + t0
         async_load(norms, [at], full, ring.norms.inverse.index(stage))
     async_load(D, [start, 0], full, ring.tiles.index(stage))
+    if HAS_LOW_TERMS:
+        async_load(D, [K * length + start, 0], full, ring.tiles.index(stage + C.STAGES))
 
 
 @gluon.jit
@@ -220,10 +226,11 @@ def produce(D, norms, ring, spans, begin, end, sizes, C: gl.constexpr):
             bounds = load_segment_bounds(spans, (task + 1) % sizes.K, sizes.K)
             stop = gl.maximum(compiler_barrier_value(length), 1)
         for t0 in range(0, stop, C.BN):
-            _copy_tile(D, norms, ring, spans, k, row, length, t0, stage, phase, C)
+            _copy_tile(D, norms, ring, spans, k, sizes.K, row, length, t0, stage, phase, C)
             if C.SMALL_M and task + 1 < end:
                 other = (task + 1) % sizes.K
-                _copy_tile(D, norms, ring, spans, other, other * length, length, t0, stage + C.STAGES, phase, C)
+                at = stage + C.STAGES
+                _copy_tile(D, norms, ring, spans, other, sizes.K, other * length, length, t0, at, phase, C)
             stage, phase = advance_stage(stage, phase, C)
 
 
@@ -293,28 +300,33 @@ def _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, 
         S, a = compiler_barrier_pair(S_b, a, C)
     else:
         S = warpgroup_mma_wait(0, [S_b])
-    least = _find_least_scale(ring, at, C)
+    least, most = _find_scale_range(ring, at, C)
     mbarrier.arrive(ring.empty.index(at.stage), count=1)
     b = accumulate_tile(S, inverse, halves[1], start, rest, origin, spans, C)
     stage, phase = advance_stage(at.stage, at.phase, C)
     halves = compiler_barrier_accumulator(a, C), compiler_barrier_accumulator(b, C)
-    return halves, Position(stage, phase, at.turn ^ 1, least)
+    return halves, Position(stage, phase, at.turn ^ 1, least, most)
 
 
 @gluon.jit
-def _find_least_scale(ring, at, C: gl.constexpr):
-    """Return `at.least` after the tile of a position. Every warp finds the same value."""
+def _find_scale_range(ring, at, C: gl.constexpr):
+    """Return `at.least` and `at.most` after the tile of a position. Every warp finds the same values."""
+    least = at.least
+    most = at.most
     if C.FP32_TERMS > 0:
-        return gl.minimum(at.least, ring.norms.inverse.index(at.stage).load(SCALE_LAYOUT))
-    else:
-        return at.least
+        scale = ring.norms.inverse.index(at.stage).load(SCALE_LAYOUT)
+        least = gl.minimum(least, scale)
+        if C.MASK:
+            most = gl.maximum(most, scale)
+    return least, most
 
 
 @gluon.jit
-def _reset_least_scale(at, C: gl.constexpr):
+def _reset_scale_range(at, C: gl.constexpr):
     """Return the position at the beginning of a document."""
     if C.FP32_TERMS > 0:
-        return Position(at.stage, at.phase, at.turn, gl.full([C.BN], 0.0, gl.float32, SCALE_LAYOUT))
+        zero = gl.full([C.BN], 0.0, gl.float32, SCALE_LAYOUT)
+        return Position(at.stage, at.phase, at.turn, zero, zero if C.MASK else 0)
     else:
         return at
 
@@ -488,6 +500,12 @@ def _flag_fallbacks(at, factors, each, C: gl.constexpr):
 
 
 @gluon.jit
+def _find_kept_length(at):
+    """Return 0 for a document whose tokens are all masked, else 1 (C.MASK)."""
+    return (gl.max(gl.maximum(at.most, -at.least), axis=0) > 0).to(gl.int32)
+
+
+@gluon.jit
 def _score_tiles(q, ring, halves, at, begin, end, origin, length, spans, G: gl.constexpr, C: gl.constexpr):
     """Multiply and reduce the tiles of a document that begin with tokens from `begin` to `end` - 1."""
     for t0 in range(begin, end, C.BN):
@@ -501,7 +519,7 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
     """Compute the results of warp group G's rows in each row tile for all documents of the tile (consumer)."""
     EVEN: gl.constexpr = spans.Td is None
     ACC: gl.constexpr = make_accumulator_layout(C.BN, q_smem.dtype)
-    at = _reset_least_scale(Position(0, 0, 1 - G, 0), C)
+    at = _reset_scale_range(Position(0, 0, 1 - G, 0, 0), C)
     S = gl.full([ACCUMULATOR_ROWS, C.BN], 0, gl.int32 if q_smem.dtype == gl.int8 else gl.float32, ACC)
     halves = (reset_accumulator(S, C), reset_accumulator(S, C))
     layout: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
@@ -526,10 +544,11 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 if not C.ARGMAX:
                     if k > begin_k:
                         each = _flag_fallbacks(at, factors, each, C)
-                        _store_document(halves, x, first, factors, k - 1, before, each, out, unresolved, sizes, C)
+                        kept = _find_kept_length(at) if C.MASK else before
+                        _store_document(halves, x, first, factors, k - 1, kept, each, out, unresolved, sizes, C)
                     if C.INT8_TERMS > 0:
                         each = load_document_scale(x.numbers, k, C)
-                    at = _reset_least_scale(at, C)
+                    at = _reset_scale_range(at, C)
                     halves = reset_accumulators(halves, C)
                 if not EVEN:
                     # Bounds of the next document were loaded one document ahead. This arithmetic overlaps the products.
@@ -540,19 +559,22 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 stop = length if EVEN else compiler_barrier_value(length)
                 halves, at = _score_tiles(q, ring, halves, at, C.BN, stop, origin, length, spans, G, C)
             if C.ARGMAX:
-                here = None if EVEN else length
+                here = _find_kept_length(at) if C.MASK else (None if EVEN else length)
+                each = _flag_fallbacks(at, factors, each, C)
                 unresolved = _store_document(halves, x, first, factors, k, here, each, out, unresolved, sizes, C)
+                at = _reset_scale_range(at, C)
                 halves = reset_accumulators(halves, C)
             if not EVEN:
                 before, length, origin = length, after, source
         if not C.ARGMAX:
             each = _flag_fallbacks(at, factors, each, C)
-            _store_document(halves, x, first, factors, end_k - 1, before, each, out, unresolved, sizes, C)
-            at = _reset_least_scale(at, C)
+            kept = _find_kept_length(at) if C.MASK else before
+            _store_document(halves, x, first, factors, end_k - 1, kept, each, out, unresolved, sizes, C)
+            at = _reset_scale_range(at, C)
             if not EVEN:
                 halves = reset_accumulators(halves, C)  # else all loops carry `where`, although it is always 0
         task = last
-    if C.ARGMAX:
+    if C.ARGMAX and C.FP32_TERMS == 0:  # otherwise `maxsim_resolve_argmax` searches
         _resolve_argmax(x, D, norms, ring, q_smem, spans, out.argmax, unresolved, begin, end, sizes, G, C)
 
 

@@ -96,9 +96,9 @@ def load_inverse_norms(ring, stage, phase, S, C: gl.constexpr):
 def scale_similarities(S, inverse, C: gl.constexpr):
     """Return similarities times the inverse norms or scales of their document tokens.
 
-    With C.FP32_TERMS the similarities of fallback tokens are -inf.
+    With C.MASK the similarities of tokens whose scale is 0 are -inf.
     """
-    if C.FP32_TERMS > 0:
+    if C.MASK:
         S = gl.where((inverse > 0)[None, :], S * inverse[None, :], float("-inf"))
     elif C.NORMALIZE or C.PRECOMPUTED_SCALES:
         S = S.to(gl.float32) * inverse[None, :]

@@ -77,11 +77,17 @@ def make_tile_layout(block: list[int], dtype: str):
     return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
 
 
+@triton.constexpr_function
+def has_conversion_warps(C):
+    """Return whether conversion warps make fp16 tiles of the documents (many query rows)."""
+    return C.ENCODING != "" or (C.FP32_TERMS > 0 and not C.PRECOMPUTED_TERMS)
+
+
 @gluon.jit
 def _allocate_norms(norms, C: gl.constexpr):
     """Allocate room for token scales or inverse norms, or return 0 if there are none."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if C.ENCODING != "" or C.FP32_TERMS > 0:
+    if has_conversion_warps(C):
         return PipelineNorms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], PLAIN), 0)
     elif C.PRECOMPUTED_SCALES:
         return PipelineNorms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout), 0)
@@ -101,7 +107,7 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
     """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = C.STAGES
-    CONVERTED: gl.constexpr = C.ENCODING != "" or C.FP32_TERMS > 0
+    CONVERTED: gl.constexpr = has_conversion_warps(C)
     DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
     # The terms lo of fp32 tiles follow the terms hi, and use no barriers.

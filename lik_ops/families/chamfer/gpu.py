@@ -183,7 +183,7 @@ class _ChamferCall(NamedTuple):
     ) -> PointTermArgs:
         """Return the terms of `count` points from `first` on, for some clouds."""
         each = cdiv(count, _TERM_ROW_MULTIPLE) * _TERM_ROW_MULTIPLE
-        rows, split = clouds * each, launch.config.SPLIT_FP32
+        rows, split = clouds * each, X.ptr.dtype == torch.float32
         dtype = torch.float16 if split else X.ptr.dtype
         terms = torch.empty(((1 + split) * rows, width), dtype=dtype, device=X.ptr.device)
         norms, scales = torch.empty((2, rows), dtype=torch.float32, device=X.ptr.device)

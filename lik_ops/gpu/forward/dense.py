@@ -11,7 +11,6 @@ from .. import choose
 from ..generic_choices import GenericChoice, SplitChoice
 from ..runtime.arguments import is_tf32_allowed
 from ..tuning import sm90_configs
-from .fp32_split import Fp32SplitPlan
 from .generic import GenericPlan
 from .plans import DensePlan
 from .sm90_dense import Sm90Fp32Plan, Sm90LargeDPlan, Sm90Plan
@@ -50,8 +49,6 @@ def make_plan(
     """Return a plan of the kernel that `choose.choose_dense` selects."""
     choice = choose.choose_dense(Q, D, d_mask, normalize, argmax_dtype)
     if isinstance(choice, GenericChoice):
-        if choice.has_fp32_split:
-            return Fp32SplitPlan(choice, Q, D, argmax_dtype)
         return GenericPlan(choice, Q, D, argmax_dtype)
     if isinstance(choice, SplitChoice):
         return DocumentSplitPlan(choice, Q, D, argmax_dtype)

@@ -44,7 +44,7 @@ class GenericPlan(DensePlan):
         if tiles is None and launch.config.PERSISTENT:  # D is not aligned for a descriptor
             launch = launch.make_non_persistent()
         queries, documents = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(x.D, x.d_mask)
-        args = (queries, documents, tiles, OutputArgs(scores, argmax), None, self.sizes, self.d, launch.config)
+        args = (queries, documents, tiles, OutputArgs(scores, argmax), self.sizes, self.d, launch.config)
         grid = check_grid(launch.programs(self.sizes.Nq, self.sizes.K))
         launcher.launch(maxsim_forward, grid, args, self.options)
 

@@ -274,7 +274,7 @@ class PackedPlan(Plan):
                 bound = launcher.launch(maxsim_query_terms, (programs,), args, {"num_warps": 4})
             if bound is not None and bound.direct is not None:
                 tile.terms[odd] = bound
-        return TermArgs(out, scales, scales, c.Tq, 0)  # the kernel reads no document terms
+        return TermArgs(out, scales, c.Tq)
 
     def _group_args(self, c: PackedArgs, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
         """Return tensors or pointers as the fields of `QueryArgs`, `DocumentArgs`, and `SegmentArgs`.

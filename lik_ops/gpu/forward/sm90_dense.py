@@ -19,10 +19,12 @@ from .. import generic_choices
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, check_grid, make_document_args, make_query_args
 from ..tuning import architectures, sm90_configs
+from .fp32_split import split_tokens
 from .generic import GluonPlan
 
 _log = logging.getLogger("lik_ops")
 _MAX_WORKSPACE_BYTES = 32 * 2**20
+_MAX_TERM_BYTES = 128 * 2**20  # fp16 terms of fp32 documents
 _SUM_BLOCK_DOCUMENTS = 256
 _SECOND_LAUNCH_BLOCK = 1024  # results of a program that replaces some of them
 _STEP_FEATURES = 128  # `maxsim_forward` sums the squares of so many features at a time if d is larger
@@ -57,6 +59,7 @@ class Sm90Plan(GluonPlan):
         )
         fitting = room // max(1, sums_of_document + self.norms_of_document)
         self.chunk = min(max(fitting, 1), self.sizes.K)  # documents
+        self.second: tuple[KernelConfig, dict[str, Any]] | None = None  # of a launch of `rescore.py`
         _log.debug("%s for %s: %s", choice.kernel, self.sizes, choice)
 
     def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:
@@ -79,7 +82,7 @@ class Sm90Plan(GluonPlan):
         queries = make_query_args(x.Q, x.q_mask, x.q_weight)
         args = (
             queries,
-            *self._tensors(x, self._tokens(x.D, sizes), self._norms(x, sizes), sums, argmax),
+            *self._tensors(x, *self._documents(x, sizes), sums, argmax),
             sizes,
             self.d,
             parts,
@@ -96,9 +99,21 @@ class Sm90Plan(GluonPlan):
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         """Launch what has to follow the kernel before its scores are read."""
 
+    def _resolve_argmax(self, x: DenseArgs, queries: Any, argmax: Tensor, sizes: SizeArgs) -> None:
+        """Launch the search for each argmax that the kernel left UNRESOLVED."""
+        assert self.second is not None
+        (config, options), block = self.second, _SECOND_LAUNCH_BLOCK
+        args = (queries, make_document_args(x.D, x.d_mask), argmax, sizes, self.d, block, config)
+        grid = check_grid(architectures.cdiv(sizes.K * sizes.Nq * sizes.Lq, block))
+        launcher.launch(rescore.maxsim_resolve_argmax, grid, args, options)
+
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
         # The generic kernel loads unaligned rows feature by feature, and sums their squares in another order.
         return super()._supports_tensors(Q, D) and not (self.normalize and Q.data_ptr() % 16)
+
+    def _documents(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Any]:
+        """Return the descriptor of the document tokens, and their norms or scales."""
+        return self._tokens(x.D, sizes), self._norms(x, sizes)
 
     def _tokens(self, D: Tensor, sizes: SizeArgs) -> Any:
         """Return a descriptor of all document tokens as rows."""
@@ -139,13 +154,38 @@ class Sm90Fp32Plan(Sm90Plan):
 
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(choice, Q, D, argmax_dtype)
-        self.second, self.options = _configure_second_launch(Q, D, False, False, choice.config.ROWS_PER_QUERY)
+        argmax, rows = argmax_dtype is not None, choice.config.ROWS_PER_QUERY
+        self.second = _configure_second_launch(Q, D, False, argmax, rows)
+        C = choice.config
+        assert isinstance(C, Sm90Config)
+        if C.PRECOMPUTED_TERMS:
+            self.tiles = gluon.make_tile_descriptor((C.BN, C.BD), torch.float16)
+            fitting = _MAX_TERM_BYTES // (C.FP32_TERMS * 2 * C.BD * self.sizes.Ld)
+            self.chunk = min(self.chunk, max(1, fitting))
+
+    def _documents(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Any]:
+        """Return the descriptors of the documents, split into terms by another launch with many query rows."""
+        C = self.choice.config
+        if not (isinstance(C, Sm90Config) and C.PRECOMPUTED_TERMS):
+            return super()._documents(x, sizes)
+        rows = sizes.K * sizes.Ld
+        terms = torch.empty((C.FP32_TERMS * rows, C.BD), dtype=torch.float16, device=self.device)
+        padded = sizes.K * architectures.cdiv(sizes.Ld, C.BN) * C.BN
+        scales = torch.empty(padded, dtype=torch.float32, device=self.device)
+        assert self.second is not None
+        split_tokens(x.D, x.d_mask, terms, scales, self.d, self.second[0], C.BN)
+        tiles = self.tiles.of(terms, list(terms.shape), [C.BD, 1])
+        return tiles, (gluon.make_tile_descriptor((C.BN,), torch.float32).of(scales, [padded], [1]), None)
 
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
-        documents, block = make_document_args(x.D, None), _SECOND_LAUNCH_BLOCK
-        args = (queries, documents, sums, sizes, self.d, self.choice.parts, block, self.second)
+        assert self.second is not None
+        (config, options), block = self.second, _SECOND_LAUNCH_BLOCK
+        documents = make_document_args(x.D, x.d_mask)
+        args = (queries, documents, sums, argmax, sizes, self.d, self.choice.parts, block, config)
         grid = check_grid(architectures.cdiv(sums.numel(), block))
-        launcher.launch(rescore.maxsim_rescore, grid, args, self.options)
+        launcher.launch(rescore.maxsim_rescore, grid, args, options)
+        if argmax is not None:
+            self._resolve_argmax(x, queries, argmax, sizes)
 
 
 class Sm90LargeDPlan(Sm90Plan):
@@ -158,7 +198,7 @@ class Sm90LargeDPlan(Sm90Plan):
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(choice, Q, D, argmax_dtype)
         if argmax_dtype is not None:
-            self.second, self.options = _configure_second_launch(Q, D, self.normalize, True, None)
+            self.second = _configure_second_launch(Q, D, self.normalize, True, None)
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
@@ -169,10 +209,7 @@ class Sm90LargeDPlan(Sm90Plan):
 
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         if argmax is not None:
-            documents, block = make_document_args(x.D, x.d_mask), _SECOND_LAUNCH_BLOCK
-            grid = check_grid(architectures.cdiv(sizes.K * sizes.Nq * sizes.Lq, block))
-            args = (queries, documents, argmax, sizes, self.d, block, self.second)
-            launcher.launch(rescore.maxsim_resolve_argmax, grid, args, self.options)
+            self._resolve_argmax(x, queries, argmax, sizes)
 
 
 def _configure_second_launch(

@@ -150,16 +150,6 @@ def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:
     return launch.change(PERSISTENT=False, walkers=0, max_registers=64 if few else launch.max_registers)
 
 
-def adjust_for_fp32_split(launch: LaunchConfig, Lq: int) -> LaunchConfig:
-    """Return the launch of a forward on rows that are already split.
-
-    Its free registers allow deeper pipelines and more rows.
-    """
-    if Lq > launch.config.ROWS_PER_QUERY:
-        return launch.change(num_stages=2)
-    return launch.change(BM=2 * launch.config.BM, LONG_QUERIES=False, num_stages=3)
-
-
 class _PackedCall(NamedTuple):
     """The properties of a packed call that its overrides read."""
 

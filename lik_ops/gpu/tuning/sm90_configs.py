@@ -56,6 +56,9 @@ _INT8_TILE, _INT8_LARGE_TILE = Sm90Tile(tokens=64, stages=8, in_registers=True),
 # By fp16 terms of a token: as many stages of fp32 tiles and of their terms as fit. The terms `hi` of the query rows are
 # in registers.
 _SPLIT_TILES = {n: Sm90Tile(tokens=64, stages=4 - n, in_registers=True) for n in (1, 2)}
+_PRECOMPUTED_SPLIT_STAGES = 4
+# Row tiles from which a launch that splits the documents first costs less than splitting them for each row tile.
+_MIN_SPLIT_ROW_TILES = 6
 # For few query rows, which wait for documents: the tile that wastes least on the last tile of a document.
 SMALL_M_TILES = {
     "": (Sm90Tile(tokens=64, stages=3),),
@@ -157,7 +160,9 @@ class Sm90Choice(NamedTuple):
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
-        return _format_tile(_count_tile_rows(self.config) // (_ACCUMULATORS if self.is_small_m else 1), self)
+        text = _format_tile(_count_tile_rows(self.config) // (_ACCUMULATORS if self.is_small_m else 1), self)
+        first = isinstance(self.config, Sm90Config) and self.config.PRECOMPUTED_TERMS
+        return text + (", documents split first" if first else "")
 
 
 def _format_tile(rows: int, choice: Sm90Choice | RowMaximaChoice) -> str:
@@ -240,17 +245,43 @@ def configure_sm90(
     return _make_choice(arch, config, Nq, K, Lq)
 
 
-def configure_fp32_split(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, terms: int) -> Sm90Choice:
-    """Return the configuration for fp32 tokens that are split into fp16 terms, and documents without a mask.
+def configure_fp32_split(
+    arch: Architecture,
+    Nq: int,
+    K: int,
+    Lq: int,
+    Ld: int,
+    d: int,
+    *,
+    terms: int,
+    argmax: bool = False,
+    masked: bool = False,
+    first: bool = False,
+) -> Sm90Choice:
+    """Return the configuration for fp32 tokens that are split into fp16 terms.
 
-    `terms` is 1 if TF32 is allowed, else 2.
+    Args:
+        arch: architecture that runs the kernel.
+        Nq: number of queries.
+        K: number of documents.
+        Lq: number of tokens of a query.
+        Ld: number of tokens of a document.
+        d: number of features.
+        terms: 1 if TF32 is allowed, else 2.
+        argmax: whether the call returns an argmax.
+        masked: whether documents have a mask.
+        first: whether a launch has to split the documents first. Otherwise it does so with many query rows.
     """
     tree = forward_configs.get_packed_tree_rows(arch, torch.float32, Lq, d, stored="")
     few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
     tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if few else _SPLIT_TILES[terms]
     slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 128, tree)
-    config = _make_config(tile, slot, d, few, ARGMAX=False, FP32_TERMS=terms, PRECOMPUTED_SCALES=not few)
-    return _make_choice(arch, config, Nq, K, Lq, tree // slot)
+    config = _make_config(tile, slot, d, few, ARGMAX=argmax, FP32_TERMS=terms, PRECOMPUTED_SCALES=not few)
+    choice = _make_choice(arch, config, Nq, K, Lq, tree // slot)
+    if few or not (first or choice.row_tiles >= _MIN_SPLIT_ROW_TILES):
+        return choice
+    config = config._replace(PRECOMPUTED_TERMS=True, MASK=masked, STAGES=_PRECOMPUTED_SPLIT_STAGES)
+    return choice._replace(config=config)
 
 
 def _count_small_m_rows(Nq: int, Lq: int, most: int = _MAX_SMALL_M_ROWS) -> int:

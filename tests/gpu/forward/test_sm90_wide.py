@@ -80,27 +80,28 @@ def draw(Nq, Nd, Lq, Ld, d, values):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("values", ["normal", "ties", "not finite"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), SHAPES)
-def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, normalize, dtype, values, force_kernel):
+def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, normalize, dtype, force_kernel):
+    """One test runs all values, because compilation takes most of its time."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of the sm_90 kernels")
-    Q, D, q_mask, d_mask, q_weight = (x.cuda() for x in draw(Nq, Nd, Lq, Ld, d, values))
-    Q, D = Q.to(dtype), D.to(dtype)
-    plain = torch.where(d_mask[..., None], D, torch.zeros((), dtype=dtype, device="cuda"))
-    options = {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "normalize": normalize}
-    calls = {
-        "masks": lambda: (lik_ops.maxsim(Q, D, **options),),
-        "masks, argmax": lambda: lik_ops.maxsim_with_argmax(Q, D, **options),
-        "argmax": lambda: lik_ops.maxsim_with_argmax(Q, plain, normalize=normalize),
-    }
-    for name, call in calls.items():
-        force_kernel("generic")
-        expected = call()
-        force_kernel("sm90")
-        found = call()
-        torch.testing.assert_close(
-            found, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    for values in ("normal", "ties", "not finite"):
+        Q, D, q_mask, d_mask, q_weight = (x.cuda() for x in draw(Nq, Nd, Lq, Ld, d, values))
+        Q, D = Q.to(dtype), D.to(dtype)
+        plain = torch.where(d_mask[..., None], D, torch.zeros((), dtype=dtype, device="cuda"))
+        options = {"q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight, "normalize": normalize}
+        found = {}
+        for kernel in ("generic", "sm90"):
+            force_kernel(kernel)
+            found[kernel] = {
+                "masks": (lik_ops.maxsim(Q, D, **options),),
+                "masks, argmax": lik_ops.maxsim_with_argmax(Q, D, **options),
+                "argmax": lik_ops.maxsim_with_argmax(Q, plain, normalize=normalize),
+            }
+        for name, expected in found["generic"].items():
+            of = f"{values}, {name}"
+            torch.testing.assert_close(
+                found["sm90"][name], expected, rtol=0, atol=0, equal_nan=True, msg=lambda text, of=of: f"{of}: {text}"
+            )

@@ -239,7 +239,7 @@ TABLES: dict[str, TablePlan] = {
         _five_shapes,
         (Quantity("forward, cold L2", FORWARD, {**EAGERS, **COMPILED, FLASH: "flash"}),),
         ("Nd", "Lq", "Ld", "d"),
-        note="Published on an A100. The measurements are those of the table before.",
+        note="Published on an A100. The measured figures are the same as in the table above.",
     ),
     "Tab8": TablePlan(
         lambda row: dense(row, OURS, LATE, FLASH, EAGER_TF32_CAST),

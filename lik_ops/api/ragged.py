@@ -128,6 +128,7 @@ def maxsim_candidates_varlen(
 
     Example:
         >>> store, cu_seqlens = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
+        >>> # Query 0 is scored with documents 2 and 0, and query 1 twice with document 1.
         >>> chosen = torch.tensor([[2, 0], [1, 1]])
         >>> offsets, lengths = cu_seqlens[:-1][chosen], cu_seqlens.diff()[chosen]
         >>> Q = torch.randn(2, 32, 128)

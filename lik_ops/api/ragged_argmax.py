@@ -82,10 +82,12 @@ def maxsim_varlen_with_argmax(
     Example:
         >>> Q, cu_seqlens_q = lik_ops.pack([torch.randn(5, 128), torch.randn(32, 128)])
         >>> D, cu_seqlens_d = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
+        >>> # Score two queries of 5 and 32 tokens with three documents.
         >>> offsets = cu_seqlens_q, cu_seqlens_d
         >>> scores, argmax = lik_ops.maxsim_varlen_with_argmax(Q, D, *offsets, normalize=True)
         >>> scores.shape, argmax.shape
         (torch.Size([2, 3]), torch.Size([37, 3]))
+        >>> # The argmax has a row for each query token, and `unpack` divides it like the queries.
         >>> [x.shape for x in lik_ops.unpack(argmax, cu_seqlens_q)]
         [torch.Size([5, 3]), torch.Size([32, 3])]
     """
@@ -157,6 +159,7 @@ def maxsim_candidates_varlen_with_argmax(
 
     Example:
         >>> store, cu_seqlens = lik_ops.pack([torch.randn(n, 128) for n in (300, 12, 80)])
+        >>> # Query 0 is scored with documents 2 and 0, and query 1 twice with document 1.
         >>> chosen = torch.tensor([[2, 0], [1, 1]])
         >>> offsets, lengths = cu_seqlens[:-1][chosen], cu_seqlens.diff()[chosen]
         >>> Q = torch.randn(2, 32, 128)

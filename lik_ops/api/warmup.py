@@ -93,7 +93,8 @@ def warmup(
     Example:
         >>> sizes = {"d": 128, "Lq": 32, "Nq": (1, 16), "Ld": 300, "Nd": 2}
         >>> calls = lik_ops.warmup("cpu", torch.bfloat16, **sizes, d_mask=True)
-        >>> [said for said, seconds in calls]
+        >>> # Each call has a description and its time in seconds.
+        >>> [call for call, seconds in calls]
         ['maxsim, Q [1, 32, 128], D [2, 300, 128]', 'maxsim, Q [16, 32, 128], D [2, 300, 128]']
     """
     for name, n in (("d", d), ("Lq", Lq)):

@@ -248,7 +248,7 @@ class PackedArgs(NamedTuple):
 
 
 def check_ragged_tensors(op: str, tensors: Sequence) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless `tensors` are those of a ragged operator."""
+    """Raise ValueError or TypeError, naming the argument, unless `tensors` are valid inputs of a ragged operator."""
     Q, D, cu_seqlens_q, d_offsets, d_lengths, pairs, q_mask, d_mask, q_weight = tensors
     q_shape = "[Tq, d]" if cu_seqlens_q is not None else "[Nq, Lq, d] without cu_seqlens_q"
     d_shape = "[Td, d]" if d_offsets is not None else "[Nd, Ld, d] without d_offsets"

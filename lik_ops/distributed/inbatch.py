@@ -117,10 +117,12 @@ def maxsim_inbatch(
 
     Example:
         >>> # torchrun --nproc-per-node 2 train.py
-        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
+        >>> # Between GPUs, the backend is "cpu:gloo,cuda:nccl".
+        >>> torch.distributed.init_process_group("gloo")
         >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(8, 300, 128, requires_grad=True)
-        >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D)  # [8, 8 * the number of ranks]
-        >>> # Document i answers query i.
+        >>> # The scores are [8, 8 * the number of ranks].
+        >>> scores = lik_ops.distributed.maxsim_inbatch(Q, D)
+        >>> # Document i of a rank answers query i of this rank.
         >>> labels = torch.distributed.get_rank() * len(D) + torch.arange(len(Q))
         >>> torch.nn.functional.cross_entropy(scores, labels).backward()
         >>> torch.distributed.destroy_process_group()
@@ -192,10 +194,12 @@ def maxsim_cross_entropy(
 
     Example:
         >>> # torchrun --nproc-per-node 2 train.py
-        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
+        >>> # Between GPUs, the backend is "cpu:gloo,cuda:nccl".
+        >>> torch.distributed.init_process_group("gloo")
         >>> Q, D = torch.randn(8, 32, 128, requires_grad=True), torch.randn(8, 300, 128, requires_grad=True)
+        >>> # The documents of all ranks are negatives.
         >>> loss = lik_ops.distributed.maxsim_cross_entropy(Q, D, temperature=0.02, normalize=True)
-        >>> loss.backward()  # with negatives of all ranks
+        >>> loss.backward()
         >>> torch.distributed.destroy_process_group()
     """
     op = "distributed.maxsim_cross_entropy"

@@ -240,11 +240,14 @@ def retrieve(
 
     Example:
         >>> # torchrun --nproc-per-node 2 search.py
-        >>> torch.distributed.init_process_group("gloo")  # between GPUs: "cpu:gloo,cuda:nccl"
-        >>> D = torch.ones(100, 300, 128).cumsum(0)  # the same on all ranks; or a lik_ops.Corpus
+        >>> # Between GPUs, the backend is "cpu:gloo,cuda:nccl".
+        >>> torch.distributed.init_process_group("gloo")
+        >>> # All ranks pass the same documents, or the same `lik_ops.Corpus`.
+        >>> D = torch.ones(100, 300, 128).cumsum(0)
+        >>> # Only rank 0 has the queries.
         >>> Q = torch.randn(2, 32, 128) if torch.distributed.get_rank() == 0 else None
         >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10)
-        >>> # each rank its own documents: a corpus larger than one GPU
+        >>> # With `sharded`, each rank passes its own documents.
         >>> scores, indices = lik_ops.distributed.retrieve(Q, D, top_k=10, sharded=True)
         >>> scores.shape, indices.max().item() < 100 * torch.distributed.get_world_size()
         (torch.Size([2, 10]), True)

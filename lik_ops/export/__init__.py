@@ -145,6 +145,7 @@ def package(
 
     Example:
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
+        >>> # The package accepts any number and length of documents.
         >>> Nd, Ld = torch.export.Dim("Nd"), torch.export.Dim("Ld")
         >>> sizes = {"Q": None, "D": {0: Nd, 1: Ld}}
         >>> lik_ops.export.package(lik_ops.MaxSimScorer(), (Q, D), "scorer.pt2", dynamic_shapes=sizes)

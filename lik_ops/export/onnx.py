@@ -25,6 +25,7 @@ def onnx_translations() -> dict[Any, Callable]:
     Example:
         >>> model = lik_ops.MaxSimScorer().eval()
         >>> inputs = torch.randn(4, 32, 128), torch.randn(50, 300, 128)
+        >>> # The table replaces the operator by standard ONNX operators.
         >>> table = lik_ops.export.onnx_translations()
         >>> options = {"dynamo": True, "verbose": False, "custom_translation_table": table}
         >>> program = torch.onnx.export(model, inputs, **options)

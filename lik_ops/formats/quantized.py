@@ -66,6 +66,7 @@ class Quantized:
         >>> # Codes that another library wrote.
         >>> data = torch.randint(0, 256, (5, 300, 128), dtype=torch.uint8)
         >>> scale, minimum = torch.rand(5, 300) / 100, -torch.rand(5, 300)
+        >>> # A feature is code * scale + minimum.
         >>> D = lik_ops.Quantized(data, scale, "uint8", 128, torch.float16, minimum=minimum)
         >>> lik_ops.maxsim(torch.randn(2, 32, 128), D).shape
         torch.Size([2, 5])

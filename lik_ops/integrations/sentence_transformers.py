@@ -2,12 +2,12 @@
 
 Losses accept ``similarity_fct=colbert_scores`` (``colbert_kd_scores`` for distillation, ``colbert_scores_pairwise`` for
 margins). Evaluators accept ``score_functions={"maxsim": maxsim}`` or ``similarity_fct=maxsim``. `enable` covers
-``model.similarity``, losses and evaluators without an argument::
+``model.similarity``, losses and evaluators without an argument. An example of both follows::
 
     from lik_ops.integrations import sentence_transformers as lik
 
     loss = losses.MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=lik.colbert_scores)
-    with lik.enable():
+    with lik.enable():  # lik_ops also scores without the argument.
         scores = model.similarity(queries, documents)
 
 The conventions are the same as in sentence-transformers. Masked document tokens are excluded from the maximum, and a

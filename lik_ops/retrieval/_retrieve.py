@@ -209,12 +209,12 @@ def retrieve(
 
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, Nd)]`` on the device of Q, or ``[Nq, min(top_k, K)]`` for a subset
-        of K indices. Scores are fp32 (fp64 for fp64 inputs)
-        and indices are int64. A 2-D Q drops the first axis. With `coarse`, the result is a named tuple with two more
-        int64 fields ``[Nq]``. `rescored` is the number of documents that were scored in full. `proven` is the number of
-        returned documents that are certain to be among the best. With `return_argmax`, the third value is int64
-        ``[Nq, k, Lq]``: the index of the token within each returned document, as in `lik_ops.maxsim_with_argmax`, and
-        -1 without a document. The returned documents are scored once more for it.
+        of K indices. Scores are fp32 (fp64 for fp64 inputs) and indices are int64. A 2-D Q drops the first axis. With
+        `coarse`, the result is a named tuple with two more int64 fields ``[Nq]``. `rescored` is the number of documents
+        that were scored in full. `proven` is the number of returned documents that are certain to be among the best.
+        With `return_argmax`, the third value is int64 ``[Nq, k, Lq]``: the index of the token within each returned
+        document, as in `lik_ops.maxsim_with_argmax`, and -1 without a document. The returned documents are scored once
+        more for it.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -227,6 +227,7 @@ def retrieve(
         >>> scores, indices = lik_ops.retrieve(Q, D, top_k=10, normalize=True)
         >>> scores.shape, indices.shape
         (torch.Size([2, 10]), torch.Size([2, 10]))
+        >>> # The int8 scores select the documents to score in full.
         >>> found = lik_ops.retrieve(Q, D, top_k=10, coarse=lik_ops.quantize(D, "int8"))
         >>> found.proven.tolist()
         [10, 10]

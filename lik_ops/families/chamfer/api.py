@@ -37,6 +37,9 @@ def chamfer_distance(
     R and the weights. The gradient flows through the nearest neighbor of each point. Sums have one fixed order, so the
     bits are reproducible.
 
+    Source: Fan, Su and Guibas, "A Point Set Generation Network for 3D Object Reconstruction from a Single Image", 2017,
+    equation 1, with means in place of sums.
+
     Args:
         P: points ``[B, N, d]``, or ``[N, d]`` for one cloud; fp16, bf16, fp32 or fp64.
         R: points ``[B, M, d]`` or ``[M, d]`` of the dtype and device of P.
@@ -64,9 +67,6 @@ def chamfer_distance(
         >>> P, R = torch.rand(8, 2048, 3), torch.rand(8, 1024, 3)
         >>> lik_ops.chamfer_distance(P, R).shape
         torch.Size([8])
-
-    Source: Fan, Su and Guibas, "A Point Set Generation Network for 3D Object Reconstruction from a Single Image", 2017,
-    equation 1, with means in place of sums.
     """
     clouds = ChamferArgs(P, R, p_lengths, r_lengths)
     clouds.check(_OP, one=True)

@@ -32,6 +32,8 @@ def maxsim_from_hidden(
     computes and scores tokens in one kernel. Other calls compute some documents at a time. The scores are
     differentiable in Q, H, W, b and `q_weight`.
 
+    Source: the encoders of Khattab and Zaharia, "ColBERT", 2020, section 3.2, with equation 3.
+
     Args:
         Q: query tokens, ready to be scored, ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64.
         H: hidden states of document tokens ``[Nd, Ld, d_model]`` or ``[Ld, d_model]`` of the dtype and device of Q.
@@ -57,8 +59,6 @@ def maxsim_from_hidden(
         >>> head = torch.nn.Linear(768, 128)
         >>> lik_ops.maxsim_from_hidden(Q, H, head.weight, head.bias).shape
         torch.Size([4, 8])
-
-    Source: the encoders of Khattab and Zaharia, "ColBERT", 2020, section 3.2, with equation 3.
     """
     check_flag(_OP, "normalize", normalize)
     check_tensor(_OP, "b", b, or_none=True)  # before autocast, which casts the other tensors

@@ -64,10 +64,11 @@ def maxsim_cross_entropy(
         NotImplementedError: ``torch.func`` would differentiate the call.
 
     Example:
+        >>> # Document i answers query i, and documents 8 to 23 are negatives of all queries.
         >>> Q = torch.randn(8, 32, 128, requires_grad=True)
         >>> D = torch.randn(24, 180, 128, requires_grad=True)
         >>> lik_ops.maxsim_cross_entropy(Q, D, temperature=0.02, normalize=True).backward()
-        >>> Q.grad.shape, D.grad.shape  # documents 8 to 23 are negatives of all queries
+        >>> Q.grad.shape, D.grad.shape
         (torch.Size([8, 32, 128]), torch.Size([24, 180, 128]))
     """
     per_token = q_mask, d_mask, q_weight

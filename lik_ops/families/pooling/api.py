@@ -60,6 +60,9 @@ def pool_tokens(
     The function reads the lengths on the host, so it waits for a GPU. It cannot be compiled or exported, because the
     number of tokens of the result depends on the lengths.
 
+    Source: Clavie, Chaffin and Adams, "Reducing the Footprint of Multi-Vector Retrieval with Minimal Performance Impact
+    via Token Pooling", 2024.
+
     Args:
         D: document tokens of norm 1: packed ``[Td, d]`` with `cu_seqlens_d`, ``[Nd, Ld, d]``, a list of ``[L_i, d]``,
             or a nested tensor; fp16, bf16, fp32 or fp64.
@@ -86,9 +89,6 @@ def pool_tokens(
         >>> tokens, cu_seqlens = lik_ops.pool_tokens(D, 2)
         >>> tokens.shape, cu_seqlens.tolist()
         (torch.Size([600, 128]), [0, 150, 300, 450, 600])
-
-    Source: Clavie, Chaffin and Adams, "Reducing the Footprint of Multi-Vector Retrieval with Minimal Performance Impact
-    via Token Pooling", 2024.
     """
     check_choice(_OP, "method", method, METHODS)
     check_choice(_OP, "metric", metric, METRICS)

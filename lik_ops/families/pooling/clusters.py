@@ -1,6 +1,6 @@
 """Clusters of the tokens of documents, for token pooling. Plain torch, so it runs on every device.
 
-All functions take a batch of documents that are padded at the end, and return the cluster of each token. The clusters
+All functions accept a batch of documents that are padded at the end, and return the cluster of each token. The clusters
 of a document are numbered by their first token.
 """
 
@@ -99,15 +99,16 @@ class _Clusters(NamedTuple):
 class WardClustering:
     """Ward's method for a batch of documents, with a workspace that is reused.
 
-    The result is that of ``scipy.cluster.hierarchy.linkage(distances, "ward")``, cut by ``fcluster(..., counts,
+    The result equals ``scipy.cluster.hierarchy.linkage(distances, "ward")``, cut by ``fcluster(..., counts,
     "maxclust")``. Merges of equal cost may differ.
 
     The cost of merging clusters A and B with a and b members is ``2 G[A, B] / (1/a + 1/b)``, where G is the squared
-    distance of their centroids. For C, the union of A and B, and any other cluster K, the Lance-Williams formula is
-    ``G[C, K] = p G[A, K] + q G[B, K] - p q G[A, B]`` with ``p = a / (a + b)`` and ``q = b / (a + b)``. Each round
-    merges all pairs of clusters that are each other's nearest cluster. Ward's costs are reducible, so this gives the
-    same tree as merging one pair at a time. Each round keeps about two thirds of the clusters, so the first rounds
-    take most of the time.
+    distance of their centroids. C is the union of A and B, and K is any other cluster. With ``p = a / (a + b)`` and
+    ``q = b / (a + b)``, the Lance-Williams formula gives ``G[C, K] = p G[A, K] + q G[B, K] - p q G[A, B]``.
+
+    Each round merges all pairs of clusters that are each other's nearest cluster. Ward's costs are reducible, so this
+    gives the same tree as merging one pair at a time. Each round keeps about two thirds of the clusters, so most of
+    the time is spent in the first rounds.
 
     The caller fills `squared` with the squared distances of all pairs of tokens, fp64 ``[B, n, n]``.
 

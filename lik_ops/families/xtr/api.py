@@ -33,6 +33,8 @@ def maxsim_xtr(
     Z is a constant. No similarities are stored. In addition to the argmax, a call needs 64 MiB. If one query has more
     than 16 MiB of maxima or similarities, the call needs a few times as much.
 
+    Source: Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", 2023, equations 4 and 5.
+
     Args:
         Q: query tokens ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64.
         D: document tokens ``[Nd, Ld, d]`` or ``[Ld, d]`` of the dtype and device of Q: positives and negatives of the
@@ -58,8 +60,6 @@ def maxsim_xtr(
         >>> Q, D = torch.randn(4, 32, 128), torch.randn(8, 180, 128)
         >>> lik_ops.maxsim_xtr(Q, D, top_k=64).shape
         torch.Size([4, 8])
-
-    Source: Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", 2023, equations 4 and 5.
     """
     check_count(_OP, "top_k", top_k, 1)
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)

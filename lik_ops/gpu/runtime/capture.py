@@ -17,11 +17,11 @@ A call is captured only if these conditions hold. Otherwise it runs as usual:
 - Each pointer argument points into exactly one tensor, and each result has memory that the call allocated.
 - No launch hook is set, as profilers do.
 
-A replay is valid for every call with the same key. It returns None, and the call runs as usual, if an input does not
-start at a multiple of 16 bytes, if another device is current, or if a launch hook is set. The key holds everything else
-that affects a call: shapes, strides, dtypes, options, and global settings such as TF32. `Calls.forget` drops all
-captured calls. A replay allocates memory again, so no recorded address is used later. Encoded descriptors are cached
-by the address of their tensor.
+A replay is valid for every call with the same key. It returns None if an input does not start at a multiple of
+16 bytes, if another device is current, or if a launch hook is set. The call then runs as usual. The key holds
+everything else that affects a call: shapes, strides, dtypes, options, and global settings such as TF32. `Calls.forget`
+drops all captured calls. A replay allocates memory again, so no recorded address is used later. Encoded descriptors are
+cached by the address of their tensor.
 """
 
 from __future__ import annotations

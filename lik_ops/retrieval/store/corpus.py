@@ -62,6 +62,7 @@ class Corpus:
     Example:
         >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
         >>> corpus.append([torch.randn(n, 128).half() for n in (3, 0, 7)], ids=["a", "b", "c"])
+        >>> # Read the documents 1 and 2.
         >>> packed, cu_seqlens = lik_ops.Corpus.open("corpus").documents(1, 3)
         >>> packed.shape, cu_seqlens.tolist()
         (torch.Size([7, 128]), [0, 0, 7])
@@ -215,9 +216,10 @@ class Corpus:
             end: one past the last document. None is the end of the corpus.
 
         Returns:
-            ``(packed, cu_seqlens)`` on the CPU: the tokens ``[T, d]``, or a `Quantized` if the corpus has a format, and
-            int64 ``[end - begin + 1]``, the first row of each document in `packed`. A range within one shard is a view
-            of memory that is mapped only for the caller. Its pages are read when they are used.
+            ``(packed, cu_seqlens)`` on the CPU. `packed` is the tokens ``[T, d]``, or a `Quantized` if the corpus has a
+            format. `cu_seqlens` is int64 ``[end - begin + 1]``, the first row of each document in `packed`. A range
+            within one shard is a view of memory that is mapped only for the caller. Its pages are read when they are
+            used.
 
         Raises:
             TypeError: `begin` or `end` is not an integer.
@@ -312,6 +314,7 @@ class Corpus:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
             >>> corpus.append([torch.randn(n + 1, 128) for n in range(100)])
             >>> Q, candidates = torch.randn(2, 32, 128, requires_grad=True), torch.randint(100, (2, 50))
+            >>> # Distill the scores of a teacher.
             >>> teacher = torch.randn(2, 50).softmax(1)
             >>> student = corpus.score(Q, candidates).log_softmax(1)
             >>> torch.nn.functional.kl_div(student, teacher, reduction="batchmean").backward()
@@ -388,6 +391,7 @@ class Corpus:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
             >>> corpus.append([torch.randn(n + 1, 128) for n in range(100)])
             >>> Q, candidates = torch.randn(2, 32, 128), torch.randint(100, (2, 50))
+            >>> # Keep the best 10 of the 50 candidates of each query.
             >>> scores, indices = corpus.rerank(Q, candidates, top_k=10)
             >>> scores.shape, indices.shape
             (torch.Size([2, 10]), torch.Size([2, 10]))
@@ -581,6 +585,7 @@ class Corpus:
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float16)
             >>> corpus.append([torch.randn(n, 128).half() for n in (3, 0, 7)], ids=["a", "b", "c"])
+            >>> # The new corpus has the same documents and ids.
             >>> small = corpus.quantize("small", "int8")
             >>> small.format, small.ids, small.documents(0, 3)[0]
             ('int8', ['a', 'b', 'c'], Quantized([10, 128], format='int8', device='cpu'))

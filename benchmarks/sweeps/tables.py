@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops.families.head import configs as head_configs
-from lik_ops.gpu.tuning.forward_table import TileConfig
+from lik_ops.gpu.tuning.forward_configs import TileConfig
 from lik_ops.gpu.tuning.sm90_configs import Sm90Tile
 
 from ..operators import forward, head, soft

@@ -10,7 +10,7 @@ import lik_ops
 from lik_ops.gpu import generic_choices
 from lik_ops.gpu.tuning import forward_configs
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, KernelKey, LaunchConfig
-from lik_ops.gpu.tuning.forward_table import FORWARD_RULES
+from lik_ops.gpu.tuning.forward_configs import FORWARD_RULES
 
 from ..support.common import Problem, build
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from lik_ops.formats.table import INT8_QUERIES
-from lik_ops.gpu.tuning import forward_configs, forward_table
+from lik_ops.gpu.tuning import forward_configs
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture
-from lik_ops.gpu.tuning.forward_table import TileConfig, TileRule
+from lik_ops.gpu.tuning.forward_configs import TileConfig, TileRule
 
 from .aot import KEEP, QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
 
@@ -317,7 +317,7 @@ def _document_cases() -> Iterator[Case]:
 
 
 def _every_case(arch: Architecture) -> Iterator[Case]:
-    for rule in forward_table.FORWARD_RULES:
+    for rule in forward_configs.FORWARD_RULES:
         if arch.unit in rule.units:
             yield from _forward_cases(arch, rule)
     yield from _row_cases()

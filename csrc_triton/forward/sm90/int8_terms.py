@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from ...common.fp32 import find_exact_rows
 from ...common.primitives import load_query_mask, locate_rows, nan_max
 from ...formats.encoded import scale_single_term, split_int8_terms
-from .query_rows import locate_accumulator_rows, map_rows
+from .accumulators import locate_accumulator_rows, map_rows
 
 
 @gluon.jit

@@ -129,14 +129,17 @@ from .accumulators import (
     compiler_barrier_accumulator,
     compiler_barrier_pair,
     join_terms,
+    load_accumulator_queries,
+    locate_accumulator_rows,
+    locate_first_group,
     reset_accumulator,
     reset_accumulators,
     select_argmax,
+    sum_accumulators,
 )
 from .convert import convert_queries
 from .gluon_names import async_load
 from .int8_terms import dequantize_row_maxima, has_fallback_rows, load_document_scale, store_query_terms
-from .masks import find_kept_columns
 from .norms import (
     compute_row_inverse_norms,
     compute_tile_inverse_norms,
@@ -145,10 +148,10 @@ from .norms import (
     wait_for_tile,
 )
 from .pipeline import ACCUMULATOR_ROWS, advance_stage, make_accumulator_layout, open_stage
-from .query_rows import load_accumulator_queries, locate_accumulator_rows, locate_first_group, sum_accumulators
 from .schedule import (
     choose_tile_start,
     compiler_barrier_value,
+    find_kept_columns,
     get_segment_length,
     load_segment_bounds,
     locate_segment,

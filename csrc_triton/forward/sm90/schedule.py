@@ -16,6 +16,7 @@ from ...common.segments import clamp_document_segment, load_document_bounds
 SCHEDULE_BLOCK_DOCUMENTS = gl.constexpr(1024)
 # A longer document costs the same as one of this length, so that the cost of a block fits 32 bits.
 MAX_COSTED_TOKENS = gl.constexpr(2**24)
+MASK_WORD_TOKENS = gl.constexpr(32)  # bits of a mask word of `MaskPatchArgs`
 
 
 class DocumentSegments(NamedTuple):
@@ -74,6 +75,14 @@ def locate_segment(spans, bounds, k, sizes):
     else:
         row, length = k * spans.segments.d_each + bounds[0], bounds[1]
     return row, length
+
+
+@gluon.jit
+def find_kept_columns(spans, k, tile, column):
+    """Return whether each token of a tile is kept, by its column in the tile."""
+    bits = spans.patches.bits + k.to(gl.int64) * 2 * spans.tiles + tile
+    word = gl.where(column < MASK_WORD_TOKENS, gl.load(bits), gl.load(bits + spans.tiles))
+    return (word >> (column % MASK_WORD_TOKENS)) & 1 == 0
 
 
 @gluon.jit

@@ -77,7 +77,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...common.fp32 import FP16_LOW_SCALE, split_rows
 from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
 from ...formats.encoded import needs_power_scaling
-from .accumulators import join_terms
+from .accumulators import join_terms, load_accumulator_queries, locate_accumulator_rows
 from .convert import convert_queries, fp8_to_fp16, load_tile_scales
 from .int8_terms import (
     compute_fallback_maxima,
@@ -88,7 +88,6 @@ from .int8_terms import (
 )
 from .norms import compute_row_inverse_norms, compute_tile_inverse_norms
 from .pipeline import PipelineNorms, TilePipeline, advance_stage, make_accumulator_layout, make_tile_pipeline
-from .query_rows import load_accumulator_queries, locate_accumulator_rows
 
 
 @triton.constexpr_function

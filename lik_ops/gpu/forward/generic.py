@@ -1,14 +1,12 @@
-"""Plans of forward calls for the generic kernel `maxsim_forward`, and the base class of the Gluon plans."""
+"""Plans of forward calls for the generic kernel `maxsim_forward`."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.arguments import add_batch_axes
 from ...core.segments import DenseArgs
 from ...csrc_triton.common.arguments import OutputArgs
 from ...csrc_triton.forward.generic.kernel import maxsim_forward
@@ -67,26 +65,3 @@ def make_generic_plan(
     """
     choice = generic_choices.choose_generic(Q, D, normalize, argmax_dtype is not None, arch or architecture(Q.device))
     return GenericPlan(choice, Q, D, argmax_dtype)
-
-
-class GluonPlan(DensePlan):
-    """A call of a Gluon kernel that falls back to the generic kernel for unsupported tensors or compile errors."""
-
-    instead = "maxsim_forward"
-    normalize = False
-
-    def scores(self, *call: Any) -> Tensor:
-        """Return the scores, computed by the generic kernel if the Gluon kernel fails."""
-        return self._run_with_fallback(*call)
-
-    def _run_fast(self, *call: Any) -> Tensor | None:
-        return super().scores(*call) if self._supports_tensors(call[1], call[2]) else None
-
-    def _run_generic(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
-        *given, argmax = tensors
-        x = add_batch_axes(*given)
-        return make_generic_plan(*x[:2], self.normalize, self.argmax_dtype).scores(shape, *x, argmax)
-
-    def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
-        """Return whether the tensors have the alignment that TMA needs."""
-        return D.data_ptr() % 16 == 0

@@ -1,4 +1,4 @@
-"""Plans of forward calls for the Gluon kernels: sm_90, many query rows.
+"""Plans of forward calls for the Gluon kernels: sm_90, many query rows. `GluonPlan` is their base.
 
 `maxsim_forward_specialized` supports up to 128 features without a document mask, and `maxsim_forward_wide` more.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.arguments import add_batch_axes
 from ...core.segments import DenseArgs
 from ...csrc_triton.common import token_norms
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, KernelConfig, OutputArgs, SizeArgs, Sm90Config
@@ -20,7 +21,8 @@ from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, check_grid, make_document_args, make_query_args
 from ..tuning import architectures, sm90_configs
 from .fp32_split import split_tokens
-from .generic import GluonPlan
+from .generic import make_generic_plan
+from .plans import DensePlan
 
 _log = logging.getLogger("lik_ops")
 _MAX_WORKSPACE_BYTES = 32 * 2**20
@@ -28,6 +30,29 @@ _MAX_TERM_BYTES = 128 * 2**20  # fp16 terms of fp32 documents
 _SUM_BLOCK_DOCUMENTS = 256
 _SECOND_LAUNCH_BLOCK = 1024  # results of a program that replaces some of them
 _STEP_FEATURES = 128  # `maxsim_forward` sums the squares of so many features at a time if d is larger
+
+
+class GluonPlan(DensePlan):
+    """A call of a Gluon kernel that falls back to the generic kernel for unsupported tensors or compile errors."""
+
+    instead = "maxsim_forward"
+    normalize = False
+
+    def scores(self, *call: Any) -> Tensor:
+        """Return the scores, computed by the generic kernel if the Gluon kernel fails."""
+        return self._run_with_fallback(*call)
+
+    def _run_fast(self, *call: Any) -> Tensor | None:
+        return super().scores(*call) if self._supports_tensors(call[1], call[2]) else None
+
+    def _run_generic(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
+        *given, argmax = tensors
+        x = add_batch_axes(*given)
+        return make_generic_plan(*x[:2], self.normalize, self.argmax_dtype).scores(shape, *x, argmax)
+
+    def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
+        """Return whether the tensors have the alignment that TMA needs."""
+        return D.data_ptr() % 16 == 0
 
 
 class Sm90Plan(GluonPlan):

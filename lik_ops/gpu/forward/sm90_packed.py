@@ -20,7 +20,7 @@ from ..runtime import gluon, launcher
 from ..runtime.arguments import make_query_args, use_device
 from ..tuning import architectures, sm90_configs
 from ..tuning.sm90_configs import RowMaximaChoice
-from .generic import GluonPlan
+from .sm90_dense import GluonPlan
 
 _log = logging.getLogger("lik_ops")
 # Shares of a workspace of 32 MiB. It holds either maxima and masks of one bit for each token, or copies of kept tokens,

@@ -1,6 +1,6 @@
 """Common parts of all configuration tables: architectures, launch configurations, and kernel keys.
 
-The tables are in `forward_table`, `forward_configs`, `sm90_configs`, and `backward_configs`. They are static, so no
+The tables are in `forward_configs`, `sm90_configs`, and `backward_configs`. They are static, so no
 call benchmarks anything. Every configuration is correct for every shape. The tables select one that is fast and fits
 the device.
 """

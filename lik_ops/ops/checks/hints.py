@@ -67,6 +67,8 @@ def inspect_tokens(
     op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, normalize: bool
 ) -> None:
     """Warn once per process about tokens that look unnormalized, and log calls in which every score is -inf."""
+    if torch.compiler.is_compiling():  # first, because the counter would become a guard, and each eager call recompile
+        return
     looked = _inspected_calls.get(op, 0)
     given = [x for x in (Q, D, q_mask, d_mask) if x is not None]
     if looked >= _MAX_INSPECTED_CALLS or not (

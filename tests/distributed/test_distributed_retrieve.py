@@ -38,8 +38,9 @@ def check(command, backend, path, *groups):
                 assert f"{name} {rank} of {processes} agrees" in out
 
 
-def test_gloo(tmp_path):
-    check((), "gloo", tmp_path, 2, 4)
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gloo(processes, tmp_path):
+    check((), "gloo", tmp_path, processes)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
+import runpy
 import sys
 import types
 import zlib
@@ -211,7 +211,8 @@ MISSING = sorted(set(docstring_corpus.PACKAGES) - set(docstring_corpus.installed
 
 @pytest.mark.skipif(bool(MISSING), reason=f"the figure is that of a corpus with {', '.join(MISSING)}, not installed")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="the figure is that of the docstrings of torch 2.13 and later")
-@pytest.mark.parametrize(("step", "least"), [(4, 0.61), pytest.param(1, 0.64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "least"), [(4, 0.61), (1, 0.64)])
 def test_known_items_of_all_packages(step, least, monkeypatch):
     """Every fourth file of each package is a separate pool with its own figure, because parsing is most of the time."""
     files = docstring_corpus._source_files
@@ -268,23 +269,30 @@ def test_snippet_shows_the_matches():
     assert search_docstrings.highlight(stretch, [match], styled=True).plain == stretch
 
 
-def test_command_line():
-    command = [sys.executable, str(EXAMPLES / "search_docstrings.py"), *QUESTION.split()]
-    options = ["--stdlib-only", "--top", "3", "--queries", "20"]
-    result = subprocess.run([*command, *options], capture_output=True, text=True, encoding="utf-8", timeout=120)
-    assert result.returncode == 0, result.stderr
-    hits = re.findall(r"^ *\d+\. +[\d.]+ +(\S+)$", result.stdout, re.MULTILINE)
+def test_command_line(stdlib, monkeypatch, capsys):
+    """Run the file as a program in this process, with the docstrings that were collected already."""
+
+    def collect(packages, progress):
+        assert list(packages) == []
+        return stdlib
+
+    monkeypatch.setattr(docstring_corpus, "collect_docstrings", collect)
+    command = [str(EXAMPLES / "search_docstrings.py"), *QUESTION.split()]
+    monkeypatch.setattr(sys, "argv", [*command, "--stdlib-only", "--top", "3", "--queries", "20"])
+    runpy.run_path(command[0], run_name="__main__")
+    stdout = capsys.readouterr().out
+    hits = re.findall(r"^ *\d+\. +[\d.]+ +(\S+)$", stdout, re.MULTILINE)
     assert len(hits) == 3
     assert hits[0] == ANSWER
-    matched = re.findall(r"^ +matched: (.+)$", result.stdout, re.MULTILINE)
+    matched = re.findall(r"^ +matched: (.+)$", stdout, re.MULTILINE)
     assert len(matched) == 3
     assert "close -> close 1.00" in matched[0]
-    assert "*close*" in result.stdout
-    assert "20 queries over 1000 documents" in result.stdout
-    assert "MaxSim" in result.stdout
-    assert "BM25" in result.stdout
-    assert "MaxSim, hashed encoder" in result.stdout
-    assert "not trained" in result.stdout
+    assert "*close*" in stdout
+    assert "20 queries over 1000 documents" in stdout
+    assert "MaxSim" in stdout
+    assert "BM25" in stdout
+    assert "MaxSim, hashed encoder" in stdout
+    assert "not trained" in stdout
 
 
 @pytest.mark.parametrize("option", ["--top", "--pool", "--queries"])

@@ -73,8 +73,16 @@ def test_an_exported_search(packed, stages, device):
 
 
 @every_device
-@of_stages
-@both_layouts
+@pytest.mark.parametrize(
+    ("packed", "stages"),
+    [
+        (False, STAGES[0]),
+        (True, STAGES[1]),
+        pytest.param(True, STAGES[0], marks=pytest.mark.slow),
+        pytest.param(False, STAGES[1], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_compiled_search(packed, stages, device):
     torch.compiler.reset()
     module = Search(packed, stages, device)

@@ -42,10 +42,11 @@ def switch(monkeypatch):
     reread()
 
 
-def run(code, **variables):
+def run(code, *arguments, **variables):
     """Return the output of Python code in a new process."""
     environment = os.environ | variables
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *arguments]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
     return found.stdout
 
@@ -65,9 +66,11 @@ def test_values_that_are_not_accepted_are_errors(switch):
 
 
 COUNT = """
-import torch, lik_ops
+import os, torch, lik_ops
 from benchmarks.calls import without_gpu
+from lik_ops.core import settings
 from lik_ops.gpu.runtime import capture
+from lik_ops.ops.fast_path import eager
 from lik_ops.gpu.forward.generic import GenericPlan
 without_gpu.install()
 ran = []
@@ -76,34 +79,40 @@ GenericPlan._score = lambda self, *args: ran.append(1) or score(self, *args)
 Q, D = torch.zeros(2, 8, 16), torch.zeros(3, 20, 16)
 leaves = Q.clone().requires_grad_(), D.clone().requires_grad_()
 cu = torch.tensor([0, 20, 40, 60])
-for _ in range(5):
-    lik_ops.maxsim(Q, D)
-    lik_ops.maxsim(Q, D[None].expand(2, 3, 20, 16))
-    lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu)
-    lik_ops.maxsim(Q, lik_ops.Quantized(D.to(torch.int8), torch.ones(3, 20), "int8", 16, torch.float32))
-    lik_ops.maxsim(*leaves).sum().backward()
-    lik_ops.maxsim_soft(*leaves, 0.5).sum().backward()
-captured = [found for calls in capture.Calls.every for found in calls._found.values() if callable(found)]
-print(len(captured), len(ran))
+for value in ("1", "0"):
+    os.environ["LIK_OPS_CAPTURE"] = value
+    settings.is_capturing.cache_clear()
+    eager.clear_call_caches()
+    ran.clear()
+    for _ in range(5):
+        lik_ops.maxsim(Q, D)
+        lik_ops.maxsim(Q, D[None].expand(2, 3, 20, 16))
+        lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu)
+        lik_ops.maxsim(Q, lik_ops.Quantized(D.to(torch.int8), torch.ones(3, 20), "int8", 16, torch.float32))
+        lik_ops.maxsim(*leaves).sum().backward()
+        lik_ops.maxsim_soft(*leaves, 0.5).sum().backward()
+    captured = [found for calls in capture.Calls.every for found in calls._found.values() if callable(found)]
+    print(len(captured), len(ran))
 """
 
 
 @on_the_host
 def test_without_capture_every_call_runs_the_host_code():
-    captured, ran = map(int, run(COUNT).split())
+    captured, ran, *without = map(int, run(COUNT).split())
     assert captured > 0 and ran == 3 * 2  # dense, candidates, and the step: the first two calls of each
-    assert list(map(int, run(COUNT, LIK_OPS_CAPTURE="0").split())) == [0, 3 * 5]
+    assert without == [0, 3 * 5]
 
 
 FORCED = """
-import json, torch, lik_ops
+import json, os, sys, torch, lik_ops
 from tests.record_kernels import Launches, architectures
+from lik_ops.core import settings
 from lik_ops.gpu.runtime import launcher
+from lik_ops.ops.fast_path import eager
 launches = Launches()
 choose = launches.install()
 names, bind = [], launcher.get_compiled_kernel
 launcher.get_compiled_kernel = lambda kernel, *args: names.append(kernel.__name__) or bind(kernel, *args)
-choose(dict(architectures())[ARCH])
 def half(*shape): return torch.empty(shape, dtype=torch.bfloat16)
 Q, D, d_mask = half(64, 32, 128), half(100, 300, 128), torch.ones(100, 300, dtype=torch.bool)
 cu = torch.arange(101) * 300
@@ -125,30 +134,37 @@ calls = {
     "soft": lambda: lik_ops.maxsim_soft(*soft, 0.5).sum().backward(),
     "soft normalize": lambda: lik_ops.maxsim_soft(*soft, 0.5, normalize=True).sum().backward(),
 }
-found = {}
-for name, call in calls.items():
-    names.clear()
-    try:
-        call()
-        kinds = "maxsim_forward", "maxsim_row_maxima", "maxsim_soft"
-        found[name] = " ".join(sorted({x for x in names if x.startswith(kinds)}))
-    except ValueError as error:
-        found[name] = f"ValueError: {error}"
-print(json.dumps(found))
+for arch, kernel in json.loads(sys.argv[1]):
+    os.environ["LIK_OPS_KERNEL"] = kernel
+    settings.get_forced_kernel.cache_clear()
+    eager.clear_call_caches()
+    choose(dict(architectures())[arch])
+    found = {}
+    for name, call in calls.items():
+        names.clear()
+        try:
+            call()
+            kinds = "maxsim_forward", "maxsim_row_maxima", "maxsim_soft"
+            found[name] = " ".join(sorted({x for x in names if x.startswith(kinds)}))
+        except ValueError as error:
+            found[name] = f"ValueError: {error}"
+    print(json.dumps(found))
 """
 
 
-def launches(arch, kernel):
-    return json.loads(run(FORCED.replace("ARCH", repr(arch)), LIK_OPS_KERNEL=kernel, LIK_OPS_NORM_WARNING="0"))
+def launches(*choices):
+    """Return the launches of each call, for each (architecture, forced kernel)."""
+    lines = run(FORCED, json.dumps(choices), LIK_OPS_NORM_WARNING="0").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @on_the_host
 def test_a_family_that_is_forced_serves_the_call_or_says_why_not():
-    assert {name for name in launches("sm_90", "generic").values() if "soft" not in name} == {
+    generic, found, elsewhere = launches(("sm_90", "generic"), ("sm_90", "sm90"), ("sm_80", "sm90"))
+    assert {name for name in generic.values() if "soft" not in name} == {
         "maxsim_forward",
         "maxsim_forward_ragged",
     }
-    found = launches("sm_90", "sm90")
     assert {
         name: found.pop(name) for name in ("dense", "long", "few", "large d", "mask", "packed", "int8", "soft")
     } == {
@@ -169,7 +185,6 @@ def test_a_family_that_is_forced_serves_the_call_or_says_why_not():
     for name, reason in reasons.items():
         assert found[name].startswith("ValueError: lik_ops: LIK_OPS_KERNEL=sm90 cannot serve this call: ")
         assert reason in found[name], found[name]
-    elsewhere = launches("sm_80", "sm90")
     assert all(text.startswith("ValueError: lik_ops: LIK_OPS_KERNEL=sm90 cannot") for text in elsewhere.values())
     assert "the architecture is sm_80, not sm_90" in elsewhere["dense"]
 

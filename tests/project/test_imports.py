@@ -117,55 +117,9 @@ for name, call in CALLS.items():
         if number and new:
             sys.exit(f"call {number} of {name} imports {new}")
 """
-PREAMBLE = """
-import sys
-import torch
-
-HEAVY, CALLS_OF_EACH, DEVICE = {"torch._dynamo", "sympy", "torch.distributed.fsdp"}, 4, "cpu"
-"""
-# Host code of sm_90 without launches, for the host part of a GPU call. Results are arbitrary, so calls that read
-# results on the host are excluded.
-STUBBED = """
-from benchmarks.calls import without_gpu
-
-without_gpu.install()
-"""
-KEPT = """
-for name in ("Corpus and retrieve", "indexes", "retrieve, two stages", "warmup"):
-    del CALLS[name]
-"""
-
-
-def run_calls(preamble: str, kept: str = "") -> None:
-    script = SCRIPT.replace("for name, call in CALLS.items():", kept + "for name, call in CALLS.items():")
-    run = subprocess.run([sys.executable, "-c", preamble + script], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-
-
-def test_no_call_imports_dynamo_and_later_calls_import_nothing():
-    run_calls(PREAMBLE)
-    import lik_ops
-
-    for name in lik_ops.__all__:
-        assert name in ("export", "__version__") or f"lik_ops.{name}" in SCRIPT, f"{name} is not called"
-
-
-def test_no_call_of_the_triton_backend_imports_dynamo():
-    """The second call of a dispatch key is captured, and the third is replayed."""
-    pytest.importorskip("triton", reason="only the Triton backend records calls")
-    run_calls(PREAMBLE + STUBBED, KEPT)
-
-
-@pytest.mark.gpu
-def test_no_call_on_a_gpu_imports_dynamo():
-    run_calls(PREAMBLE.replace('"cpu"', '"cuda"'))
-
-
-def test_a_dynamo_that_comes_later_does_not_look_into_operators():
-    """The call runs while Dynamo inspects every frame, and Dynamo must find no operator body to compile."""
-    script = """
-import torch, lik_ops
-
+# Runs after these calls, in the same process. Dynamo inspects every frame while the operator runs.
+LATER = """
+print("called", flush=True)
 Q, D, cu = torch.randn(3, 8), torch.randn(5, 8), torch.tensor([0, 3])
 arguments = Q, D, cu, torch.tensor([0]), torch.tensor([5]), *[None] * 4, False, None, 3, "auto"
 expected = torch.ops.lik.maxsim_ragged_fwd(*arguments)[0]
@@ -187,6 +141,63 @@ for _ in range(2):
     found = torch.compile(lambda x: left_alone(x * 2) + 1, backend=backend)(x)
     assert torch.equal(found, expected + 1)
 assert len(graphs) == 2 and not any("lik" in str(graph) for graph in graphs), graphs
+print("compiled")
 """
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+PREAMBLE = """
+import sys
+import torch
+
+HEAVY, CALLS_OF_EACH, DEVICE = {"torch._dynamo", "sympy", "torch.distributed.fsdp"}, 4, "cpu"
+"""
+# Host code of sm_90 without launches, for the host part of a GPU call. Results are arbitrary, so calls that read
+# results on the host are excluded.
+STUBBED = """
+from benchmarks.calls import without_gpu
+
+without_gpu.install()
+"""
+KEPT = """
+for name in ("Corpus and retrieve", "indexes", "retrieve, two stages", "warmup"):
+    del CALLS[name]
+"""
+
+
+def start_calls(preamble: str, kept: str = "", after: str = "") -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.replace("for name, call in CALLS.items():", kept + "for name, call in CALLS.items():")
+    return subprocess.run([sys.executable, "-c", preamble + script + after], cwd=ROOT, capture_output=True, text=True)
+
+
+def run_calls(preamble: str, kept: str = "") -> None:
+    run = start_calls(preamble, kept)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def portable_calls() -> subprocess.CompletedProcess[str]:
+    """Return a process that made all calls, and then compiled."""
+    return start_calls(PREAMBLE, after=LATER)
+
+
+def test_no_call_imports_dynamo_and_later_calls_import_nothing(portable_calls):
+    assert "called" in portable_calls.stdout.split(), portable_calls.stderr[-2000:]
+    import lik_ops
+
+    for name in lik_ops.__all__:
+        assert name in ("export", "__version__") or f"lik_ops.{name}" in SCRIPT, f"{name} is not called"
+
+
+def test_no_call_of_the_triton_backend_imports_dynamo():
+    """The second call of a dispatch key is captured, and the third is replayed."""
+    pytest.importorskip("triton", reason="only the Triton backend records calls")
+    run_calls(PREAMBLE + STUBBED, KEPT)
+
+
+@pytest.mark.gpu
+def test_no_call_on_a_gpu_imports_dynamo():
+    run_calls(PREAMBLE.replace('"cpu"', '"cuda"'))
+
+
+def test_a_dynamo_that_comes_later_does_not_look_into_operators(portable_calls):
+    """The call runs while Dynamo inspects every frame, and Dynamo must find no operator body to compile."""
+    assert portable_calls.returncode == 0, portable_calls.stderr[-2000:]
+    assert portable_calls.stdout.split() == ["called", "compiled"]

@@ -25,6 +25,10 @@ CASES: dict[str, tuple[list[str], dict[str, str]]] = {  # arguments, environment
     "info": (["lik_ops.info"], {}),
     "info, portable": (["lik_ops.info"], {"LIK_OPS_BACKEND": "portable"}),
     "info, wrong backend": (["lik_ops.info"], {"LIK_OPS_BACKEND": "fast"}),
+    "info, no kernels": (
+        ["lik_ops.info", "--compile", "--nq", "1", "--nd", "2", "--ld", "5", "--d", "16"],
+        {"LIK_OPS_BACKEND": "triton"},
+    ),
     "warmup": (["lik_ops.warmup"], {}),
     "warmup, no device": (["lik_ops.warmup", "--device", "none"], {}),
     "warmup, wrong size": (["lik_ops.warmup", "--device", "cpu", "--d", "0"], {}),
@@ -112,6 +116,15 @@ def test_every_option_has_help(program, monkeypatch):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_needs_neither_triton_nor_a_gpu(said, program):
     assert said[f"{program} --help"][1].startswith(f"usage: python -m lik_ops.{program}")
+
+
+def test_info_prints_versions_devices_and_the_choice(said):
+    for expected in ("lik_ops", lik_ops.__version__, "torch", torch.__version__, "triton", "cpu", "portable"):
+        assert expected in said["info"][1]
+
+
+def test_info_compiles_nothing_where_the_backend_cannot_run(said):
+    assert "error: lik_ops: backend 'triton' cannot compute torch.float32 on cpu" in said["info, no kernels"][1]
 
 
 def test_info_says_why_it_is_portable(said):

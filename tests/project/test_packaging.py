@@ -48,12 +48,19 @@ sys.modules["triton"] = None
 import lik_ops
 """
 
-CHECKS = """
-import runpy, sys
+# Prints a line with a report, then the output of opcheck for one operator.
+CHECKED = (
+    INSTALLED
+    + SCORES
+    + """
+print(json.dumps(report), flush=True)
+import runpy
+sys.argv[1:] = ["--op", "maxsim_fwd", "--every", "40"]
 for name in ("pytest", "expecttest", "hypothesis", "numpy"):
     sys.modules[name] = None
 runpy.run_module("lik_ops.opcheck", run_name="__main__")
 """
+)
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
@@ -138,10 +145,16 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert unconditional == {"torch", "triton"}
 
 
-def test_installed_wheel_is_complete(target: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def checked(target: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the output of `CHECKED` with the installed wheel."""
     pytest.importorskip("triton", reason="the device code is written in Triton")
-    code = INSTALLED + SCORES + "print(json.dumps(report))"
-    report = json.loads(run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=python_path(target)).splitlines()[-1])
+    directory = tmp_path_factory.mktemp("checked")
+    return run(sys.executable, "-c", CHECKED, cwd=directory, PYTHONPATH=python_path(target))
+
+
+def test_installed_wheel_is_complete(target: Path, checked: str) -> None:
+    report = json.loads(checked.splitlines()[0])
     assert Path(report["file"]) == target / "lik_ops" / "__init__.py"
     assert report["version"] == lik_ops.__version__
     assert [Path(report["distribution"][0]), report["distribution"][1]] == [target, lik_ops.__version__]
@@ -150,10 +163,9 @@ def test_installed_wheel_is_complete(target: Path, tmp_path: Path) -> None:
     assert not report["top_level"]
 
 
-def test_installed_wheel_checks_its_operators(target: Path, tmp_path: Path) -> None:
+def test_installed_wheel_checks_its_operators(checked: str) -> None:
     """Run ``python -m lik_ops.opcheck`` for one operator, without the packages of the extra ``test``."""
-    command = [sys.executable, "-c", CHECKS, "--op", "maxsim_fwd", "--every", "40"]
-    assert "all passed" in run(*command, cwd=tmp_path, PYTHONPATH=python_path(target))
+    assert "all passed" in checked
 
 
 def test_device_code_has_one_name(tmp_path: Path) -> None:

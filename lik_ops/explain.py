@@ -94,20 +94,17 @@ def explain_call(call: CallDescription, arch: Any) -> Explanation:
     from .gpu import backend
     from .gpu.runtime import arguments, launcher
 
-    recorded: list[Launch] = []
     arguments.architecture.cache_clear()
     arguments.meta_architecture = arch
     backend.forget()
-    launcher.thread_state.dry_run = lambda *launch: recorded.append(Launch(*launch))
     try:
-        rules, backward = _run(call, arch)
-        forward = list(recorded)
-        recorded.clear()
-        if backward is not None:
-            backward()
-        return Explanation(rules, forward, list(recorded))
+        with launcher.collect_launches() as forward:
+            rules, run_backward = _run(call, arch)
+        with launcher.collect_launches() as backward:
+            if run_backward is not None:
+                run_backward()
+        return Explanation(rules, *([Launch(*x) for x in launches] for launches in (forward, backward)))
     finally:
-        launcher.thread_state.dry_run = None
         backend.forget()
 
 

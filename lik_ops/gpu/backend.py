@@ -15,8 +15,9 @@ from .forward.dense import forward, forward_plan
 from .forward.packed import forward_ragged, ragged_plan
 from .forward.quantized import find_quantized_plan, forward_quantized, forward_quantized_cut, keep_int8
 from .forward.topk import best, best_of_parts
-from .runtime.arguments import architecture, unavailable
+from .runtime.arguments import architecture, unavailable, use_device
 from .runtime.capture import Calls
+from .runtime.launcher import collect_launches, compile_in_parallel, find_missing_kernels, run_first
 
 __all__ = [
     "Calls",
@@ -32,7 +33,10 @@ __all__ = [
     "best",
     "best_of_parts",
     "code_scores",
+    "collect_launches",
+    "compile_in_parallel",
     "count_labels",
+    "find_missing_kernels",
     "find_quantized_plan",
     "forget",
     "forward",
@@ -47,7 +51,9 @@ __all__ = [
     "label_gradients",
     "label_losses",
     "ragged_plan",
+    "run_first",
     "unavailable",
+    "use_device",
 ]
 
 

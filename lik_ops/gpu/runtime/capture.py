@@ -393,8 +393,10 @@ class Calls:
             results = found(given)
             return function(*arguments) if results is None else results
         if found is None:
-            self._found.store(key, True)
-        elif found and is_capturing() and not launcher.has_launch_hooks() and _can_record(given):
+            if launcher.thread_state.dry_run is None:
+                self._found.store(key, True)
+            return launcher.run_first(partial(function, *arguments), function, *arguments)
+        if found and is_capturing() and not launcher.has_launch_hooks() and _can_record(given):
             with RecordingMode(given) as recorder:
                 results = function(*arguments)
             self._found.store(key, recorder.replay(results, device) or False)

@@ -22,11 +22,15 @@ launches the compiled kernel. If that does not fit either, and in the interprete
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import logging
+import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -46,13 +50,14 @@ _runtime, _compilation = triton.knobs.runtime, triton.knobs.compilation
 class _ThreadState(threading.local):
     """State of a thread.
 
-    It holds the active `capture.RecordingMode`, whether the thread has a CUDA context, and the function that is called
-    instead of launching, for `lik_ops.explain`.
+    It holds the active `capture.RecordingMode`, whether the thread has a CUDA context, the function that is called
+    instead of launching, and the `rehearsal` of `run_first`.
     """
 
     active_recorder: Any = None
     dry_run: Callable | None = None
     has_context = False
+    rehearsal: Callable | None = None
 
 
 thread_state = _ThreadState()
@@ -322,9 +327,18 @@ def get_compiled_kernel(
     Raises:
         KernelCompileError: Triton cannot compile the kernel. Nothing was launched.
     """
+    key, values = _make_kernel_key(kernel, args, options)
+    found = _compiled_kernels.get(key)
+    if found is None:
+        _compile_rehearsed()
+        found = _compiled_kernels.get(key) or _compile_kernel(kernel, args, options, key)
+    return found, values
+
+
+def _make_kernel_key(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[tuple, list]:
+    """Return the key of a compiled kernel, and `args` with pointers for tensors."""
     description, values = describe_args(kernel, args)
-    key = (id(kernel), *_get_compile_state(), *options.items(), *description)
-    return _compiled_kernels.get(key) or _compile_kernel(kernel, args, options, key), values
+    return (id(kernel), *_get_compile_state(), *options.items(), *description), values
 
 
 def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], key: tuple) -> CompiledKernel | None:
@@ -342,6 +356,105 @@ def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], k
         raise KernelCompileError(kernel.__name__, _compile_failures[key]) from error
     _log.debug("compiled %s, launched %s", kernel.__name__, "directly" if bound.direct else "by Triton")
     return bound
+
+
+@contextlib.contextmanager
+def collect_launches() -> Iterator[list[tuple]]:
+    """Collect the launches of this thread as (kernel, grid, args, options) instead of making them."""
+    found: list[tuple] = []
+    state, before = thread_state, (thread_state.dry_run, thread_state.active_recorder)
+    # With a recorder, every launch goes through `launch`, and no call is captured or replayed.
+    state.dry_run, state.active_recorder = lambda *launched: found.append(launched), found
+    try:
+        yield found
+    finally:
+        state.dry_run, state.active_recorder = before
+
+
+def run_first(rehearsal: Callable[[], Any], function: Callable, *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, and compile its kernels in parallel.
+
+    If a kernel is missing, `rehearsal` runs once without launches, and all kernels that it would launch are compiled at
+    the same time. A launch that is not in the rehearsal compiles its kernel alone.
+
+    Args:
+        rehearsal: repeats the call, and may go on with calls that follow it, such as the backward.
+        function: the function to run, usually for the first time with these sizes.
+        *arguments: arguments of `function`.
+    """
+    state = thread_state
+    if state.dry_run is not None or state.rehearsal is not None:  # an outer call's rehearsal includes this call
+        return function(*arguments)
+    state.rehearsal = rehearsal
+    try:
+        return function(*arguments)
+    finally:
+        state.rehearsal = None
+
+
+def _compile_rehearsed() -> None:
+    """Compile the kernels of the present rehearsal, if there is one."""
+    rehearsal, thread_state.rehearsal = thread_state.rehearsal, None
+    if rehearsal is None or thread_state.active_recorder is not None:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        with collect_launches() as launches:
+            rehearsal()
+    except Exception as error:  # for example no memory for a rehearsal; an error of the call itself is raised again
+        _log.debug("kernels are compiled one by one: %r", error)
+        return
+    missing = find_missing_kernels(launches)
+    launches.clear()  # frees the memory of the rehearsal
+    compile_in_parallel(missing)
+
+
+def find_missing_kernels(launches: list[tuple]) -> dict[tuple, tuple]:
+    """Return the arguments of `_compile_kernel` by key, for kernels of collected launches that are not compiled yet.
+
+    They have no memory.
+    """
+    missing: dict[tuple, tuple] = {}
+    for kernel, _, args, options in launches:
+        if isinstance(kernel, JITFunction):
+            key, _ = _make_kernel_key(kernel, args, options)
+            if key not in _compiled_kernels and key not in _compile_failures:
+                missing[key] = kernel, tuple(map(_drop_memory, args)), options, key
+    return missing
+
+
+def _drop_memory(x: Any) -> Any:
+    """Return an argument with the same description, but without memory if all its pointers are aligned."""
+    if isinstance(x, Tensor):
+        return x.new_empty(0, device="meta") if x.data_ptr() & 15 == 0 else x
+    if is_descriptor(x):
+        return dataclasses.replace(x, base=_drop_memory(x.base))
+    if isinstance(x, tuple) and hasattr(x, "_make"):
+        return type(x)._make(map(_drop_memory, x))
+    return x
+
+
+def compile_in_parallel(missing: dict[tuple, tuple]) -> None:
+    """Compile the result of `find_missing_kernels` for the current device in threads, and wait for all of them.
+
+    Triton's compiler holds the GIL only while it reads the source, a quarter of the time. A kernel that does not
+    compile raises when it is launched.
+    """
+    if not missing:
+        return
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def compile_one(job: tuple) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+            ensure_cuda_context()
+        with contextlib.suppress(KernelCompileError):
+            _compile_kernel(*job)
+
+    # Triton saves and restores the filters of warnings, which is not safe in threads. This block restores them.
+    with warnings.catch_warnings(), ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, missing.values()))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> CompiledKernel | None:

@@ -38,13 +38,14 @@ class EagerCall:
         self.normalize, self.backward, self.argmax_dtype = normalize, backward, argmax_dtype
         self.differentiable, self.with_argmax = differentiable, with_argmax
         self.plan: Any = None
+        self.is_new = hasattr(backend, "run_first")
         _log.debug("%s with %s goes straight to %s", *(list(x.shape) for x in given[:2]), backend.__name__)
 
     tensors: int  # number of tensors at the beginning of the arguments; sizes follow
 
     def record(self, ctx: Any, given: tuple) -> Any:
         """Return the scores and, if requested, the argmax, and save the tensors of the call for `run_backward`."""
-        scores, *kept = self.forward(given)
+        scores, *kept = self._run_first(ctx, given) if self.is_new else self.forward(given)
         ctx.set_materialize_grads(False)
         ctx.sizes = given[self.tensors :]
         ctx.save_for_backward(*given[: self.tensors], *kept)
@@ -52,6 +53,18 @@ class EagerCall:
             return scores
         ctx.mark_non_differentiable(*kept)
         return scores, *kept
+
+    def _run_first(self, ctx: Any, given: tuple) -> tuple:
+        """Return the outputs of `forward`. Compile missing kernels of `gradients` at the same time."""
+        self.is_new = False
+        needs = list(ctx.needs_input_grad[:3])
+
+        def rehearse() -> tuple:
+            scores, *kept = self.forward(given)
+            self.gradients(torch.empty_like(scores), given, needs, *kept)
+            return scores, *kept
+
+        return self.backend.run_first(rehearse, self.forward, given)
 
     def run_backward(self, ctx: Any, grad_scores: Tensor | None, grad_argmax: None = None) -> tuple:
         """Return the gradients of Q, D and the weights, with None for each that is not needed."""

@@ -1,0 +1,112 @@
+"""Test that a first call compiles its kernels and those of its backward at once, on a CPU with a stand-in compiler."""
+
+import threading
+
+import pytest
+import torch
+
+import lik_ops
+
+from ..support.common import INTERPRETING
+
+pytest.importorskip("triton", reason="only the Triton backend compiles")
+if INTERPRETING:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from lik_ops.gpu.runtime import launcher
+
+from .test_capture import Bound
+from .test_capture import log as launches  # noqa: F401  # a fixture
+from .test_launches_sm90 import log as log_on_sm_90  # noqa: F401  # a fixture
+
+SIZES = {"Q": (32, 32, 128), "D": (32, 180, 128)}
+FORWARD, LISTS, DOCUMENTS = "maxsim_forward_specialized", "maxsim_list_argmax", "maxsim_grad_documents"
+QUERIES = "maxsim_grad_queries"
+
+
+class Compiler:
+    """Stand-in for Triton's compiler that logs kernels, threads, and the launches so far."""
+
+    def __init__(self, launched):
+        self.launched, self.compiled, self.threads, self.counts = launched, [], set(), set()
+        self.broken = None
+
+    def warmup(self, kernel, args, options, key):
+        name = kernel.__name__
+        self.compiled.append(name)
+        self.threads.add(threading.get_ident())
+        self.counts.add(len(self.launched))
+        if name == self.broken:
+            launcher._compile_failures[key] = "PTXASError: no"
+            raise launcher.KernelCompileError(name, "PTXASError: no")
+        assert launcher._make_kernel_key(kernel, args, options)[0] == key
+        bound = launcher._compiled_kernels[key] = Bound(kernel, self.launched)
+        return bound
+
+
+get_compiled_kernel, compile_kernel = launcher.get_compiled_kernel, launcher._compile_kernel
+
+
+@pytest.fixture
+def compiler(log_on_sm_90, monkeypatch):  # noqa: F811
+    found = Compiler(log_on_sm_90)
+    monkeypatch.setattr(launcher, "get_compiled_kernel", get_compiled_kernel)
+    monkeypatch.setattr(launcher, "ensure_cuda_context", lambda: None)
+    monkeypatch.setattr(launcher, "_get_compile_state", lambda: ())
+    monkeypatch.setattr(launcher, "_compiled_kernels", {})
+    monkeypatch.setattr(launcher, "_compile_failures", {})
+
+    def compile_or_raise(kernel, args, options, key):
+        known = key in launcher._compile_failures
+        return (compile_kernel if known else found.warmup)(kernel, args, options, key)
+
+    monkeypatch.setattr(launcher, "_compile_kernel", compile_or_raise)
+    return found
+
+
+def step(normalize=False):
+    Q, D = (torch.randn(shape).bfloat16().requires_grad_() for shape in SIZES.values())
+    scores = lik_ops.maxsim(Q, D, normalize=normalize)
+    return scores, lambda: torch.autograd.grad(scores.sum(), (Q, D))
+
+
+def test_a_forward_compiles_its_backward_before_it_launches(compiler):
+    _, run_backward = step()
+    assert sorted(compiler.compiled) == sorted((FORWARD, LISTS, DOCUMENTS, QUERIES))
+    assert compiler.counts == {0} and threading.get_ident() not in compiler.threads
+    assert [name for name, *_ in compiler.launched] == [FORWARD]
+    run_backward()
+    for _ in range(3):  # recorded, and replayed
+        step()[1]()
+    assert len(compiler.compiled) == 4
+    assert [name for name, *_ in compiler.launched] == [FORWARD, LISTS, DOCUMENTS, QUERIES] * 4
+
+
+def test_a_call_without_gradients_compiles_no_backward(compiler):
+    with torch.no_grad():
+        step(normalize=True)
+    assert FORWARD in compiler.compiled and not any("grad" in name for name in compiler.compiled)
+
+
+@pytest.mark.parametrize("broken", [FORWARD, DOCUMENTS])
+def test_a_kernel_that_does_not_compile_raises_once_when_it_is_launched(compiler, broken):
+    compiler.broken = broken
+    if broken == FORWARD:
+        with pytest.warns(RuntimeWarning, match="maxsim_forward computes instead"):
+            step()
+        assert [name for name, *_ in compiler.launched] == ["maxsim_forward"]
+    else:
+        _, run_backward = step()
+        with pytest.raises(launcher.KernelCompileError, match=DOCUMENTS):
+            run_backward()
+    assert compiler.compiled.count(broken) == 1
+
+
+def test_a_failing_rehearsal_leaves_compilation_to_the_launches(compiler, monkeypatch):
+    def fails():
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(launcher, "collect_launches", fails)
+    step()[1]()
+    assert sorted(compiler.compiled) == sorted((FORWARD, LISTS, DOCUMENTS, QUERIES))
+    assert compiler.threads == {threading.get_ident()}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import backends
 from ..core.arguments import (
     Backward,
     as_device,
@@ -53,10 +54,10 @@ def warmup(
 ) -> list[tuple[str, float]]:
     """Compile the kernels of the described calls, so that no request waits for the compiler.
 
-    The function makes small calls on zeros and waits for them. A compiled kernel serves every number of documents. It
-    also serves all lengths of queries and documents up to the point where a different tile is better. Compiled kernels
-    stay in this process, and on disk in Triton's cache. Without kernels to compile, for example on a CPU, the function
-    only makes the calls.
+    The function compiles all kernels in parallel threads. Then it makes small calls on zeros and waits for them. A
+    compiled kernel serves every number of documents. It also serves all lengths of queries and documents up to the
+    point where a different tile is better. Compiled kernels stay in this process, and on disk in Triton's cache.
+    Without kernels to compile, for example on a CPU, the function only makes the calls.
 
     Args:
         device: the device of the calls. For several GPUs, call `warmup` once for each.
@@ -83,8 +84,7 @@ def warmup(
             the same numbers and lengths of queries and documents.
 
     Returns:
-        A list of ``(call, seconds)``: a description of each call and its time. The first time, most of it is
-        compilation.
+        A list of ``(call, seconds)``: the compilation, if there was any, then a description of each call and its time.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -112,26 +112,56 @@ def warmup(
     check_fits_memory("warmup", "top_k", (4, max(each["top_k"], default=1)))
     check_fits_memory("warmup", "Nq, Nd, Ld, d", (most_Nq if candidates else 1, most_Nd, most_Ld, d))
     options: dict = {"normalize": normalize, "backward": backward}
-    calls = _CallTimer(device)
-    for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):
-        shape = (queries, documents, length) if candidates else (documents, length)
-        Q = torch.zeros((queries, Lq, d), dtype=dtype, device=device, requires_grad=training)
-        D = torch.zeros((*shape, d), dtype=dtype, device=device, requires_grad=training)
-        masks = [
-            torch.ones(t.shape[:-1], dtype=torch.bool, device=device) if wanted else None
-            for t, wanted in ((Q, q_mask), (D, d_mask))
-        ]
-        weight = torch.ones(Q.shape[:-1], dtype=score_dtype(dtype), device=device) if q_weight else None
-        calls.make("maxsim", partial(maxsim, Q, D, *masks, q_weight=weight, **options), Q, D)
-        if argmax:
-            calls.make(
-                "maxsim_with_argmax", partial(maxsim_with_argmax, Q, D, *masks, q_weight=weight, **options), Q, D
-            )
-        if ragged:
-            _call_ragged_functions(calls, Q, D if candidates else D.expand(queries, *D.shape), weight, options)
+    compiler, calls = _KernelCompiler(device, dtype), _CallTimer(device)
+    for make in (compiler.make, calls.make):
+        for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):
+            shape = (queries, documents, length) if candidates else (documents, length)
+            Q = torch.zeros((queries, Lq, d), dtype=dtype, device=device, requires_grad=training)
+            D = torch.zeros((*shape, d), dtype=dtype, device=device, requires_grad=training)
+            masks = [
+                torch.ones(t.shape[:-1], dtype=torch.bool, device=device) if wanted else None
+                for t, wanted in ((Q, q_mask), (D, d_mask))
+            ]
+            weight = torch.ones(Q.shape[:-1], dtype=score_dtype(dtype), device=device) if q_weight else None
+            known = {**options, "q_weight": weight}
+            make("maxsim", partial(maxsim, Q, D, *masks, **known), Q, D)
+            if argmax:
+                make("maxsim_with_argmax", partial(maxsim_with_argmax, Q, D, *masks, **known), Q, D)
+            if ragged:
+                _make_ragged_calls(make, Q, D if candidates else D.expand(queries, *D.shape), weight, options)
+        compiler.compile(calls)
     for best in each["top_k"]:
         calls.time(f"top {best}", partial(topk.warm_up, device, score_dtype(dtype), best))
     return calls.made
+
+
+class _KernelCompiler:
+    """Collects the kernels of calls without launching them, and compiles all of them in parallel."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        backend = backends.select_backend(device, dtype)
+        self.backend = backend if hasattr(backend, "collect_launches") else None
+        self.device, self.missing = device, dict[tuple, tuple]()
+
+    def make(self, name: str, call: Callable[[], Any], Q: Tensor, D: Tensor) -> None:
+        """Add the kernels of a call, without gradients and, if Q requires them, with gradients."""
+        if self.backend is not None:
+            with self.backend.use_device(self.device), self.backend.collect_launches() as launches:
+                with torch.no_grad():
+                    call()
+                if Q.requires_grad and not name.endswith("argmax"):
+                    # A backward in another thread would launch kernels, and read an argmax that was never written.
+                    with torch.autograd.set_multithreading_enabled(False):
+                        torch.autograd.grad(call().sum(), (Q, D))
+                self.missing |= self.backend.find_missing_kernels(launches)
+
+    def compile(self, calls: _CallTimer) -> None:
+        """Compile the kernels that were added, and record the time in `calls`."""
+        if self.backend is not None and self.missing:
+            with self.backend.use_device(self.device):
+                said = f"compilation of {len(self.missing)} kernels"
+                calls.time(said, partial(self.backend.compile_in_parallel, self.missing))
+            self.missing.clear()
 
 
 class _CallTimer:
@@ -157,24 +187,25 @@ class _CallTimer:
         self.made.append((said, time.perf_counter() - begin))
 
 
-def _call_ragged_functions(calls: _CallTimer, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:
-    """Call the packed and padded functions on queries ``[Nq, Lq, d]`` and candidates ``[Nq, K, Ld, d]``."""
+def _make_ragged_calls(make: Callable, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:
+    """Pass calls of the packed and padded functions to `make`.
+
+    Queries are ``[Nq, Lq, d]`` and candidates ``[Nq, K, Ld, d]``.
+    """
     (Nq, Lq, _), (K, Ld) = Q.shape, D.shape[1:3]
     store = D[0].flatten(0, 1) if Nq else D.flatten(0, 2)
     packed = Q.flatten(0, 1)
     cu_seqlens_q, cu_seqlens_d = (torch.arange(n + 1, device=Q.device) * L for n, L in ((Nq, Lq), (K, Ld)))
     known = {**options, "q_weight": None if weight is None else weight.flatten()}
-    calls.make(
-        "maxsim_varlen", partial(maxsim_varlen, packed, store, cu_seqlens_q, cu_seqlens_d, **known), packed, store
-    )
+    make("maxsim_varlen", partial(maxsim_varlen, packed, store, cu_seqlens_q, cu_seqlens_d, **known), packed, store)
     offsets = cu_seqlens_d[:-1].expand(Nq, K).contiguous()
     listed = partial(maxsim_candidates_varlen, packed, store, offsets, torch.full_like(offsets, Ld))
-    calls.make("maxsim_candidates_varlen", partial(listed, cu_seqlens_q=cu_seqlens_q, **known), packed, store)
+    make("maxsim_candidates_varlen", partial(listed, cu_seqlens_q=cu_seqlens_q, **known), packed, store)
     pairs = torch.cartesian_prod(torch.arange(Nq, device=Q.device), torch.arange(K, device=Q.device))
     cut: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "max_seqlen_q": Lq}
-    calls.make("maxsim_pair_list", partial(maxsim_pair_list, packed, store, pairs, **cut, **known), packed, store)
+    make("maxsim_pair_list", partial(maxsim_pair_list, packed, store, pairs, **cut, **known), packed, store)
     lengths = torch.full((Nq,), Lq, device=Q.device), torch.full((Nq, K), Ld, device=Q.device)
-    calls.make("maxsim_padded", partial(maxsim_padded, Q, D, *lengths, q_weight=weight, **options), Q, D)
+    make("maxsim_padded", partial(maxsim_padded, Q, D, *lengths, q_weight=weight, **options), Q, D)
 
 
 def _as_sizes(name: str, given: Any) -> tuple[int, ...]:

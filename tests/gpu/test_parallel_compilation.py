@@ -110,3 +110,11 @@ def test_a_failing_rehearsal_leaves_compilation_to_the_launches(compiler, monkey
     step()[1]()
     assert sorted(compiler.compiled) == sorted((FORWARD, LISTS, DOCUMENTS, QUERIES))
     assert compiler.threads == {threading.get_ident()}
+
+
+def test_warmup_compiles_the_kernels_of_all_calls_before_the_first_launch(compiler):
+    sizes = {"Nq": (1, 32), "Ld": (180, 256), "Nd": 32, "d_mask": True, "argmax": True, "ragged": True}
+    made = lik_ops.warmup("cpu", torch.bfloat16, 128, 32, training=True, **sizes)
+    assert made[0][0] == f"compilation of {len(compiler.compiled)} kernels"
+    assert compiler.counts == {0} and compiler.launched
+    assert not any(name.startswith("compilation") for name, _ in made[1:])

@@ -83,7 +83,7 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     run = lookup_once(_FWD, tensors, args[9:], _make_forward, *given)
     values.check_ragged(_FWD, tensors, max_seqlen_q)
     functional.reject_forward_ad(args[0], args[1], args[8])
-    return run(tensors, max_seqlen_q=max_seqlen_q)
+    return run(tensors)
 
 
 def _make_forward(
@@ -93,9 +93,13 @@ def _make_forward(
     _check_forward(tensors, argmax_dtype, max_seqlen_q, backward)
     backend = backends.select_backend(tensors[0].device, tensors[0].dtype)
     if hasattr(backend, "ragged_plan"):
-        c = PackedArgs.of(tensors, max_seqlen_q).for_kernel()
-        return backend.ragged_plan(c, normalize, argmax_dtype).forward_ragged
-    return lambda tensors, max_seqlen_q: backend.forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
+        given = PackedArgs.of(tensors, max_seqlen_q)
+        c, sizes = given.for_kernel(), given.sizes
+        run = backend.ragged_plan(c, normalize, argmax_dtype).forward_ragged
+        if all(x is y for x, y in zip(given.tensors, c.tensors, strict=True)):
+            return lambda tensors: run(PackedArgs._make((*tensors[:6], None, *tensors[6:], *sizes)))
+        return lambda tensors: run(PackedArgs.of(tensors, max_seqlen_q).for_kernel())
+    return lambda tensors: backend.forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
 
 
 @maxsim_ragged_fwd.register_fake

@@ -117,9 +117,9 @@ class PackedPlan(Plan):
         """
         return self._run_with_fallback(c) if counts is None else self._run_generic(c, counts)
 
-    def forward_ragged(self, tensors: Sequence, max_seqlen_q: int) -> tuple[Tensor, Tensor]:
+    def forward_ragged(self, c: PackedArgs) -> tuple[Tensor, Tensor]:
         """Return the scores and the argmax of an operator's call. Without `argmax_dtype` the argmax is empty."""
-        scores, argmax = self.forward(PackedArgs.of(tensors, max_seqlen_q).for_kernel())
+        scores, argmax = self.forward(c)
         return scores, allocate_tensor((0,), (1,), torch.int32, self.device) if argmax is None else argmax
 
     def _make_choice_args(self, c: PackedArgs) -> choose.PackedChoiceArgs:
@@ -353,4 +353,4 @@ def forward_ragged(
     The argmax is empty if `argmax_dtype` is None.
     """
     c = PackedArgs.of(tensors, max_seqlen_q).for_kernel()
-    return ragged_plan(c, normalize, argmax_dtype).forward_ragged(tensors, max_seqlen_q)
+    return ragged_plan(c, normalize, argmax_dtype).forward_ragged(c)

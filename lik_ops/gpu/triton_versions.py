@@ -54,7 +54,8 @@ def _get_common_options() -> dict[str, Any]:
 
 def add_compile_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the launch options with the compile options of all kernels added."""
-    return {**_get_common_options(), **options}
+    # Without debugging, Triton builds the checks of integer additions and products only to drop them again.
+    return {**_get_common_options(), "sanitize_overflow": triton.knobs.runtime.debug, **options}
 
 
 def _raw_3_6(launcher: Any) -> Any:

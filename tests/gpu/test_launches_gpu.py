@@ -72,6 +72,20 @@ def test_no_size_compiles_anything_anew(compilations, d):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_first_forward_compiles_its_backward(compilations, normalize):
+    Q, D = tensors(24, 40, 32, 150, 88, requires_grad=True)  # no other test has 88 features
+    found = []
+    for _ in range(4):  # compiles, is captured, and is replayed
+        scores = lik_ops.maxsim(Q, D, normalize=normalize)
+        assert found or "maxsim_grad_queries" in compilations
+        compilations.clear()
+        found.append((scores, *torch.autograd.grad(scores.sum(), (Q, D))))
+        assert not compilations
+    assert all(torch.equal(x, y) for others in found[1:] for x, y in zip(found[0], others, strict=True))
+
+
+@pytest.mark.gpu
 def test_warmup_leaves_nothing_to_compile(compilations):
     options = {"q_mask": True, "d_mask": True, "normalize": True, "argmax": True, "training": True}
     lik_ops.warmup("cuda", torch.bfloat16, 40, 24, Nq=(1, 16), Ld=(20, 200), **options)

@@ -88,16 +88,22 @@ class RaggedArgs(NamedTuple):
         offsets: Tensor | None,
         lengths: Tensor | None,
         pairs: Tensor | None,
-        *per_token: Tensor | None,
+        q_mask: Tensor | None,
+        d_mask: Tensor | None,
+        q_weight: Tensor | None,
     ) -> RaggedArgs:
-        """Return the packed form of the tensors of a `PackedArgs`. Offsets become offsets and lengths."""
+        """Return the packed form of the tensors of a `PackedArgs`. Offsets become offsets and lengths.
+
+        Each tensor may have leading batch axes.
+        """
         if cu_seqlens_q is None:
-            cu_seqlens_q, Q = make_dense_offsets(Q.shape[0], Q.shape[1], Q.device), Q.flatten(0, 1)
+            cu_seqlens_q, Q = make_dense_offsets(Q.shape[-3], Q.shape[-2], Q.device), Q.flatten(-3, -2)
+            q_mask, q_weight = [None if x is None else x.flatten(-2, -1) for x in (q_mask, q_weight)]
         if offsets is None:
-            offsets, D = make_dense_offsets(D.shape[0], D.shape[1], D.device), D.flatten(0, 1)
+            offsets, D = make_dense_offsets(D.shape[-3], D.shape[-2], D.device), D.flatten(-3, -2)
+            d_mask = None if d_mask is None else d_mask.flatten(-2, -1)
         if lengths is None:
-            offsets, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
-        q_mask, d_mask, q_weight = [None if x is None else x.flatten() for x in per_token]
+            offsets, lengths = offsets[..., :-1], offsets[..., 1:] - offsets[..., :-1]
         return cls(Q, D, cu_seqlens_q, offsets, lengths, pairs, q_mask, d_mask, q_weight)
 
     @property

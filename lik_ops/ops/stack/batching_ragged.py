@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..._ops import ops as lik
-from ...core.segments import RaggedArgs, make_dense_offsets
+from ...core.segments import RaggedArgs
 from ...core.settings import checks
 from .batching import Outputs, _VmapBatch
 
@@ -158,23 +158,9 @@ def _pack_samples(tensors: tuple, in_dims: tuple) -> tuple[list, list]:
     """
     found = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, in_dims, strict=True)]
     dims = [None if dim is None else 0 for dim in in_dims]
-    Q, D, cu_seqlens_q, offsets, lengths = found[:5]
-    if cu_seqlens_q is None:
-        found[_ENDS] = make_dense_offsets(Q.shape[-3], Q.shape[-2], Q.device)
-        _flatten_tokens(found, _QUERY_SIDE)
-    if offsets is None:
-        offsets = make_dense_offsets(D.shape[-3], D.shape[-2], D.device)
-        _flatten_tokens(found, _DOCUMENT_SIDE)
-    if lengths is None:
-        found[_OFFSETS], found[_LENGTHS], dims[_LENGTHS] = offsets[..., :-1], offsets.diff(), dims[_OFFSETS]
-    return found, dims
-
-
-def _flatten_tokens(tensors: list, side: tuple) -> None:
-    """Replace the tensors of one side by tensors with a single token axis."""
-    for n, i in enumerate(side):
-        if tensors[i] is not None:
-            tensors[i] = tensors[i].flatten(-3, -2) if n == 0 else tensors[i].flatten(-2, -1)
+    if found[_LENGTHS] is None:
+        dims[_LENGTHS] = dims[_OFFSETS]
+    return list(RaggedArgs.of(*found)), dims
 
 
 def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:

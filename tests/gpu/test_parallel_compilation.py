@@ -14,7 +14,9 @@ if INTERPRETING:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from lik_ops.gpu.runtime import launcher
+from lik_ops.ops.fast_path import eager
 
+from ..record_kernels import random_calls
 from .test_capture import Bound
 from .test_capture import log as launches  # noqa: F401  # a fixture
 from .test_launches_sm90 import log as log_on_sm_90  # noqa: F401  # a fixture
@@ -110,6 +112,24 @@ def test_a_failing_rehearsal_leaves_compilation_to_the_launches(compiler, monkey
     step()[1]()
     assert sorted(compiler.compiled) == sorted((FORWARD, LISTS, DOCUMENTS, QUERIES))
     assert compiler.threads == {threading.get_ident()}
+
+
+def test_random_calls_compile_what_they_launch(compiler):
+    together = 0
+    for name, call in random_calls(3, 40):
+        eager.clear_call_caches()
+        launcher._compiled_kernels.clear()
+        for log in (compiler.compiled, compiler.threads, compiler.launched):
+            log.clear()
+        try:
+            call()
+        except (NotImplementedError, ValueError):
+            continue
+        launched = {kernel for kernel, *_ in compiler.launched}
+        assert set(compiler.compiled) == launched, name
+        assert len(launched) < 2 or threading.get_ident() not in compiler.threads, name
+        together += len(launched) > 1
+    assert together > 10
 
 
 def test_warmup_compiles_the_kernels_of_all_calls_before_the_first_launch(compiler):

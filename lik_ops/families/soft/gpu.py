@@ -321,8 +321,9 @@ def backward_soft(
             grad.zero_()
         return tuple(grads)  # type: ignore[return-value]
     call = SoftCall(grad_scores, Q, D, lse.contiguous(), q_mask, d_mask, q_weight, temperature, normalize)
+    given = grad_scores, Q, D, lse, q_mask, d_mask, q_weight, temperature, normalize, needs
     with use_device(Q.device):
-        _run_in_parts(call, needs, grads)
+        launcher.run_first(functools.partial(backward_soft, *given), _run_in_parts, call, needs, grads)
     return tuple(grads)  # type: ignore[return-value]
 
 

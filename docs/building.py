@@ -40,6 +40,7 @@ OPERATORS = {
     "ops.ragged.maxsim_ragged_fwd": "maxsim_ragged_fwd",
     "ops.ragged.maxsim_ragged_bwd": "maxsim_ragged_bwd",
     "ops.quantized.maxsim_quantized_fwd": "maxsim_quantized_fwd",
+    "ops.quantized.maxsim_quantized_bwd": "maxsim_quantized_bwd",
     "ops.saved.maxsim_fwd_int8": "maxsim_fwd_int8",
     "ops.saved.maxsim_bwd_int8": "maxsim_bwd_int8",
     "families.soft.ops.maxsim_soft_fwd": "maxsim_soft_fwd",

@@ -5,7 +5,7 @@ gather_gradients, BM tokens s of query i:
     acc = 0                                          # [BM, BD], fp32
     for k0 in range(k_begin, k_end, BN):
         t, hit, g = argmax, argmax >= 0, grad_scores # of (document k0 + n, token s), BN * BM lanes
-        x = D[k0 + n, t]                             # [BN * BM, BD], zeros without a hit
+        x = D[k0 + n, t]                             # [BN * BM, BD], dequantized, zeros without a hit
         g = g * inverse_norm(x)                      # NORMALIZE
         acc += sum over n of g * x
     return acc, whether any document has a hit
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import NORM_EPS, compute_inverse_norm, load_rows, load_tokens, sum_row_squares, to_int64
+from ..formats.encoded import load_dequantized_tokens, sum_dequantized_squares
 from .pairs import find_query_pairs, load_packed_argmax
 
 
@@ -82,17 +83,19 @@ def _scatter_rows(targets, values, won, columns, d):
 
 
 @triton.jit
-def gather_gradients(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C: tl.constexpr):
+def gather_gradients(up, i, s, ok, k_begin, k_end, c0, rows, sum_D, D, counts, d, C: tl.constexpr):
     """Sum ``g[i, k] * D[k, argmax]`` for BM tokens of query i over documents `k_begin` to `k_end`.
 
     A step covers BN documents, so the loads of BM * BN rows are in flight at once. The sum visits documents in
     ascending order. With C.NORMALIZE the document tokens are normalized first. Rows of an absent argmax are not read,
     because they may hold NaN.
 
-    If `sum_D` is not None, ``g * rows`` is also added atomically to `sum_D` at each argmax.
+    If `sum_D` is not None, ``g * rows`` is also added atomically to `sum_D` at each argmax. If `counts` is not None,
+    documents are packed and encoded, and `counts` are their `DequantArgs`.
 
     Returns the sums `[BM, BD]` and whether each token has an argmax in any document.
     """
+    columns = c0 + tl.arange(0, C.BD)
     acc = tl.full((C.BM, C.BD), 0, tl.float32)
     live = tl.full((C.BM,), 0, tl.int32)
     # Lane BM * n + m of a step holds the argmax of token m in document n.
@@ -119,14 +122,19 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, columns, rows, sum_D, D, d, C
             targets = sum_D + (document * up.Ld + token) * d
             _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), won, columns, d)
         at = document * up.Ld + token
-        x = dequantize_rows(load_rows(pointers, won, columns, d, D.stride_d, C.WIDE_OFFSETS), up.scale, at, won)
+        if counts is not None:
+            # Token 0 is read without an argmax, and may be NaN.
+            x = tl.where(won[:, None], load_dequantized_tokens(token, c0, d, D, counts, C), 0.0)
+        else:
+            x = dequantize_rows(load_rows(pointers, won, columns, d, D.stride_d, C.WIDE_OFFSETS), up.scale, at, won)
         if C.NORMALIZE:
             if C.SINGLE_STEP:
-                g = tl.where(won, g * compute_inverse_norm(tl.sum(x * x, axis=1)), 0.0)
+                squares = tl.sum(x * x, axis=1)
+            elif counts is not None:
+                squares = sum_dequantized_squares(token, d, D, counts, C)
             else:
-                g = tl.where(
-                    won, g * compute_inverse_norm(_sum_row_squares(pointers, up.scale, at, won, d, D.stride_d, C)), 0.0
-                )
+                squares = _sum_row_squares(pointers, up.scale, at, won, d, D.stride_d, C)
+            g = tl.where(won, g * compute_inverse_norm(squares), 0.0)
         # Both factors are zero without an argmax. A select would prevent fused multiply-adds.
         acc += tl.sum(tl.reshape(g[:, None] * x, (C.BN, C.BM, C.BD)), axis=0)
         live = live | tl.max(tl.reshape(won.to(tl.int32), (C.BN, C.BM)), axis=0)

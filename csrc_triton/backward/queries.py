@@ -36,7 +36,7 @@ from .pairs import count_max_pairs
 
 
 @triton.jit
-def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C: tl.constexpr):
+def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, d, C: tl.constexpr):
     """Compute the gathered gradient of one feature step, without weights.
 
     Also returns the query rows, which are zero without an argmax, which rows have one, and the features.
@@ -45,19 +45,20 @@ def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C: tl.constexpr):
     count = up.K
     if up.query is not None:
         count = count_max_pairs(up, s, ok, C)
-    acc, live = gather_gradients(up, i, s, ok, 0, count, columns, None, None, D, d, C)
+    acc, live = gather_gradients(up, i, s, ok, 0, count, c0, None, None, D, counts, d, C)
     q = load_rows(pointers, live, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
     return q, acc, live, columns
 
 
 @triton.jit
-def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, d, C: tl.constexpr):
+def maxsim_grad_queries(Q, D, up, counts, grad_Q, grad_weight, d, C: tl.constexpr):
     """Compute the query gradient of BM tokens of a query for each program.
 
     Args:
         Q: `QueryArgs`.
         D: `DocumentArgs`.
         up: `UpstreamArgs`. Packed layouts are one query of Lq tokens.
+        counts: `DequantArgs` or `CodecDequantArgs` of encoded, packed documents, or None.
         grad_Q: Output `[Nq, Lq, d]`, contiguous, or None.
         grad_weight: Output `[Nq, Lq]`, contiguous, or None.
         d: Number of features.
@@ -78,12 +79,12 @@ def maxsim_grad_queries(Q, D, up, grad_Q, grad_weight, d, C: tl.constexpr):
     alive = tl.full((C.BM,), 0, tl.int32)
     if TWICE or grad_Q is None:
         for c0 in range(0, d, C.BD):
-            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C)
+            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, d, C)
             dot += tl.sum(q * acc, axis=1)
             alive = live.to(tl.int32)
     if grad_Q is not None:
         for c0 in range(0, d, C.BD):
-            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, d, C)
+            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, d, C)
             alive = live.to(tl.int32)
             if not TWICE:
                 dot += tl.sum(q * acc, axis=1)

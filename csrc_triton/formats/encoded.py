@@ -65,7 +65,7 @@ def load_bits(ptr, t, c0, d, D, C: tl.constexpr):
     columns = c0 // 8 + tl.arange(0, C.BD // 8)
     x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, 8), D, C.WIDE_OFFSETS)
     x = (x[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8)) & 1
-    return tl.reshape(x, (C.BN, C.BD)).to(tl.int8) * 2 - 1
+    return tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - 1
 
 
 @triton.jit
@@ -276,6 +276,27 @@ def dequantize_similarities(S, rows, counts, document, t, C: tl.constexpr):
     return S
 
 
+@triton.jit
+def load_dequantized_tokens(t, c0, d, D, counts, C: tl.constexpr):
+    """Load features from `c0` on of packed tokens `t`, dequantized to fp32, with zeros beyond d."""
+    x = load_encoded_tile(D.ptr, t, 0, c0, d, D, counts, tl.float32, C)
+    if get_bucket_bits(C.ENCODING) == 0:
+        x = convert_encoded(x, tl.float32, C) * load_token_scales(counts, t)[:, None]
+        if counts.minimum is not None:
+            x += _load_values(counts.minimum, counts.minimum_each, t)[:, None]
+    return tl.where((c0 + tl.arange(0, C.BD) < d)[None, :], x, 0.0)
+
+
+@triton.jit
+def sum_dequantized_squares(t, d, D, counts, C: tl.constexpr):
+    """Return the sums of squares of dequantized packed tokens `t`."""
+    squares = tl.full(t.shape, 0, tl.float32)
+    for c0 in range(0, d, C.BD):
+        x = load_dequantized_tokens(t, c0, d, D, counts, C)
+        squares += tl.sum(x * x, axis=1)
+    return squares
+
+
 @triton.jit(do_not_specialize=["Td"])
 def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     """Divide the scales and minimums of tokens by the norms of the dequantized tokens.
@@ -292,21 +313,10 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * C.BN + tl.arange(0, C.BN)
     ok = t < Td
     t = tl.minimum(t, Td - 1)
-    s = load_token_scales(counts, t)
-    m = tl.zeros_like(s)
+    inverse = compute_inverse_norm(sum_dequantized_squares(t, d, D, counts, C))
+    tl.store(scale + t, load_token_scales(counts, t) * inverse, mask=ok)
     if counts.minimum is not None:
-        m = _load_values(counts.minimum, counts.minimum_each, t)
-    squares = tl.full((C.BN,), 0, tl.float32)
-    for c0 in range(0, d, C.BD):
-        x = load_encoded_tile(D.ptr, t, 0, c0, d, D, counts, tl.float32, C)
-        if get_bucket_bits(C.ENCODING) == 0:
-            x = convert_encoded(x, tl.float32, C) * s[:, None] + m[:, None]
-        x = tl.where((c0 + tl.arange(0, C.BD) < d)[None, :], x, 0.0)
-        squares += tl.sum(x * x, axis=1)
-    inverse = compute_inverse_norm(squares)
-    tl.store(scale + t, s * inverse, mask=ok)
-    if counts.minimum is not None:
-        tl.store(minimum + t, m * inverse, mask=ok)
+        tl.store(minimum + t, _load_values(counts.minimum, counts.minimum_each, t) * inverse, mask=ok)
 
 
 @triton.jit(do_not_specialize=["documents", "K", "Ld"])

@@ -213,7 +213,7 @@ def load_decoded_tokens(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: 
         if EACH > 1:
             shifts = (8 - NBITS - NBITS * tl.arange(0, EACH)).to(tl.uint8)
             buckets = (buckets[:, :, None] >> shifts[None, None, :]) & ((1 << NBITS) - 1)
-            buckets = tl.reshape(buckets, (C.BN, C.BD))
+            buckets = tl.reshape(buckets, (t.shape[0], C.BD))
         weights = tl.load(counts.weights + buckets.to(tl.int32), mask=(columns < d)[None, :], other=0.0)
         ok = code < counts.centroids_count  # false if there are no centroids
         x = load_rows(counts.centroids + code.to(tl.int64) * d, ok, columns, d, 1, C.WIDE_OFFSETS)

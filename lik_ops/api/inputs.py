@@ -430,22 +430,33 @@ def _call_operator(g: ScoringArgs, c: PackedArgs) -> tuple[Tensor, Tensor | None
 def _call_quantized_operator(g: ScoringArgs, D: Quantized, c: PackedArgs) -> tuple[Tensor, Tensor | None]:
     """Return scores and argmax of ``lik::maxsim_quantized_fwd``.
 
-    Raise if a gradient is needed.
+    Raise if a gradient of the documents is needed.
     """
-    functional.reject_forward_ad(c.Q, c.q_weight)
-    if needs_gradients(c.Q, c.q_weight):
+    _reject_unsupported_transforms(c.Q, c.q_weight)
+    stored = D.stored()
+    if needs_gradients(*stored[:3], *stored[4:]):
         raise NotImplementedError(
-            f"{g.op}: scores of quantized documents have no gradient: call it under torch.no_grad, or score"
+            f"{g.op}: D: quantized documents have no gradient, but a tensor of D requires one: detach it, or score"
             " D.dequantize()"
         )
     sharding.register_if_needed()
-    dtype = choose_argmax_dtype(c.Td) if g.with_argmax else None
-    stored = D.stored()
+    keeps = g.with_argmax or (needs_gradients(c.Q, c.q_weight) and not g.recompute)
+    dtype = choose_argmax_dtype(c.Td) if keeps else None
     if c.offsets is None:
         stored = stored._replace(data=stored.data.view(*c.D.shape[:-1], stored.data.shape[1]))
     Q, _, *others = c.operator_tensors
     scores, argmax = lik.maxsim_quantized_fwd(Q, *stored, *others, g.normalize, dtype, c.max_seqlen_q)
     return scores, argmax if g.with_argmax else None
+
+
+def _reject_unsupported_transforms(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError if ``torch.func`` or forward-mode AD would differentiate these tensors."""
+    if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
+        raise NotImplementedError(
+            "torch.func cannot differentiate MaxSim of packed tokens, pair lists and quantized documents: take"
+            " gradients with torch.autograd, or pad and call lik_ops.maxsim"
+        )
+    functional.reject_forward_ad(*tensors)
 
 
 def call_ragged_operator(
@@ -471,12 +482,7 @@ def call_ragged_operator(
     Raises:
         NotImplementedError: ``torch.func`` or forward-mode AD would differentiate the call.
     """
-    if not torch.compiler.is_dynamo_compiling() and functional.is_differentiating():
-        raise NotImplementedError(
-            "torch.func cannot differentiate MaxSim of packed tokens and pair lists: take gradients with"
-            " torch.autograd, or pad and call lik_ops.maxsim"
-        )
-    functional.reject_forward_ad(c.Q, c.D, c.q_weight)
+    _reject_unsupported_transforms(c.Q, c.D, c.q_weight)
     sharding.register_if_needed()
     keeps = with_argmax or (needs_gradients(c.Q, c.D, c.q_weight) and not recompute)
     argmax_dtype = choose_argmax_dtype(c.Td) if keeps else None

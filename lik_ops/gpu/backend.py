@@ -9,7 +9,7 @@ from ..families.head.gpu import backward_head, forward_head
 from ..families.loss.gpu import count_labels, label_gradients, label_losses
 from ..families.soft.gpu import backward_soft, forward_soft
 from .backward.dense import GradientPlan, backward_lowmem, backward_unified
-from .backward.packed import backward_cut, backward_ragged
+from .backward.packed import backward_cut, backward_quantized, backward_ragged
 from .forward.code_scores import code_scores
 from .forward.dense import forward, forward_plan
 from .forward.packed import forward_ragged, ragged_plan
@@ -27,6 +27,7 @@ __all__ = [
     "backward_cut",
     "backward_head",
     "backward_lowmem",
+    "backward_quantized",
     "backward_ragged",
     "backward_soft",
     "backward_unified",

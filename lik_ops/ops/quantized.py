@@ -1,28 +1,73 @@
-"""The family of quantized documents: ``lik::maxsim_quantized_fwd``, a packed forward that dequantizes in the kernel."""
+"""The family of quantized documents: ``lik::maxsim_quantized_fwd`` and ``lik::maxsim_quantized_bwd``.
 
-from typing import Any
+Both are packed operators that dequantize tokens in the kernel. The backward only reads the tokens that are an argmax.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ..core.arguments import DTYPES, INDEX_DTYPES, check_choice, check_tensor, describe_type, require
+from .._ops import ops as lik
+from ..core.arguments import (
+    DTYPES,
+    INDEX_DTYPES,
+    check_choice,
+    check_tensor,
+    choose_argmax_dtype,
+    describe_type,
+    require,
+)
 from ..core.segments import PackedArgs, check_ragged_tensors
 from ..formats.table import OPERAND_FORMATS, EncodedTokens, Format
 from .checks import values
 from .registration.custom import custom_op
-from .registration.family import check_forward_options, fake_forward, lookup_backend, make_raising_backward
-from .stack import batching_ragged, functional
-
-_SCHEMA = (
-    "(Tensor Q, Tensor data, Tensor scale, Tensor? minimum, str format, Tensor? codes, Tensor? centroids,"
-    " Tensor? weights, Tensor? cu_seqlens_q, Tensor? d_offsets, Tensor? d_lengths, Tensor? pairs, Tensor? q_mask,"
-    " Tensor? d_mask, Tensor? q_weight, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q)"
-    " -> (Tensor, Tensor)"
+from .registration.family import (
+    check_forward_options,
+    check_gradient,
+    fake_forward,
+    fake_gradient,
+    lookup_backend,
+    make_raising_double_backward,
+    register_autograd,
 )
+from .stack import batching, batching_ragged, functional
+
+_TENSORS = (
+    "Tensor Q, Tensor data, Tensor scale, Tensor? minimum, str format, Tensor? codes, Tensor? centroids,"
+    " Tensor? weights, Tensor? cu_seqlens_q, Tensor? d_offsets, Tensor? d_lengths, Tensor? pairs, Tensor? q_mask,"
+    " Tensor? d_mask, Tensor? q_weight"
+)
+_FWD_SCHEMA = f"({_TENSORS}, bool normalize, ScalarType? argmax_dtype, SymInt max_seqlen_q) -> (Tensor, Tensor)"
+_BWD_SCHEMA = f"(Tensor grad_scores, {_TENSORS}, Tensor argmax, bool normalize, bool[2] needs) -> (Tensor, Tensor)"
+_FWD, _BWD = map(add_op_namespace_prefix, ("maxsim_quantized_fwd", "maxsim_quantized_bwd"))
+
+
+class QuantizedOperatorArgs(NamedTuple):
+    """The tensors of the quantized operators, and the format of the documents."""
+
+    Q: Tensor
+    data: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+    format: str
+    codes: Tensor | None
+    centroids: Tensor | None
+    weights: Tensor | None
+    cu_seqlens_q: Tensor | None
+    d_offsets: Tensor | None
+    d_lengths: Tensor | None
+    pairs: Tensor | None
+    q_mask: Tensor | None
+    d_mask: Tensor | None
+    q_weight: Tensor | None
+
+
 # Positions in the schema: the operands that encode the documents, and the first argument after the tensors.
-_ENCODED_SLICE, _FIRST_OPTION = slice(1, 8), 15
-_FWD = add_op_namespace_prefix("maxsim_quantized_fwd")
+_ENCODED_SLICE, _FIRST_OPTION = slice(1, 8), len(QuantizedOperatorArgs._fields)
 
 
 def make_tokens_like(Q: Tensor, shape: Any) -> Tensor:
@@ -42,36 +87,46 @@ def _check_forward_args(tensors: tuple, stored: EncodedTokens, argmax_dtype: Any
     """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
     check_ragged_tensors(_FWD, tensors)
     check_forward_options(_FWD, tensors[1], argmax_dtype, "auto")
-    _check_encoded_tokens(tensors[0], stored)
+    _check_encoded_tokens(_FWD, tensors[0], stored)
 
 
-def _check_encoded_tokens(Q: Tensor, stored: EncodedTokens) -> None:
+def _check_backward_args(
+    grad_scores: Tensor, tensors: tuple, stored: EncodedTokens, argmax: Tensor, needs: Sequence[bool]
+) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless all arguments of the backward fit together."""
+    check_ragged_tensors(_BWD, tensors)
+    _check_encoded_tokens(_BWD, tensors[0], stored)
+    c = PackedArgs.of(tensors, argmax.shape[-1] if argmax.dim() else 0)
+    check_gradient(_BWD, grad_scores, c, argmax, c.argmax_shape(), [needs[0], False, needs[1]])
+
+
+def _check_encoded_tokens(op: str, Q: Tensor, stored: EncodedTokens) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the encoded documents fit Q."""
-    check_choice(_FWD, "format", stored.format, tuple(OPERAND_FORMATS))
+    check_choice(op, "format", stored.format, tuple(OPERAND_FORMATS))
     kept = OPERAND_FORMATS[stored.format]
     expected = -(-Q.shape[-1] // kept.each)
     if stored.data.dtype != kept.bytes:
-        raise TypeError(f"{_FWD}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
+        raise TypeError(f"{op}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
     require(
         stored.data.shape[1] == expected,
-        lambda: f"{_FWD}: data: expected [Td, {expected}] for d = {Q.shape[-1]}, got {list(stored.data.shape)}",
+        lambda: f"{op}: data: expected [Td, {expected}] for d = {Q.shape[-1]}, got {list(stored.data.shape)}",
     )
     for name, x in (("scale", stored.scale), ("minimum", stored.minimum)):
-        check_tensor(_FWD, name, x, or_none=name == "minimum" and not kept.affine)
+        check_tensor(op, name, x, or_none=name == "minimum" and not kept.affine)
         if x is None:
             continue
         if name == "minimum" and not kept.affine:
-            raise TypeError(f"{_FWD}: minimum: expected None for {stored.format}, got a Tensor")
+            raise TypeError(f"{op}: minimum: expected None for {stored.format}, got a Tensor")
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
         if x.dtype != torch.float32 or not fits:
-            raise ValueError(f"{_FWD}: {name}: expected fp32 [Td] or [1], got {x.dtype} {list(x.shape)}")
-    _check_code_tensors(stored, kept, Q.shape[-1])
+            raise ValueError(f"{op}: {name}: expected fp32 [Td] or [1], got {x.dtype} {list(x.shape)}")
+    _check_code_tensors(op, stored, kept, Q.shape[-1])
     for name, x in stored._asdict().items():
         if isinstance(x, Tensor) and x.device != Q.device:
-            raise ValueError(f"{_FWD}: {name}: expected the device of Q, {Q.device}, got {x.device}")
+            raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {x.device}")
 
 
-def _check_code_tensors(stored: EncodedTokens, kept: Format, d: Any) -> None:
+def _check_code_tensors(op: str, stored: EncodedTokens, kept: Format, d: Any) -> None:
     """Raise ValueError or TypeError unless the tensors of residual codes fit `kept`, and are None for other formats."""
     dtypes = {"codes": INDEX_DTYPES, "centroids": DTYPES[:3], "weights": (torch.float32,)}
     shapes = {"codes": (stored.data.shape[0],), "centroids": (None, d), "weights": (2**kept.nbits,)}
@@ -79,22 +134,23 @@ def _check_code_tensors(stored: EncodedTokens, kept: Format, d: Any) -> None:
         x = getattr(stored, name)
         if not kept.nbits:
             if x is not None:
-                raise TypeError(f"{_FWD}: {name}: expected None for {stored.format}, got {describe_type(x)}")
+                raise TypeError(f"{op}: {name}: expected None for {stored.format}, got {describe_type(x)}")
             continue
-        check_tensor(_FWD, name, x)
+        check_tensor(op, name, x)
         expected = shapes[name]
         if x.dtype not in of:
-            raise TypeError(f"{_FWD}: {name}: expected {' or '.join(map(str, of))}, got {x.dtype}")
+            raise TypeError(f"{op}: {name}: expected {' or '.join(map(str, of))}, got {x.dtype}")
         fits = x.dim() == len(expected) and all(n is None or n == m for n, m in zip(expected, x.shape, strict=True))
         if not fits:
-            raise ValueError(f"{_FWD}: {name}: expected {list(expected)}, got {list(x.shape)}")
+            raise ValueError(f"{op}: {name}: expected {list(expected)}, got {list(x.shape)}")
 
 
-@custom_op(add_op_namespace_prefix("maxsim_quantized_fwd"), _SCHEMA)
+@custom_op(add_op_namespace_prefix("maxsim_quantized_fwd"), _FWD_SCHEMA)
 def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """Return the scores of quantized, packed documents and, if requested, the argmax of each query token.
 
-    Documents are dequantized in the kernel. There is no gradient. The arguments, in the order of the schema:
+    Documents are dequantized in the kernel. ``Q`` and ``q_weight`` have gradients, documents have none. The arguments,
+    in the order of the schema:
 
     - ``Q``: query tokens ``[Tq, d]``, or ``[Nq, Lq, d]`` without ``cu_seqlens_q``.
     - ``data``: encoded tokens ``[Td, n]``, or ``[Nd, Ld, n]`` without ``d_offsets``, where n is d, or fewer if `format`
@@ -128,7 +184,45 @@ def _(*args):
     return fake_forward(c, c.argmax_shape(), argmax_dtype)
 
 
-maxsim_quantized_fwd.register_autograd(
-    make_raising_backward("maxsim_quantized_fwd", "score the tokens of Quantized.dequantize()")
-)
+@custom_op(add_op_namespace_prefix("maxsim_quantized_bwd"), _BWD_SCHEMA)
+def maxsim_quantized_bwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of Q and q_weight for quantized documents, each summed in a fixed order.
+
+    Only the document tokens that are an argmax are read and dequantized. The arguments, in the order of the schema:
+
+    - ``grad_scores``: the gradient of the scores, with their shape and dtype.
+    - ``Q`` to ``q_weight`` and ``normalize``: the arguments of `maxsim_quantized_fwd`.
+    - ``argmax``: the argmax that `maxsim_quantized_fwd` returned.
+    - ``needs``: whether the gradients of Q and q_weight are needed.
+
+    Returns:
+        The gradients of Q and q_weight, each with the dtype of its input, or with size [0] if not needed.
+    """
+    grad_scores, (argmax, normalize, needs) = args[0], args[_FIRST_OPTION + 1 :]
+    tensors, stored = _unpack_args(args[1 : _FIRST_OPTION + 1])
+    given = grad_scores, tensors, stored, argmax, needs
+    backend = lookup_backend(_BWD, args[:-1], tuple(needs), args[1], _check_backward_args, *given)
+    functional.reject_forward_ad(grad_scores, args[1], tensors[8])
+    return backend.backward_quantized(grad_scores, tensors, stored, argmax, normalize, list(needs))
+
+
+@maxsim_quantized_bwd.register_fake
+def _(*args):
+    grad_scores, (argmax, _, needs) = args[0], args[_FIRST_OPTION + 1 :]
+    tensors, stored = _unpack_args(args[1 : _FIRST_OPTION + 1])
+    _check_backward_args(grad_scores, tensors, stored, argmax, needs)
+    return fake_gradient(PackedArgs.of(tensors, argmax.shape[-1]), [needs[0], False, needs[1]])[::2]
+
+
+def _call_backward(grad_scores, tensors, argmax, options, needs):
+    normalize, argmax_dtype, max_seqlen_q = options
+    if argmax_dtype is None:  # the forward saved no argmax
+        dtype = choose_argmax_dtype(PackedArgs.of(_unpack_args(tuple(tensors))[0], max_seqlen_q).Td)
+        argmax = lik.maxsim_quantized_fwd(*tensors, normalize, dtype, max_seqlen_q)[1]
+    return lik.maxsim_quantized_bwd(grad_scores, *tensors, argmax, normalize, needs)
+
+
+register_autograd(maxsim_quantized_fwd, QuantizedOperatorArgs, _call_backward, wanted=(0, _FIRST_OPTION - 1))
+maxsim_quantized_bwd.register_autograd(make_raising_double_backward("maxsim_quantized_fwd"))
 maxsim_quantized_fwd.register_vmap(batching_ragged.vmap_quantized_forward)
+maxsim_quantized_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_quantized_bwd, _FIRST_OPTION + 2))

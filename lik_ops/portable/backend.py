@@ -37,6 +37,7 @@ __all__ = [
     "backward_chamfer",
     "backward_head",
     "backward_lowmem",
+    "backward_quantized",
     "backward_ragged",
     "backward_soft",
     "backward_unified",
@@ -83,3 +84,15 @@ def backward_ragged(
     grads = packed_backward.backward_ragged(grad_scores, c.ragged(), argmax, normalize, needs, unified)
     shapes = c.Q.shape, c.D.shape, c.Q.shape[:-1]
     return tuple(g.view(shape) if need else g for g, shape, need in zip(grads, shapes, needs, strict=True))
+
+
+@limit_threads
+def backward_quantized(
+    grad_scores: Tensor, tensors: Sequence, stored: EncodedTokens, argmax: Tensor, normalize: bool, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of Q and q_weight for quantized documents, each empty if not needed."""
+    c = PackedArgs.of(tensors, argmax.shape[1])
+    wanted = [needs[0], False, needs[1]]
+    found = packed_backward.backward_ragged(grad_scores, c.ragged(), argmax, normalize, wanted, False, stored)[::2]
+    shapes = c.Q.shape, c.Q.shape[:-1]
+    return tuple(g.view(shape) if need else g for g, shape, need in zip(found, shapes, needs, strict=True))

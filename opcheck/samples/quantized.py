@@ -1,8 +1,8 @@
-"""Sample inputs and references of ``lik::maxsim_quantized_fwd``, which scores the dequantized tokens."""
+"""Sample inputs and references of the quantized operators, which score the dequantized tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 import lik_ops
 from lik_ops.formats.table import EncodedTokens
 from lik_ops.opcheck.samples import ragged
+from lik_ops.opcheck.samples.gradients import compute_gradients
 
 SCALES = {"int8": "token", "uint8": "token", "fp8_e4m3": "tensor", "fp8_e5m2": "token", "binary": "tensor"}
 NBITS = {"residual1": 1, "residual2": 2, "residual4": 4, "residual8": 8}
@@ -54,10 +55,26 @@ def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
     formats = [*SCALES, *NBITS]
     for n, (label, args) in enumerate(ragged.forward_samples(dtype, device)):
         Q, D, *rest, normalize, argmax_dtype, longest, _ = args
-        detached = [t.detach() if isinstance(t, Tensor) else t for t in rest]
         format = formats[n % len(formats)]
         stored = _encode(D.detach(), format)
-        yield f"{format}-{label}", (Q.detach(), *stored, *detached, normalize, argmax_dtype, longest)
+        yield f"{format}-{label}", (Q, *stored, *rest, normalize, argmax_dtype, longest)
+
+
+def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield the samples of the backward."""
+    for label, args in samples(dtype, device):
+        if args[16] is not None:
+            given = [t.detach() if isinstance(t, Tensor) else t for t in args]
+            needs = [True, given[14] is not None] if given[15] else [True, False]
+            yield label, _make_backward_args(given, needs)
+
+
+def _make_backward_args(args: Sequence, needs: list[bool]) -> tuple:
+    """Return arguments of the backward from detached arguments of the forward."""
+    scores, argmax = torch.ops.lik.maxsim_quantized_fwd(*args)
+    upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
+    # A copy: the sizes of the base of a view would be guarded too.
+    return upstream, *args[:15], argmax.clone(), args[15], needs
 
 
 def reference(Q, *args: Any) -> tuple:
@@ -67,6 +84,21 @@ def reference(Q, *args: Any) -> tuple:
     D = _decode(flat, d).to(Q.dtype).view(*data.shape[:-1], d)
     arguments: Any = (Q, D, *args[7:], "auto")
     return ragged.forward_reference(*arguments)
+
+
+def backward_reference(grad_scores, Q, *args: Any) -> tuple:
+    """Return the expected gradients."""
+    *tensors, argmax, normalize, needs = args
+
+    def scores(Q, weight):
+        return reference(Q, *tensors[:-1], weight, normalize, None, argmax.shape[1])[0]
+
+    return compute_gradients(scores, grad_scores, (Q, tensors[-1]), needs)
+
+
+def sized_backward(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:
+    """Return arguments of the backward for given sizes."""
+    return _make_backward_args(sized(sizes, candidates, device), [True, True])
 
 
 def sized(sizes: tuple[int, int, int, int], candidates: bool, device: str) -> tuple:

@@ -68,6 +68,9 @@ OPERATORS: dict[str, OperatorCase] = {
     "maxsim_ragged_fwd": _name_samples(ragged.forward_samples, ragged.forward_reference, ragged.sized_forward),
     "maxsim_ragged_bwd": _name_samples(ragged.backward_samples, ragged.backward_reference, ragged.sized_backward),
     "maxsim_quantized_fwd": _name_samples(quantized.samples, quantized.reference, quantized.sized),
+    "maxsim_quantized_bwd": _name_samples(
+        quantized.backward_samples, quantized.backward_reference, quantized.sized_backward
+    ),
     "maxsim_fwd_int8": OperatorCase(_WITH_ARGMAX.samples, saved.forward_reference, dense.sized_fwd),
     "maxsim_bwd_int8": _derive_operator(_BWD, saved.backward_arguments, saved.backward_reference),
     "maxsim_soft_fwd": _derive_operator(_FWD, soft.forward_arguments, soft.forward_reference, 1),

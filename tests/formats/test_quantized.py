@@ -429,21 +429,6 @@ def test_what_another_library_quantised():
     assert made.error is None
 
 
-@pytest.mark.parametrize("format", ["int8", "residual4"])
-def test_there_is_no_gradient_and_that_is_said(format):
-    Q, made = tokens(2, 3, 8).requires_grad_(), quantize(tokens(4, 5, 8), format)
-    with pytest.raises(NotImplementedError, match=r"maxsim: scores of quantized documents have no gradient"):
-        lik_ops.maxsim(Q, made)
-    with torch.no_grad():
-        assert not lik_ops.maxsim(Q, made).requires_grad
-    bounds = torch.arange(0, 7, 3), torch.arange(0, 20, 5), torch.full((4,), 5)
-    scores, _ = torch.ops.lik.maxsim_quantized_fwd(
-        Q.flatten(0, 1), *made.stored(), *bounds, *[None] * 4, False, None, 3
-    )
-    with pytest.raises(NotImplementedError, match="lik::maxsim_quantized_fwd has no gradient"):
-        scores.sum().backward()
-
-
 def test_compiled():
     Q, made = tokens(2, 3, 8), quantize(tokens(4, 5, 8))
 

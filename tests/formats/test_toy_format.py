@@ -21,7 +21,7 @@ def load_nibbles(ptr, t, c0, d, D, C: tl.constexpr):
     """Load features from c0 on of tokens `t`. The first feature of a byte is in the lower half."""
     x = load_tokens(ptr, t, t >= 0, c0 // 2 + tl.arange(0, C.BD // 2), tl.cdiv(d, 2), D, C.WIDE_OFFSETS)
     x = (x[:, :, None] >> (4 * tl.arange(0, 2)).to(tl.uint8)[None, None, :]) & 15
-    return tl.reshape(x, (C.BN, C.BD)).to(tl.int8) - 8
+    return tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) - 8
 
 
 def encode(x, inverse):

@@ -18,6 +18,7 @@ MODULES = [
     "gpu/forward/test_code_kernels",
     "families/loss/test_cross_entropy",
     "ops/test_gradients",
+    "ops/test_quantized_gradients",
     "gpu/test_capture",
     "families/chamfer/test_chamfer",
     "gpu/backward/test_packed_buckets",

@@ -249,8 +249,10 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
         return backward_configs.configure_buckets(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
         return replace(backward_configs.configure_buckets(arch, documents, 2**20), num_stages=3)  # default of Triton
-    scaled = case.kernel == "maxsim_grad_queries" and bool(case.stored)
-    return backward_configs.configure_gather(kind, ragged=case.ragged, scaled=scaled)
+    of_queries = case.kernel == "maxsim_grad_queries"
+    scaled = of_queries and bool(case.stored)
+    choices: dict = {"encoding": _stored(case)} if case.ragged and of_queries else {"scaled": scaled}
+    return backward_configs.configure_gather(kind, ragged=case.ragged, **choices)
 
 
 def _listed(case: Case) -> bool:
@@ -325,7 +327,7 @@ def _upstream(case: Case) -> tuple[UpstreamArgs, dict]:
     kinds |= {"grad_scores": "*fp32", "argmax": "*i32" if case.int32 else "*i16"}
     if case.normalize and (case.kernel in PACKED or (case.kernel == "maxsim_grad_documents" and case.lists)):
         kinds["norms"] = "*fp32"
-    if case.stored:
+    if case.stored and not case.ragged:
         kinds["scale"] = "*fp32"
     if case.ragged:
         kinds |= {"items": "*i64", "count": "i32"}
@@ -376,7 +378,9 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         grad = "*fp32" if case.normalize and not config.SINGLE_STEP else gradient
         return soft_backward.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}
     if case.kernel == "maxsim_grad_queries":
-        found = {"Q": None, "D": None, "up": up, "grad_Q": gradient, "grad_weight": weight, "d": "i32"}
+        counts = _counts(case) if case.stored and case.ragged else "constexpr"
+        found = {"Q": None, "D": None, "up": up, "counts": counts}
+        found |= {"grad_Q": gradient, "grad_weight": weight, "d": "i32"}
         return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_documents":
         found = {"Q": None, "D": None, "up": up, "lists": tile_lists, "rows": "i32"}

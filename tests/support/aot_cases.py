@@ -217,6 +217,11 @@ STORED = [
     Case(FORWARD, d=256, Nq=16, ragged=True, stored="words4"),
     *(Case(QUERY_TERMS, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 256), (_FP16, 20))),
     *(Case(KEEP, dtype, d) for dtype, d in ((_BF16, 128), (_FP32, 300), (_FP16, 20))),
+    *(
+        Case(QUERIES, dtype, d, ragged=True, stored=stored, normalize=d != 128, options=True, **fields)
+        for stored in _KEPT
+        for dtype, d, fields in ((_BF16, 128, {}), (_FP32, 300, {"candidates": True}))
+    ),
     # int8 documents in a backward.
     *(Case(kernel, stored="*i8", options=True) for kernel in (QUERIES, SCATTER)),
     *(Case(kernel, stored="*i8", normalize=True) for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)),

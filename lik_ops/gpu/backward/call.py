@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ...csrc_triton.backward.arguments import RowSumArgs, UpstreamArgs
 from ...csrc_triton.backward.queries import maxsim_grad_queries
 from ...csrc_triton.backward.unified import maxsim_finish, maxsim_scatter
-from ...csrc_triton.common.arguments import DocumentArgs, QueryArgs
+from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, DocumentArgs, QueryArgs
 from ...csrc_triton.common.token_norms import maxsim_row_norms
 from ..runtime import launcher
 from ..runtime.arguments import architecture, check_grid
@@ -34,6 +34,8 @@ class GradientCall(NamedTuple):
     normalize: bool
     wide: int
     packed: bool = False
+    counts: DequantArgs | CodecDequantArgs | None = None  # of encoded documents
+    encoding: Any = ""  # `KernelConfig.ENCODING`
 
     @property
     def d(self) -> int:
@@ -75,8 +77,8 @@ class GradientCall(NamedTuple):
     def write_query_gradients(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
         """Launch the gradients of the queries and of their weights."""
         scaled = self.up.scale is not None
-        launch = backward_configs.configure_gather(self.kind, ragged=self.packed, scaled=scaled)
-        args = (*self.groups, grad_Q, grad_weight, self.d)
+        launch = backward_configs.configure_gather(self.kind, ragged=self.packed, scaled=scaled, encoding=self.encoding)
+        args = (*self.groups, self.counts, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
 
     def add_norms(self) -> GradientCall:

@@ -22,6 +22,8 @@ from ...csrc_triton.backward.documents.packed import (
     maxsim_list_packed_argmax,
 )
 from ...csrc_triton.backward.documents.packed_sparse import maxsim_grad_disjoint_documents, maxsim_grad_shared_tiles
+from ...formats.table import EncodedTokens
+from ..forward.quantized import make_dequant_args, view_for_kernel
 from ..runtime import launcher
 from ..runtime.arguments import (
     architecture,
@@ -155,14 +157,28 @@ class _BucketConfig(NamedTuple):
 class _PackedGradientCall:
     """One backward call of packed tokens: its segments and its kernel arguments."""
 
-    def __init__(self, grad_scores: Tensor, c: PackedArgs, argmax: Tensor, normalize: bool) -> None:
+    def __init__(
+        self, grad_scores: Tensor, c: PackedArgs, argmax: Tensor, normalize: bool, stored: EncodedTokens | None
+    ) -> None:
+        counts, encoding = None, ""
+        if stored is not None:
+            data, encoding = view_for_kernel(c.D, stored.format, architecture(c.Q.device))
+            c, counts = c._replace(D=data), make_dequant_args(stored)
         self.c = c
         stride_q, stride_k = grad_scores.stride() if c.pairs is None else (grad_scores.stride(0), 0)
         self.lookup = PairLookup(c, argmax.shape[1], (stride_q, stride_k))
         up = UpstreamArgs(grad_scores, stride_q, stride_k, argmax.contiguous(), 1, c.columns, c.Tq, c.Td)
         wide = choose_offset_width(c.Q, c.D.flatten(0, -2))
         self.call = GradientCall(
-            make_packed_query_args(c), make_packed_document_args(c), up, c.candidates, normalize, wide, packed=True
+            make_packed_query_args(c),
+            make_packed_document_args(c),
+            up,
+            c.candidates,
+            normalize,
+            wide,
+            True,
+            counts,
+            encoding,
         )
 
     def group_by_query(self) -> GradientCall:
@@ -273,7 +289,13 @@ class _PackedGradientCall:
 
 
 def backward_cut(
-    grad_scores: Tensor, c: PackedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+    grad_scores: Tensor,
+    c: PackedArgs,
+    argmax: Tensor,
+    normalize: bool,
+    needs: list[bool],
+    unified: bool,
+    stored: EncodedTokens | None = None,
 ) -> Gradients:
     """Compute the gradients of Q, D, and q_weight of a packed call.
 
@@ -285,6 +307,7 @@ def backward_cut(
         needs: whether the gradients of Q, D, and q_weight are needed.
         unified: whether the gradient of D is summed by fp32 atomic adds. Otherwise each gradient is summed in a fixed
             order.
+        stored: encoded documents, which have no gradient. Then ``c.D`` is the encoded data.
 
     Raises:
         RuntimeError: `unified` under `torch.use_deterministic_algorithms(True)`.
@@ -293,12 +316,23 @@ def backward_cut(
         require_nondeterminism_allowed()
     argmax_found = argmax.shape, argmax.stride(), argmax.dtype
     key = (*c.metadata(), grad_scores.stride(), *argmax_found, normalize, *needs, unified)
-    arguments = grad_scores, c, argmax, normalize, needs, unified
-    return captured_calls.run(key, (grad_scores, argmax, *c.tensors), c.Q.device, _run_backward, *arguments)
+    tensors: tuple = grad_scores, argmax, *c.tensors
+    if stored is not None:
+        scales = stored.scale, stored.minimum, *stored[4:]
+        key += (stored.format, *(None if x is None else (x.shape, x.stride(), x.dtype) for x in scales))
+        tensors += scales
+    arguments = grad_scores, c, argmax, normalize, needs, unified, stored
+    return captured_calls.run(key, tensors, c.Q.device, _run_backward, *arguments)
 
 
 def _run_backward(
-    grad_scores: Tensor, c: PackedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+    grad_scores: Tensor,
+    c: PackedArgs,
+    argmax: Tensor,
+    normalize: bool,
+    needs: list[bool],
+    unified: bool,
+    stored: EncodedTokens | None,
 ) -> Gradients:
     """Return the gradients of `backward_cut`, without capture."""
     trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
@@ -306,7 +340,7 @@ def _run_backward(
     if trivial or not any(needs):
         return outputs
     with use_device(c.Q.device):
-        packed = _PackedGradientCall(grad_scores, c, argmax, normalize)
+        packed = _PackedGradientCall(grad_scores, c, argmax, normalize, stored)
         if needs[0] or needs[2]:
             packed.group_by_query().write_query_gradients(
                 grad_Q if needs[0] else None, grad_weight if needs[2] else None
@@ -327,3 +361,17 @@ def backward_ragged(
     """Compute the gradients of `backward_cut` for the tensors of a ragged operator."""
     c = PackedArgs.of(tensors, argmax.shape[1]).for_kernel()
     return backward_cut(grad_scores, c, argmax, normalize, needs, unified)
+
+
+def backward_quantized(
+    grad_scores: Tensor, tensors: Sequence, stored: EncodedTokens, argmax: Tensor, normalize: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of Q and q_weight for quantized documents with one token axis.
+
+    The D of `tensors` is a placeholder that only carries the token count.
+    """
+    data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
+    c = PackedArgs.of((tensors[0], data, *tensors[2:]), argmax.shape[1]).for_kernel()
+    wanted = [needs[0], False, needs[1]]
+    grad_Q, _, grad_weight = backward_cut(grad_scores, c, argmax, normalize, wanted, False, stored)
+    return grad_Q, grad_weight

@@ -115,8 +115,8 @@ def _run_packed(
         choose.apply_rules(choose.QUANTIZED_RULES, call)
         require_unforced("a tensor does not start at a multiple of 16 bytes, or the kernel does not compile")
     stored = stored.flat()
-    data, kept = _view_for_kernel(c.D, stored.format, architecture(c.Q.device))
-    c, counts = c._replace(D=data), _make_dequant_args(stored)
+    data, kept = view_for_kernel(c.D, stored.format, architecture(c.Q.device))
+    c, counts = c._replace(D=data), make_dequant_args(stored)
     if normalize:
         counts = _normalize_dequant_args(c, counts, kept)
     if (words := _view_words(stored, c)) is not None:
@@ -124,7 +124,7 @@ def _run_packed(
     return ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
 
 
-def _view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
+def view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
     """Return the encoded data as the kernel reads it, and `KernelConfig.ENCODING`."""
     kept = OPERAND_FORMATS[format]
     if kept.dtype.is_floating_point and arch.name in FP8_ARCHITECTURES:
@@ -152,7 +152,7 @@ def _view_words(stored: EncodedTokens, c: PackedArgs) -> Tensor | None:
     return data.view(word) if half and whole and aligned else None
 
 
-def _make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
+def make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
     """Return the dequantization arguments, which must be contiguous."""
     scale, minimum = stored.scale.contiguous(), None if stored.minimum is None else stored.minimum.contiguous()
     found = DequantArgs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,9 @@ _GATHER_TABLE = (
 
 
 @_cached
-def configure_gather(kind: KernelKey, *, ragged: bool = False, scaled: bool = False) -> LaunchConfig:
+def configure_gather(
+    kind: KernelKey, *, ragged: bool = False, scaled: bool = False, encoding: Any = ""
+) -> LaunchConfig:
     """Return the launch of kernels that read whole rows.
 
     A step has BM tokens of a query and the argmax tokens of BN documents.
@@ -36,14 +38,19 @@ def configure_gather(kind: KernelKey, *, ragged: bool = False, scaled: bool = Fa
         kind: properties of the call.
         ragged: whether tokens are packed.
         scaled: whether rows are int8 with a scale, which costs registers.
+        encoding: `KernelConfig.ENCODING` of documents that are dequantized, which costs registers too.
     """
-    BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else 128
+    # With 128 features, decoded codes spill on sm_80 (Triton 3.6).
+    several = 128 if encoding == "" else 64
+    BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else several
     rows = select_for(_GATHER_TABLE, kind)
     short = kind.has_vector_loads and kind.d <= 128
-    if ragged and not (short and kind.half and not kind.normalize):
+    if ragged and (encoding != "" or not (short and kind.half and not kind.normalize)):
         rows //= 2  # the addresses of the argmax tokens cost registers too
-    config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee")
-    spills = not short or (ragged and kind.candidates and not kind.half) or (scaled and kind.normalize)
+    config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee", ENCODING=encoding)
+    spills = (
+        encoding != "" or not short or (ragged and kind.candidates and not kind.half) or (scaled and kind.normalize)
+    )
     return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
 
 

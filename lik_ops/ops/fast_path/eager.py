@@ -276,8 +276,8 @@ def try_maxsim_quantized(
         return None
     data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
     sizes = infer_sizes(Q, data, indices, per_token, max_seqlen_q)
-    q_weight, bounded = per_token[2], max_seqlen_q is not None or indices[3] is None or indices[0] is None
-    if sizes is None or not (bounded or not with_argmax) or needs_gradients(Q, q_weight):
+    bounded = max_seqlen_q is not None or indices[3] is None or indices[0] is None
+    if sizes is None or not (bounded or not with_argmax) or needs_gradients(*tensors):
         return None
     is_ordinary = (
         all(is_ordinary_tensor(x) for x in tensors)

@@ -149,13 +149,14 @@ def register_autograd(
 
     Args:
         forward: the operator, which returns scores and argmax.
-        layout: the NamedTuple of its tensors.
+        layout: the NamedTuple of its tensors, among which may be strings.
         gradients: computes the gradients from the gradient of the scores, the saved tensors, the argmax, the other
             arguments of `forward`, and the flags of the needed gradients.
         kept: selects the tensors to save from the inputs and outputs of a call. The argmax is last.
         wanted: positions of the tensors that have a gradient. None selects Q, D and q_weight, which is last.
     """
-    count = len(layout._fields)  # type: ignore[attr-defined]
+    names: tuple[str, ...] = layout._fields  # type: ignore[attr-defined]
+    count = len(names)
     wanted = (0, 1, count - 1) if wanted is None else wanted
 
     def setup_context(ctx, inputs, output) -> None:
@@ -163,7 +164,9 @@ def register_autograd(
         ctx.options = inputs[count:]
         # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
         ctx.backend = get_requested_backend()
-        ctx.save_for_backward(*kept(inputs[:count], output))
+        saved = kept(inputs[:count], output)
+        ctx.strings = {i: x for i, x in enumerate(saved) if isinstance(x, str)}
+        ctx.save_for_backward(*[None if isinstance(x, str) else x for x in saved])
         ctx.mark_non_differentiable(*output[1:])
 
     def backward(ctx, grad_scores, *others):
@@ -171,7 +174,10 @@ def register_autograd(
         results: list[Tensor | None] = [None] * (count + len(ctx.options))
         if grad_scores is None or not any(needs):
             return tuple(results)
-        *tensors, argmax = ctx.saved_tensors
+        refused = [name for i, name in enumerate(names) if i not in wanted and ctx.needs_input_grad[i]]
+        if refused:
+            raise NotImplementedError(f"{forward._qualname} has no gradient of {', '.join(refused)}")
+        *tensors, argmax = [ctx.strings.get(i, x) for i, x in enumerate(ctx.saved_tensors)]
         with use_backend(ctx.backend):
             grads = gradients(grad_scores, tensors, argmax, ctx.options, needs)
         for i, need, grad in zip(wanted, needs, grads, strict=True):

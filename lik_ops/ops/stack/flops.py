@@ -147,6 +147,12 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
     return 2 * _count_ragged_token_pairs((Q, data, *args[6:13]), args[15])[1] * Q.shape[-1]
 
 
+def _quantized_backward_flops(grad_scores, Q, data, *args, out_val=None, **kwargs):
+    argmax, _, needs = args[13:]
+    wanted = needs[0], False, needs[1]
+    return _ragged_backward_flops(grad_scores, Q, data, *args[6:13], argmax, None, None, wanted)
+
+
 def register_formulas() -> None:
     """Register the formulas with torch."""
     dense = [lik.maxsim_fwd, lik.maxsim_fwd_int8, lik.maxsim_soft_fwd, lik.maxsim_xtr_fwd, lik.maxsim_cross_entropy_fwd]
@@ -164,4 +170,5 @@ def register_formulas() -> None:
     register_flop_formula([lik.maxsim_topk_codes])(_codes_flops)
     register_flop_formula([lik.maxsim_ragged_fwd], get_raw=True)(_ragged_forward_flops)
     register_flop_formula([lik.maxsim_quantized_fwd], get_raw=True)(_quantized_flops)
+    register_flop_formula([lik.maxsim_quantized_bwd], get_raw=True)(_quantized_backward_flops)
     register_flop_formula([lik.maxsim_ragged_bwd], get_raw=True)(_ragged_backward_flops)

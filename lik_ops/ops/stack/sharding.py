@@ -257,6 +257,12 @@ def _shard_quantized(at: _Placements, a: tuple) -> list:
     return [(at.wanted((s, w), (True, a[16] is not None)), (x.Q, *stored, *x[2:])) for s, w, x, _ in found]
 
 
+def _shard_quantized_bwd(at: _Placements, a: tuple) -> list:
+    stored = *(at.whole,) * 3, None, *(at.whole,) * 3
+    found = at.ragged(RaggedArgs(*a[1:3], *a[9:16]))
+    return [(at.wanted((of,) * 2, a[18]), (s, x.Q, *stored, *x[2:], w)) for s, w, x, of in found]
+
+
 def _shard_ragged_bwd(at: _Placements, a: tuple) -> list:
     return [(at.wanted((of,) * 3, a[13]), (s, *x, w)) for s, w, x, of in at.ragged(RaggedArgs(*a[1:10]))]
 
@@ -280,5 +286,6 @@ _RULES = {
     "maxsim_topk_codes": _shard_search_codes,
     "maxsim_ragged_fwd": _shard_ragged,
     "maxsim_quantized_fwd": _shard_quantized,
+    "maxsim_quantized_bwd": _shard_quantized_bwd,
     "maxsim_ragged_bwd": _shard_ragged_bwd,
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.segments import RaggedArgs
+from ...formats.table import EncodedTokens
 from ..blocks import MiB, Piece, compute_row_norms, split_range
 from ..layout import BatchedArgs, PairSegments
 from .dense import MAX_ENTRIES, DenseBackward, sum_bags
@@ -21,7 +22,13 @@ MAX_TABLE_BYTES = 6 * MiB  # tokens of the other side, converted or normalized o
 
 
 def backward_ragged(
-    grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+    grad_scores: Tensor,
+    r: RaggedArgs,
+    argmax: Tensor,
+    normalize: bool,
+    needs: list[bool],
+    unified: bool,
+    stored: EncodedTokens | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `Q`, `D` and `q_weight`, bitwise reproducible.
 
@@ -32,21 +39,30 @@ def backward_ragged(
         normalize: whether tokens are divided by their norms.
         needs: whether the gradients of Q, D and q_weight are wanted.
         unified: ignored.
+        stored: encoded documents, which have no gradient. If given, ``r.D`` is a placeholder.
 
     Returns:
         The three gradients, each ``[0]`` if it is not wanted.
     """
-    return _PackedBackward(grad_scores, r, argmax, normalize, needs).gradients()
+    return _PackedBackward(grad_scores, r, argmax, normalize, needs, stored).gradients()
 
 
 class _PackedBackward(DenseBackward):
     """The gradients of packed tokens, stored like one long query and one long document."""
 
-    def __init__(self, grad_scores: Tensor, r: RaggedArgs, argmax: Tensor, normalize: bool, needs: list[bool]) -> None:
+    def __init__(
+        self,
+        grad_scores: Tensor,
+        r: RaggedArgs,
+        argmax: Tensor,
+        normalize: bool,
+        needs: list[bool],
+        stored: EncodedTokens | None,
+    ) -> None:
         weight = None if r.q_weight is None else r.q_weight[None, None]
         layout = BatchedArgs(r.Q[None, None], r.D[None, None], None, None, weight, grad_scores, argmax)
         super().__init__(layout, r.Q.shape, r.D.shape, normalize, needs)
-        self.ragged, self.argmax, self.grad_scores = r, argmax, grad_scores.reshape(-1)
+        self.ragged, self.argmax, self.grad_scores, self.stored = r, argmax, grad_scores.reshape(-1), stored
         self.cells = PairSegments(r, argmax.shape[1] if r.pairs is not None and argmax.dim() == 2 else r.Q.shape[0])
 
     def has_upstream(self) -> bool:
@@ -153,12 +169,16 @@ class _PackedBackward(DenseBackward):
 
     def _table(self, source: Tensor) -> Tensor | None:
         """Return the source's rows in the computing dtype, normalized on request, or None if they exceed the budget."""
-        if source.dtype == self.dtype and not self.normalize and source.is_contiguous():
+        if self.stored is None and source.dtype == self.dtype and not self.normalize and source.is_contiguous():
             return source
         if source.numel() * self.dtype.itemsize > MAX_TABLE_BYTES:
             return None
-        rows = source.to(self.dtype).contiguous()
+        rows = self._read(source, slice(None)).to(self.dtype).contiguous()
         return rows / compute_row_norms(rows) if self.normalize else rows
+
+    def _read(self, source: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return rows of `source`, decoded if they are encoded."""
+        return source[rows] if self.stored is None else self.stored.decoded(rows, self.d)
 
     def _add(
         self,
@@ -173,7 +193,7 @@ class _PackedBackward(DenseBackward):
         """Add weighted rows of `source`, or of `table` if it is given, to rows of `total`."""
         if not self.may_look:
             origin, destination, weight = (torch.where(exists, x, 0) for x in (origin, destination, weight))
-            rows = self._rows(source[origin], exists).mul_(weight.unsqueeze(-1))
+            rows = self._rows(self._read(source, origin), exists).mul_(weight.unsqueeze(-1))
             total.index_put_((destination,), rows, accumulate=True)
             return
         if not bool(exists.all()):
@@ -185,6 +205,6 @@ class _PackedBackward(DenseBackward):
         origin, weight = origin[order], weight[order]
         found, counts = torch.unique_consecutive(destination, return_counts=True)
         if table is None:
-            table = self._rows(source[origin], torch.ones_like(origin, dtype=torch.bool))
+            table = self._rows(self._read(source, origin), torch.ones_like(origin, dtype=torch.bool))
             origin = torch.arange(origin.numel())
         total[found.long()] += sum_bags(table, origin, weight, counts.cumsum(0) - counts)

@@ -291,7 +291,7 @@ class Corpus:
         """Compute the `lik_ops.maxsim` scores of queries and documents that are given by their index.
 
         Only the listed documents are read, each of them once. On a GPU they are loaded in parts of up to 256 MiB. The
-        scores are differentiable in Q and `q_weight` unless the corpus has a format. Autograd then keeps all parts.
+        scores are differentiable in Q and `q_weight`. Autograd then keeps all parts.
 
         Args:
             Q: query token embeddings ``[Nq, Lq, d]`` of the corpus's dtype, or ``[Lq, d]`` for one query.
@@ -308,7 +308,6 @@ class Corpus:
         Raises:
             TypeError: a dtype or type is wrong.
             ValueError: a rank, size or device is wrong, or there is no document at an index.
-            NotImplementedError: Q or `q_weight` requires gradients and the corpus has a format.
 
         Example:
             >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)

@@ -149,13 +149,14 @@ def test_queries_are_of_the_dtype_of_the_tokens_or_in_a_region(tmp_path):
     assert_same(found[1], expected)
 
 
-def test_scores_have_no_gradient(tmp_path):
+def test_scores_have_gradients_of_the_queries(tmp_path):
     corpus, _ = written(tmp_path, "int8")
     Q = torch.randn(2, 3, 20, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=r"Corpus.score: scores of quantized documents have no gradient"):
-        corpus.score(Q, [1, 2])
-    with torch.no_grad():
-        assert torch.equal(corpus.score(Q, [1, 2]), corpus.score(Q.detach(), [1, 2]))
+    scores = corpus.score(Q, [1, 2])
+    assert torch.equal(scores, corpus.score(Q.detach(), [1, 2]))
+    (grad,) = torch.autograd.grad(scores.sum(), Q)
+    (expected,) = torch.autograd.grad(lik_ops.maxsim(Q, [corpus[1], corpus[2]]).sum(), Q)
+    torch.testing.assert_close(grad, expected)
     assert not corpus.rerank(Q, [1, 2])[0].requires_grad and not lik_ops.retrieve(Q, corpus, 2)[0].requires_grad
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +38,12 @@ from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast, functional, sharding
 from .packing import PackedSequences, check_sides, is_sequences, pack_side, pack_weights
 
-Tokens: TypeAlias = Tensor | Sequence[Tensor]  # tensors, nested ones included, or lists of them
+# Tensors, nested ones included, arrays, or lists of them.
+Tokens: TypeAlias = Union[Tensor, "np.ndarray", Sequence[Tensor], Sequence["np.ndarray"]]
 Documents: TypeAlias = Tokens | Quantized | Index
+if TYPE_CHECKING:
+    import numpy as np
+
 ArgmaxOutput: TypeAlias = Tensor | list[Tensor]  # a list for a list of queries
 
 

@@ -1,7 +1,9 @@
 """Public scoring functions for dense tensors: all pairs, candidates and aligned pairs, with or without the argmax."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .._ops import ops as lik
 from ..core.arguments import Backward, Save, check_dense, check_options, check_save, check_types
+from ..core.arrays import share_arrays
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 from ..ops import maxsim as operators
@@ -19,8 +22,12 @@ from . import inputs
 from .inputs import ArgmaxOutput, Tokens, prepare_args
 from .packing import is_sequences
 
+if TYPE_CHECKING:
+    import numpy as np
+
 __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
 
+_TENSORS = "Q", "D", "q_mask", "d_mask", "q_weight"
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -43,7 +50,8 @@ def maxsim(
 
     Args:
         Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query. The dtype is fp16, bf16, fp32 or fp64.
-            Queries of different lengths are a list of ``[L_i, d]`` or a jagged nested tensor.
+            Queries of different lengths are a list of ``[L_i, d]`` or a jagged nested tensor. Tensors may also be
+            numpy arrays, here and in the other arguments.
         D: document token embeddings of the dtype and device of Q. ``[Nd, Ld, d]`` scores every query against every
             document. ``[Nq, K, Ld, d]`` scores each query against its own K candidates. ``[Ld, d]`` is one document.
             Documents of different lengths are a list of ``[L_i, d]`` or a jagged nested tensor. With lists and nested
@@ -95,6 +103,9 @@ def maxsim(
             return scores
     # Compiled code guards on everything that is read below. The common case is therefore checked first, and reads few
     # names.
+    if not (isinstance(Q, Tensor) and isinstance(D, Tensor) and q_mask is None and d_mask is None and q_weight is None):
+        given = Q, D, q_mask, d_mask, q_weight
+        Q, D, q_mask, d_mask, q_weight = share_arrays("maxsim", **dict(zip(_TENSORS, given, strict=True)))
     if not (isinstance(Q, Tensor) and isinstance(D, Tensor)) or Q.is_nested or D.is_nested:
         if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
             return _score_sequences("maxsim", (Q, D, q_mask, d_mask, q_weight), normalize, backward, recompute)[0]
@@ -123,6 +134,7 @@ def _check_save_option(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> N
 def _score_saved(given: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
     """Return the scores of dense tensors, with the documents saved for the backward as int8."""
     _check_save_option("maxsim", given[0], given[1], recompute, save)
+    given = share_arrays("maxsim", **dict(zip(_TENSORS, given, strict=True)))
     check_types("maxsim", *given)
     check_options("maxsim", normalize, backward, recompute)
     return operators.call_dispatched("maxsim", saved.forward_saving_int8, given, normalize, backward)[0]
@@ -167,6 +179,8 @@ def maxsim_pairs(
     """
     if save is not None:
         _check_save_option("maxsim_pairs", Q, D, recompute, save)
+    given = Q, D, q_mask, d_mask, q_weight
+    Q, D, q_mask, d_mask, q_weight = share_arrays("maxsim_pairs", **dict(zip(_TENSORS, given, strict=True)))
     if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         g = prepare_args("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
@@ -187,7 +201,7 @@ def maxsim_pairs(
 
 @overload
 def maxsim_with_argmax(
-    Q: Tensor,
+    Q: Tensor | np.ndarray,
     D: Tokens,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
@@ -201,7 +215,7 @@ def maxsim_with_argmax(
 
 @overload
 def maxsim_with_argmax(
-    Q: Sequence[Tensor],
+    Q: Sequence[Tensor] | Sequence[np.ndarray],
     D: Tokens,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
@@ -254,12 +268,14 @@ def maxsim_with_argmax(
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """
-    op, tensors = "maxsim_with_argmax", (Q, D, q_mask, d_mask, q_weight)
-    if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
-        return _score_sequences(op, tensors, normalize, backward, recompute, with_argmax=True)
-    found = eager.try_maxsim_with_argmax(tensors, (normalize, backward, recompute))
+    op, given = "maxsim_with_argmax", (Q, D, q_mask, d_mask, q_weight)
+    found = eager.try_maxsim_with_argmax(given, (normalize, backward, recompute))
     if found is not None:
         return found
+    tensors: Any = share_arrays(op, **dict(zip(_TENSORS, given, strict=True)))
+    Q, D = tensors[:2]
+    if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
+        return _score_sequences(op, tensors, normalize, backward, recompute, with_argmax=True)
     check_options(op, normalize, backward, recompute)
     scores, argmax = operators.call_dispatched(op, lik.maxsim_fwd, tensors, normalize, backward, with_argmax=True)
     return scores, argmax

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from ..core.arguments import check_flag, check_per_token, check_tokens, format_shape, score_dtype
 from ..ops.stack import autocast
+from .inputs import Tokens
+from .padding import make_dense
 
 _OP = "similarity_map"
 
 
 def similarity_map(
-    Q: Tensor, D: Tensor, q_mask: Tensor | None = None, d_mask: Tensor | None = None, *, normalize: bool = False
+    Q: Tokens, D: Tokens, q_mask: Tensor | None = None, d_mask: Tensor | None = None, *, normalize: bool = False
 ) -> Tensor:
     """Compute the similarity of every token of a query to every token of a document, for plots.
 
@@ -21,7 +23,8 @@ def similarity_map(
     ``[B, Ld, d]`` give the maps of B pairs.
 
     Args:
-        Q: query tokens ``[Lq, d]`` or ``[..., Lq, d]``; fp16, bf16, fp32 or fp64.
+        Q: query tokens ``[Lq, d]`` or ``[..., Lq, d]``; fp16, bf16, fp32 or fp64. Lists and nested tensors, also of
+            documents, are padded and masked.
         D: document tokens ``[Ld, d]`` or ``[..., Ld, d]`` of the dtype and device of Q.
         q_mask: query tokens to keep, with the shape of Q without d. The dtype is bool (True = keep), or an integer
             dtype read as ``!= 0``.
@@ -43,11 +46,13 @@ def similarity_map(
         >>> S.shape, torch.allclose(S.amax(1).sum(), lik_ops.maxsim(Q, D, normalize=True))
         (torch.Size([5, 40]), True)
     """
-    _check_map_args(Q, D, q_mask, d_mask)
+    queries, documents, q_mask, d_mask, _ = make_dense(_OP, Q, D, q_mask, d_mask)
+    _check_map_args(queries, documents, q_mask, d_mask)
     check_flag(_OP, "normalize", normalize)
     q_drop, d_drop = (None if mask is None else mask == 0 for mask in (q_mask, d_mask))
-    with autocast.suspend_autocast(Q.device.type):
-        S = _prepare_tokens(Q, q_drop, normalize) @ _prepare_tokens(D, d_drop, normalize).transpose(-1, -2)
+    with autocast.suspend_autocast(queries.device.type):
+        documents = _prepare_tokens(documents, d_drop, normalize)
+        S = _prepare_tokens(queries, q_drop, normalize) @ documents.transpose(-1, -2)
     if q_drop is not None:
         S = S.masked_fill(q_drop.unsqueeze(-1), float("-inf"))
     return S if d_drop is None else S.masked_fill(d_drop.unsqueeze(-2), float("-inf"))

@@ -1,11 +1,12 @@
 """Parts of error messages: values, types and sizes in a few words. Computed only when an error is raised."""
 
 import reprlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
+
+from .arrays import is_array
 
 
 def format_shape(t: Tensor) -> str:
@@ -24,9 +25,7 @@ def describe_non_tensor(x: Any) -> str:
     """Return the type of `x` for an error that expected a tensor, with a hint if torch can convert `x`."""
     if isinstance(x, fx.Proxy):
         return "Proxy: give the name of the function to torch.fx.wrap in your module"
-    numpy = sys.modules.get("numpy")
-    is_array = numpy is not None and isinstance(x, numpy.ndarray) and not isinstance(x, numpy.ma.MaskedArray)
-    return describe_type(x) + ": convert it with torch.from_numpy" * is_array
+    return describe_type(x) + ": convert it with torch.from_numpy" * is_array(x)
 
 
 def short_repr(x: Any) -> str:

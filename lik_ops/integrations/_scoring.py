@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from .. import maxsim, maxsim_pairs, maxsim_xtr
 from ..api.packing import copy_from_host
+from ..core.arrays import share_array
 
 Tokens: TypeAlias = Tensor | list[Tensor]  # dense, or a list of [L_i, d]
 Fill: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -27,16 +27,7 @@ def as_tensor(x: Any) -> Tensor:
 
     The memory of a writable array is shared.
     """
-    if isinstance(x, Tensor):
-        return x
-    numpy = sys.modules.get("numpy")
-    if (
-        numpy is not None
-        and isinstance(x, numpy.ndarray)
-        and not (x.flags.writeable and all(s >= 0 for s in x.strides))
-    ):
-        x = x.copy()
-    return torch.as_tensor(x)
+    return torch.as_tensor(share_array(x))
 
 
 def as_mask(name: str, mask: Any) -> Any:

@@ -20,6 +20,7 @@ def score_indices(
     op: str, snapshot: Snapshot, Q: Any, indices: Any, q_mask: Any, q_weight: Any, normalize: Any
 ) -> Tensor:
     """Implement `Corpus.score` on a snapshot."""
+    Q, _, q_mask, _, _, q_weight = arguments.convert_search(op, Q, None, q_mask, None, None, q_weight)
     check_flag(op, "normalize", normalize)
     manifest, tokens = snapshot.manifest, int(snapshot.cu_seqlens[-1])
     Q, like, q_weight = sources.prepare_queries(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ..api import inputs
+from ..api.inputs import Tokens
 from ..api.packing import is_sequences
 from ..core.arguments import add_batch_axis, check_flag, check_no_dtensor, check_tensor, short_repr
 from ..formats.index import Index
@@ -19,6 +20,7 @@ from ..ops.stack import sharding
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _streamed, sources
 from .argmax import TwoStageArgmax, find_argmax, fix_snapshot
+from .arguments import convert_search
 from .store.layout import as_scorable
 from .subset import (
     limit_to_part,
@@ -46,8 +48,8 @@ _READS_FLAG = TorchVersion(torch.__version__) < TorchVersion("2.13") and hasattr
 
 @overload
 def retrieve(
-    Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
+    Q: Tokens,
+    D: Tokens | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -69,8 +71,8 @@ def retrieve(
 
 @overload
 def retrieve(
-    Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
+    Q: Tokens,
+    D: Tokens | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -92,8 +94,8 @@ def retrieve(
 
 @overload
 def retrieve(
-    Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
+    Q: Tokens,
+    D: Tokens | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -115,8 +117,8 @@ def retrieve(
 
 @overload
 def retrieve(
-    Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
+    Q: Tokens,
+    D: Tokens | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -137,8 +139,8 @@ def retrieve(
 
 
 def retrieve(
-    Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus | Quantized | Index,
+    Q: Tokens,
+    D: Tokens | Corpus | Quantized | Index,
     top_k: int,
     *,
     chunk: int | None = None,
@@ -167,7 +169,8 @@ def retrieve(
     document index.
 
     Args:
-        Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64.
+        Q: query token embeddings ``[Nq, Lq, d]``, or ``[Lq, d]`` for one query; fp16, bf16, fp32 or fp64. Lists and
+            nested tensors are padded and masked. Tensors may also be numpy arrays, here and in the other arguments.
         D: document token embeddings of the same dtype: ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`. D is
             a tensor on the device of Q or on the CPU, a ``numpy`` array (also memory-mapped), a list of ``[L_i, d]``
             tensors, a jagged nested tensor, or a `lik_ops.Corpus`. Lists and nested tensors are packed. Documents on
@@ -232,6 +235,9 @@ def retrieve(
         >>> found.proven.tolist()
         [10, 10]
     """
+    if not (isinstance(Q, Tensor) and isinstance(D, Tensor) and q_mask is None and d_mask is None and q_weight is None):
+        given = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
+        Q, D, q_mask, d_mask, cu_seqlens_d, q_weight = convert_search(_OP, *given)
     topk.reject_derivatives(_OP, Q, D, q_weight)
     if progress is not None:
         check_flag(_OP, "progress", progress)
@@ -243,7 +249,7 @@ def retrieve(
     if return_argmax:
         check_no_dtensor(f"{_OP}(return_argmax=True)", Q=Q, D=D)
         D = fix_snapshot(D)
-    search = SearchArgs(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk)
+    search = SearchArgs._make((Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk))
     _check_stages(D, coarse, n_probe, n_candidates)
     found: Any
     if coarse is not None or isinstance(D, Quantized):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
+from ..api.inputs import Tokens
 from ..api.packing import is_sequences
 from ..api.score import maxsim
 from ..core.arguments import add_batch_axis, check_flag
@@ -17,15 +18,12 @@ from ..ops.checks import hints
 from ..ops.stack import autocast
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import sources
+from .arguments import convert_search
 from .copying import iterate_on_device
 from .progress import make_progress_callback
 from .store.layout import as_scorable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-
     from .store.corpus import Corpus
 
 _MAX_DOCUMENTS_AT_ONCE = 1 << 14  # documents scored at a time, if they are on the device of Q
@@ -33,8 +31,8 @@ _MAX_DOCUMENTS_AT_ONCE = 1 << 14  # documents scored at a time, if they are on t
 
 @torch.no_grad()
 def maxsim_streamed(
-    Q: Tensor,
-    D: Tensor | Sequence[Tensor] | np.ndarray | Corpus,
+    Q: Tokens,
+    D: Tokens | Corpus,
     *,
     chunk: int | None = None,
     q_mask: Tensor | None = None,
@@ -76,10 +74,11 @@ def maxsim_streamed(
         torch.Size([2, 1000])
     """
     op = "maxsim_streamed"
-    topk.reject_derivatives(op, Q, D, q_weight)
-    search = SearchArgs(Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, 0, chunk)
+    given = convert_search(op, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight)
+    topk.reject_derivatives(op, *given[:2], given[-1])
+    search = SearchArgs._make((*given, normalize, 0, chunk))
     found = torch.cat([scores for _, scores in iterate_scores(op, search, progress)], dim=1)
-    return found.squeeze(0) if Q.dim() == 2 else found
+    return found.squeeze(0) if search.Q.dim() == 2 else found
 
 
 @torch.no_grad()

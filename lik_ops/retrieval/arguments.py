@@ -9,10 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..api.padding import pad_queries
 from ..core.arguments import check_has_values, check_strided, short_repr
+from ..core.arrays import share_array, share_arrays
 
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def convert_search(
+    op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, cu_seqlens_d: Any, q_weight: Any
+) -> tuple[Any, ...]:
+    """Return the arguments of a search with arrays as tensors, and lists and nested tensors of queries as padded ones.
+
+    One array of documents stays an array, because it may be memory-mapped.
+    """
+    named = {"Q": Q, "q_mask": q_mask, "d_mask": d_mask, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
+    Q, q_mask, d_mask, cu_seqlens_d, q_weight = share_arrays(op, **named)
+    if isinstance(D, (list, tuple)):
+        (D,) = share_arrays(op, D=D)
+    Q, q_mask, q_weight = pad_queries(op, Q, q_mask, q_weight)
+    return Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
 
 
 def as_index(op: str, name: str, x: Any) -> int:
@@ -86,17 +103,10 @@ def _as_tensor(op: str, name: str, x: Any, expected: str) -> Tensor:
     check_unmasked(op, name, x)
     if isinstance(x, Tensor):
         return x
-    try:
-        return torch.as_tensor(list(x) if isinstance(x, range) else _as_native_array(x), device="cpu")
-    except (TypeError, ValueError, RuntimeError):  # also raised for integers beyond 64 bits
-        raise TypeError(f"{op}: {name}: expected {expected}, got {short_repr(x)}") from None
-
-
-def _as_native_array(x: Any) -> Any:
-    """Return arrays in a form that torch accepts: writable, in native byte order, with strides of 0 or more."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(x, (list, tuple)) and x and all(isinstance(y, numpy.ndarray) for y in x):
         x = numpy.array(x)  # torch warns about lists of arrays
-    if numpy is None or not isinstance(x, numpy.ndarray):
-        return x
-    return numpy.array(x, dtype=x.dtype.newbyteorder("="))
+    try:
+        return torch.as_tensor(list(x) if isinstance(x, range) else share_array(x), device="cpu")
+    except (TypeError, ValueError, RuntimeError):  # also raised for integers beyond 64 bits
+        raise TypeError(f"{op}: {name}: expected {expected}, got {short_repr(x)}") from None

@@ -157,6 +157,10 @@ def _shape(right):
 
 # Values that are valid after all, keyed by argument name, or by function and argument name.
 FLAG, OPTIONAL = {"bool"}, {"None"}
+DENSE = (  # functions of tokens that may be arrays or lists
+    *("maxsim", "maxsim_with_argmax", "maxsim_pairs", "maxsim_soft", "maxsim_cross_entropy", "maxsim_token_topk"),
+    *("maxsim_xtr", "maxsim_from_hidden", "similarity_map", "retrieve", "maxsim_streamed", "MaxSimScorer.forward"),
+)
 ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{name: {"None", "bool tensor"} for name in ("q_mask", "d_mask")},
     **{name: OPTIONAL for name in ("q_weight", "save", "cu_seqlens_q", "cu_seqlens_d", "chunk", "max_seqlen_q")},
@@ -176,8 +180,11 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     ("pool_tokens", "doc_lengths"): OPTIONAL,
     ("quantize", "D"): {"meta"},
     **{(name, "progress"): FLAG | OPTIONAL for name in ("retrieve", "maxsim_streamed")},
+    **{(name, x): {"array", "list of arrays"} for name in DENSE for x in "QDH"},
+    **{(name, "W"): {"array"} for name in DENSE},
+    **{(name, x): OPTIONAL | {"array", "long array"} for name in DENSE for x in ("b", "q_weight", "cu_seqlens_d")},
     **{(name, "D"): {"array"} for name in ("retrieve", "maxsim_streamed")},
-    **{(name, "Q"): {"meta"} for name in ("retrieve", "maxsim_streamed")},
+    **{(name, "Q"): {"meta", "array", "list of arrays"} for name in ("retrieve", "maxsim_streamed")},
     ("unpack", "packed"): {"complex", "bool tensor", "quantized", "meta", "other dtype"},
     ("pack", "sequences"): {"complex", "bool tensor", "quantized", "meta", "other dtype", "6-dim"},
     ("lengths_to_mask", "lengths"): {"meta", "0-dim", "6-dim"},

@@ -74,7 +74,7 @@ def test_bad_arguments_are_named():
     Q, D = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
     for args, error, message in (
         ((None, D), TypeError, "Q: expected a Tensor, got NoneType"),
-        ((Q, [D]), TypeError, "D: expected a Tensor, got list"),
+        ((Q, [D]), ValueError, "D: expected a list of [L, d], got one of [L, 6, 8]"),
         ((Q, D[0, 0]), ValueError, "D: expected [..., L, d], got [8]"),
         ((Q.int(), D.int()), TypeError, "Q: expected float16, bfloat16, float32 or float64, got torch.int32"),
         ((Q, D.half()), TypeError, "D: expected the dtype of Q"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..._ops import ops as lik
+from ...api.inputs import Tokens
+from ...api.padding import make_dense
 from ...core.arguments import add_batch_axis, as_bool, check_flag, check_tensor, choose_argmax_dtype
+from ...core.arrays import share_arrays
 from ...ops.stack import autocast, functional, sharding
 from .ops import check_hidden_args
 from .portable import HiddenArgs
@@ -14,14 +17,14 @@ _OP = "maxsim_from_hidden"
 
 
 def maxsim_from_hidden(
-    Q: Tensor,
-    H: Tensor,
+    Q: Tokens,
+    H: Tokens,
     W: Tensor,
     b: Tensor | None = None,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalize: bool = True,
 ) -> Tensor:
     """Compute the `maxsim` scores of documents ``D = normalize(H W^T + b)`` that are given as hidden states.
@@ -35,7 +38,8 @@ def maxsim_from_hidden(
     Source: the encoders of Khattab and Zaharia, "ColBERT", 2020, section 3.2, with equation 3.
 
     Args:
-        Q: query tokens, ready to be scored, ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64.
+        Q: query tokens, ready to be scored, ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64. Lists and nested
+            tensors, also of hidden states, are padded and masked.
         H: hidden states of document tokens ``[Nd, Ld, d_model]`` or ``[Ld, d_model]`` of the dtype and device of Q.
         W: the weights of the head ``[d, d_model]``, as in `torch.nn.Linear`, of the dtype and device of Q.
         b: the bias of the head ``[d]``, or None.
@@ -61,6 +65,8 @@ def maxsim_from_hidden(
         torch.Size([4, 8])
     """
     check_flag(_OP, "normalize", normalize)
+    Q, H, q_mask, d_mask, q_weight = make_dense(_OP, Q, H, q_mask, d_mask, q_weight, documents="H")
+    W, b = share_arrays(_OP, W=W, b=b)
     check_tensor(_OP, "b", b, or_none=True)  # before autocast, which casts the other tensors
     check_tensor(_OP, "q_weight", q_weight, or_none=True)
     Q, H, q_weight = autocast.cast_to_autocast(Q, H, q_weight)

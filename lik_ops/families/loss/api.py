@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..._ops import ops as lik
+from ...api.inputs import Tokens
+from ...api.padding import make_dense
 from ...core.arguments import as_bool, check_count, check_types
+from ...core.arrays import share_arrays
 from ...ops.checks import values
 from ...ops.fast_path import eager
 from ...ops.stack import autocast, functional, sharding
@@ -16,14 +19,14 @@ _OP = "maxsim_cross_entropy"
 
 
 def maxsim_cross_entropy(
-    Q: Tensor,
-    D: Tensor,
+    Q: Tokens,
+    D: Tokens,
     labels: Tensor | None = None,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
     temperature: float | Tensor = 1.0,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalize: bool = False,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -37,9 +40,10 @@ def maxsim_cross_entropy(
     recomputes the rest.
 
     Args:
-        Q: query tokens ``[Nq, Lq, d]``; fp16, bf16, fp32 or fp64.
+        Q: query tokens ``[Nq, Lq, d]``; fp16, bf16, fp32 or fp64. Lists and nested tensors are padded and masked.
         D: document tokens of the dtype and device of Q. ``[Nd, Ld, d]`` are the positives and negatives of the whole
-            batch. ``[Nq, K, Ld, d]`` are the K candidates of each query.
+            batch. ``[Nq, K, Ld, d]`` are the K candidates of each query. Lists and nested tensors are padded and
+            masked.
         labels: ``[Nq]``, int32 or int64: the index of the positive document or candidate of each query. None selects
             document i for query i, or the first candidate. An index out of range makes the loss of its query NaN, and
             the gradients that depend on it. Under `lik_ops.checks` it is an error.
@@ -75,8 +79,10 @@ def maxsim_cross_entropy(
     loss = eager.try_maxsim_cross_entropy(Q, D, labels, *per_token, temperature, normalize, ignore_index, reduction)
     if loss is not None:
         return loss
-    check_types(_OP, Q, D, *per_token)
-    check_temperature(_OP, temperature, Q)
+    (labels,) = share_arrays(_OP, labels=labels)
+    given = Q, D, q_mask, d_mask, q_weight = make_dense(_OP, Q, D, *per_token)
+    check_types(_OP, *given)
+    check_temperature(_OP, temperature, given[0])
     check_count(_OP, "ignore_index", ignore_index, -(2**63))
     sharding.register_if_needed()
     Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api.packing import is_sequences
+from ...api.inputs import Tokens
+from ...api.padding import make_dense
 from ...core.arguments import check_flag, check_types
 from ...formats.index import Index
 from ...formats.quantized import Quantized
@@ -14,13 +15,13 @@ __all__ = ["maxsim_soft"]
 
 
 def maxsim_soft(
-    Q: Tensor,
-    D: Tensor,
+    Q: Tokens,
+    D: Tokens,
     temperature: float | Tensor,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalize: bool = False,
 ) -> Tensor:
     """Compute scores with a smooth maximum ``sum_s w[i, s] * tau * logsumexp_t(<Q[i, s], D[j, t]> / tau)``.
@@ -31,8 +32,8 @@ def maxsim_soft(
     are never stored. The forward keeps one number for each query token and document.
 
     Args:
-        Q: query tokens, a dense tensor as in `maxsim`.
-        D: document tokens, a dense tensor as in `maxsim`. Documents of different lengths need a mask.
+        Q: query tokens, as in `maxsim`. Lists and nested tensors are padded and masked.
+        D: document tokens, as in `maxsim`. Lists and nested tensors are padded and masked.
         temperature: tau, a number above 0, or a differentiable scalar (0-d) tensor of the dtype of the scores. A tensor
             that is not above 0 gives NaN. Toward 0, scores approach the scores of `maxsim`.
         q_mask: query tokens to keep, as in `maxsim`.
@@ -55,10 +56,10 @@ def maxsim_soft(
         torch.Size([2, 5])
     """
     for name, x in (("Q", Q), ("D", D)):
-        if is_sequences(x) or isinstance(x, (Quantized, Index)):
+        if isinstance(x, (Quantized, Index)):
             raise TypeError(f"maxsim_soft: {name}: expected a dense Tensor, got {type(x).__name__}")
-    check_types("maxsim_soft", Q, D, q_mask, d_mask, q_weight)
+    given: Any = make_dense("maxsim_soft", Q, D, q_mask, d_mask, q_weight)
+    check_types("maxsim_soft", *given)
     check_flag("maxsim_soft", "normalize", normalize)
-    soft_ops.check_temperature("maxsim_soft", temperature, Q)
-    given: Any = Q, D, q_mask, d_mask, q_weight
+    soft_ops.check_temperature("maxsim_soft", temperature, given[0])
     return soft_ops.score_soft(given, temperature, normalize)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops as lik
+from ...api.inputs import Tokens
+from ...api.padding import make_dense
 from ...core.arguments import check_choice, check_count, check_flag, clamp_to_at_least_one
 from ...ops.maxsim import call_dispatched
 from ...ops.stack import functional
@@ -17,13 +19,13 @@ _REDUCTIONS = ("sum", "mean")
 
 
 def maxsim_token_topk(
-    Q: Tensor,
-    D: Tensor,
+    Q: Tokens,
+    D: Tokens,
     top_k: int,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalize: bool = False,
     reduction: str = "sum",
 ) -> Tensor:
@@ -36,8 +38,8 @@ def maxsim_token_topk(
     token and document. Up to a `top_k` of 32, time grows with `top_k`. Above that, similarities are sorted.
 
     Args:
-        Q: query tokens, a dense tensor as in `maxsim`.
-        D: document tokens, a dense tensor as in `maxsim`.
+        Q: query tokens, as in `maxsim`. Lists and nested tensors are padded and masked.
+        D: document tokens, as in `maxsim`. Lists and nested tensors are padded and masked.
         top_k: the number of tokens. A document with fewer kept tokens uses all of them.
         q_mask: query tokens to keep, as in `maxsim`.
         d_mask: document tokens to keep, as in `maxsim`.
@@ -63,6 +65,7 @@ def maxsim_token_topk(
     check_flag(_OP, "normalize", normalize)
     check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     functional.reject_transforms(_OP)
+    given = _, documents, _, keep, _ = make_dense(_OP, Q, D, q_mask, d_mask, q_weight)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         *tensors, normalized, argmax_dtype, _ = args
@@ -71,11 +74,11 @@ def maxsim_token_topk(
             ranks = min(top_k, max(tokens, 1))  # each rank stores an argmax; a traced size would add a guard
         return lik.maxsim_token_topk_fwd(*tensors, ranks, normalized, argmax_dtype is not None)
 
-    scores = call_dispatched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), normalize, "auto")[0]
+    scores = call_dispatched(_OP, forward, given, normalize, "auto")[0]
     if reduction == "sum":
         return scores
-    if d_mask is not None:
-        return scores / d_mask.bool().sum(-1).clamp(1, top_k)
-    most: Any = clamp_to_at_least_one(D.shape[-2])
+    if keep is not None:
+        return scores / keep.bool().sum(-1).clamp(1, top_k)
+    most: Any = clamp_to_at_least_one(documents.shape[-2])
     # Dynamo of torch 2.11 cannot trace `sym_min` of plain integers.
     return scores / (min(most, top_k) if isinstance(most, int) else torch.sym_min(most, top_k))

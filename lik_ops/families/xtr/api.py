@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from ..._ops import ops as lik
+from ...api.inputs import Tokens
+from ...api.padding import make_dense
 from ...core.arguments import check_choice, check_count, check_strided, check_tensor
 from ...ops.maxsim import call_dispatched
 from ...ops.stack import functional
@@ -16,13 +18,13 @@ _OP = "maxsim_xtr"
 
 
 def maxsim_xtr(
-    Q: Tensor,
-    D: Tensor,
+    Q: Tokens,
+    D: Tokens,
     top_k: int = 256,
     q_mask: Tensor | None = None,
     d_mask: Tensor | None = None,
     *,
-    q_weight: Tensor | None = None,
+    q_weight: Tokens | None = None,
     normalizer: str = "retrieved",
 ) -> Tensor:
     """Compute XTR scores as used in training: each query token sees its `top_k` best document tokens of the batch.
@@ -36,7 +38,8 @@ def maxsim_xtr(
     Source: Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", 2023, equations 4 and 5.
 
     Args:
-        Q: query tokens ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64.
+        Q: query tokens ``[Nq, Lq, d]`` or ``[Lq, d]``; fp16, bf16, fp32 or fp64. Lists and nested tensors, also of
+            documents, are padded and masked.
         D: document tokens ``[Nd, Ld, d]`` or ``[Ld, d]`` of the dtype and device of Q: positives and negatives of the
             whole batch.
         top_k: the number of document tokens that each query token retrieves.
@@ -63,12 +66,13 @@ def maxsim_xtr(
     """
     check_count(_OP, "top_k", top_k, 1)
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
-    check_tensor(_OP, "D", D)
-    check_strided(_OP, "D", D)
-    check_no_candidates(_OP, D)
+    given = make_dense(_OP, Q, D, q_mask, d_mask, q_weight)
+    check_tensor(_OP, "D", given[1])
+    check_strided(_OP, "D", given[1])
+    check_no_candidates(_OP, given[1])
     functional.reject_transforms(_OP)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return lik.maxsim_xtr_fwd(*args[:5], top_k, normalizer)[:2]
 
-    return call_dispatched(_OP, forward, (Q, D, q_mask, d_mask, q_weight), False, "auto")[0]
+    return call_dispatched(_OP, forward, given, False, "auto")[0]

@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from ...api.inputs import Tokens
 from ...core.arguments import check_dtype, check_flag, short_repr
 from ...formats.quantized import Quantized
 from ...formats.residual import ResidualCodec
@@ -281,7 +282,7 @@ class Corpus:
 
     def score(
         self,
-        Q: Tensor,
+        Q: Tokens,
         indices: Tensor | Sequence[int] | Sequence[Sequence[int]],
         *,
         q_mask: Tensor | None = None,
@@ -323,7 +324,7 @@ class Corpus:
     @overload
     def rerank(
         self,
-        Q: Tensor,
+        Q: Tokens,
         indices: Tensor | Sequence[int] | Sequence[Sequence[int]],
         top_k: int | None = None,
         *,
@@ -337,7 +338,7 @@ class Corpus:
     @overload
     def rerank(
         self,
-        Q: Tensor,
+        Q: Tokens,
         indices: Tensor | Sequence[int] | Sequence[Sequence[int]],
         top_k: int | None = None,
         *,
@@ -350,7 +351,7 @@ class Corpus:
 
     def rerank(
         self,
-        Q: Tensor,
+        Q: Tokens,
         indices: Tensor | Sequence[int] | Sequence[Sequence[int]],
         top_k: int | None = None,
         *,
@@ -397,11 +398,12 @@ class Corpus:
         """
         op, snapshot = "Corpus.rerank", self._snapshot
         check_flag(op, "return_argmax", return_argmax)
+        Q, _, q_mask, _, _, q_weight = arguments.convert_search(op, Q, None, q_mask, None, None, q_weight)
         found = _rerank.rerank_indices(op, snapshot, Q, indices, top_k, q_mask, q_weight, normalize, subset)
         if not return_argmax:
             return found
-        search = SearchArgs(Q, Corpus(self.path, snapshot), q_mask, None, None, q_weight, normalize, 0, None)
-        return (*found, find_argmax(op, search, found[1]))
+        search = Q, Corpus(self.path, snapshot), q_mask, None, None, q_weight, normalize, 0, None
+        return (*found, find_argmax(op, SearchArgs._make(search), found[1]))
 
     def append(
         self,

@@ -248,7 +248,7 @@ def test_scores_in_a_region_of_autocast(tmp_path):
 
 
 BAD = {
-    "Q": (dict(Q=[1]), TypeError, "Q: expected a Tensor, got list"),
+    "Q": (dict(Q=[1]), TypeError, r"Q\[0\]: expected a Tensor, got int"),
     "Q rank": (dict(Q=torch.zeros(8)), ValueError, r"Q: expected \[Lq, d\] or \[Nq, Lq, d\], got \[8\]"),
     "Q dtype": (
         dict(Q=torch.zeros(2, 3, 8).half()),
@@ -270,7 +270,7 @@ BAD = {
     "generator": (dict(indices=(i for i in (1, 2))), TypeError, "indices: expected integers, got <generator"),
     "beyond": (dict(indices=[1 << 70]), TypeError, "indices: expected integers"),
     "many": (dict(indices=["x"] * 9999), TypeError, "indices: expected integers, got .{,99}$"),
-    "q_mask": (dict(q_mask=np.ones((2, 3), bool)), TypeError, "q_mask: expected a Tensor or None, got ndarray"),
+    "q_mask": (dict(q_mask=np.ones((2, 4), bool)), ValueError, r"q_mask: expected shape \[2, 3\]"),
     "q_weight": (dict(q_weight=torch.ones(2, 4)), ValueError, "q_weight: expected shape"),
     "normalize": (dict(normalize="no"), TypeError, "normalize: expected a bool, got str"),
 }

@@ -94,11 +94,10 @@ def rerank_indices(
         indices = filter_candidates(op, subset, Q, len(snapshot), _check_indices(op, indices, Q, len(snapshot)))
     scores = score_indices(op, snapshot, Q, indices, q_mask, q_weight, normalize)
     chosen = arguments.as_integers(op, "indices", indices).to(scores.device).expand(scores.shape)
-    flat = scores.dim() == 1
-    scores, chosen = (x.unsqueeze(0) if flat else x for x in (scores, chosen))
+    scores, chosen = (x if Q.dim() == 3 else x.unsqueeze(0) for x in (scores, chosen))
     # Equal scores are ordered by document index, and missing documents come last.
     order = chosen.where(chosen >= 0, len(snapshot)).argsort(dim=1, stable=True)
     found = topk.select_candidates(
         scores.gather(1, order), chosen.gather(1, order), order.shape[1] if top_k is None else top_k
     )
-    return (found[0].squeeze(0), found[1].squeeze(0)) if flat else found
+    return arguments.drop_query_axis(Q, found)

@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 from ..api import inputs
 from ..api.inputs import Tokens
 from ..api.packing import is_sequences
-from ..core.arguments import add_batch_axis, check_flag, check_no_dtensor, check_tensor, short_repr
+from ..core.arguments import check_flag, check_no_dtensor, check_tensor, short_repr
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 from ..ops import topk
@@ -20,7 +20,7 @@ from ..ops.stack import sharding
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _streamed, sources
 from .argmax import TwoStageArgmax, find_argmax, fix_snapshot
-from .arguments import convert_search
+from .arguments import add_query_axis, convert_search, drop_query_axis
 from .store.layout import as_scorable
 from .subset import (
     limit_to_part,
@@ -339,22 +339,19 @@ def retrieve_checked(s: SearchArgs, subset: Any = None, lowest: bool = False) ->
     """Run `retrieve_from_tensors` on checked arguments in the dtype of the autocast region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
-    flat, chosen = s.Q.dim() == 2, None
+    Q, chosen = s.Q, None
     if subset is not None:
-        chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, s.Q.device)
-    if flat:
-        s = s._replace(
-            Q=s.Q.unsqueeze(0), q_mask=add_batch_axis(s.q_mask, True), q_weight=add_batch_axis(s.q_weight, True)
-        )
+        chosen, width = resolve_subset(_OP, subset, Q, s.documents, Q.device)
+    s = add_query_axis(s)
     # An exported program contains only the operator. `no_grad` would add a separate block to it.
     exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
     recording = torch.is_grad_enabled() and not exporting
     with torch.no_grad() if recording else nullcontext():
         if chosen is None:
-            scores, indices = topk.search_best(s)
+            found = topk.search_best(s)
         else:
-            scores, indices = pad_results(search_chosen(_OP, s, chosen, lowest), min(s.top_k, width))
-    return (scores.squeeze(0), indices.squeeze(0)) if flat else (scores, indices)
+            found = pad_results(search_chosen(_OP, s, chosen, lowest), min(s.top_k, width))
+    return drop_query_axis(Q, found)
 
 
 @torch.no_grad()
@@ -395,6 +392,7 @@ def retrieve_from_source(
     Q, like, q_weight = sources.prepare_queries(_OP, Q, source.shape, source.dtype, q_weight)
     search = SearchArgs(Q, like, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
     _streamed.check_source(_OP, search, source)
+    search = add_query_axis(search)
     best: Any = None
     for at, part in _streamed.iterate_parts(source, begin, end, chunk, Q.device, progress):
         D = as_scorable(part.D, like.dtype, part.cu_seqlens)
@@ -404,19 +402,19 @@ def retrieve_from_source(
         best = found if best is None else merge([best, found], top_k)
     if lowest:
         best = (-best[0]).masked_fill(best[1] < 0, -torch.inf), best[1]
-    return best if Q.dim() == 3 else (best[0].squeeze(0), best[1].squeeze(0))
+    return drop_query_axis(Q, best)
 
 
 def _search_part(s: SearchArgs, at: tuple[int, int], own: Tensor | None, lowest: bool) -> ScoresAndIndices:
-    """Return the best documents ``[Nq, k]`` of a part of a source, with negated scores if `lowest`."""
+    """Return the best documents ``[Nq, k]`` of a part of a source, with negated scores if `lowest`.
+
+    The queries are 3-D.
+    """
     begin, end = at
     if own is None and not lowest:
         find = retrieve_checked if isinstance(s.D, Tensor) else search_quantized
         scores, indices = find(s)
-        return (scores, indices.add_(begin)) if s.Q.dim() == 3 else (scores[None], indices.add_(begin)[None])
-    flat = s.Q.dim() == 2
-    q_mask, q_weight = add_batch_axis(s.q_mask, flat), add_batch_axis(s.q_weight, flat)
-    s = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)
+        return scores, indices.add_(begin)
     chosen = torch.arange(end - begin, device="cpu") if own is None else limit_to_part(own, begin, end)
     scores, indices = search_chosen(_OP, s, chosen.to(s.Q.device, non_blocking=True), lowest)
     return -scores if lowest else scores, torch.where(indices >= 0, indices + begin, -1)

@@ -12,13 +12,13 @@ from ..api import inputs
 from ..api.inputs import Tokens
 from ..api.packing import is_sequences
 from ..api.score import maxsim
-from ..core.arguments import add_batch_axis, check_flag
+from ..core.arguments import check_flag
 from ..ops import topk
 from ..ops.checks import hints
 from ..ops.stack import autocast
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import sources
-from .arguments import convert_search
+from .arguments import add_query_axis, convert_search, drop_query_axis
 from .copying import iterate_on_device
 from .progress import make_progress_callback
 from .store.layout import as_scorable
@@ -78,7 +78,7 @@ def maxsim_streamed(
     topk.reject_derivatives(op, *given[:2], given[-1])
     search = SearchArgs._make((*given, normalize, 0, chunk))
     found = torch.cat([scores for _, scores in iterate_scores(op, search, progress)], dim=1)
-    return found.squeeze(0) if search.Q.dim() == 2 else found
+    return drop_query_axis(search.Q, (found,))[0]
 
 
 @torch.no_grad()
@@ -100,8 +100,7 @@ def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndI
         found = values, columns.add_(begin)
         best = found if best is None else topk.merge_parts([best, found], s.top_k)
     assert best is not None
-    scores, indices = -best[0], best[1]
-    return (scores.squeeze(0), indices.squeeze(0)) if s.Q.dim() == 2 else (scores, indices)
+    return drop_query_axis(s.Q, (-best[0], best[1]))
 
 
 def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tuple[int, Tensor]]:
@@ -189,9 +188,8 @@ def iterate_parts(
 
 def _collect_scores(op: str, s: SearchArgs) -> Tensor:
     """Return the scores ``[Nq, n]`` of one part."""
+    s = add_query_axis(s)
     Q, q_mask, q_weight = s.Q, s.q_mask, s.q_weight
-    if Q.dim() == 2:
-        Q, q_mask, q_weight = Q.unsqueeze(0), add_batch_axis(q_mask, True), add_batch_axis(q_weight, True)
     if s.cu_seqlens_d is None:
         return maxsim(Q, s.D, q_mask, s.d_mask, q_weight=q_weight, normalize=s.normalize)
     known: dict[str, Any] = {

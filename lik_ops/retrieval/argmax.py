@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..core.arguments import add_batch_axis, as_bool
+from ..core.arguments import as_bool
 from ..formats.quantized import Quantized
 from ..ops.stack import autocast
 from ..ops.topk import SearchArgs
 from . import sources
 from ._streamed import iterate_parts
+from .arguments import add_query_axis, drop_query_axis
 from .store.layout import as_scorable
 from .store.snapshot import Snapshot
 from .subset import locate_documents, make_scoring_args
@@ -48,7 +49,6 @@ def find_argmax(op: str, s: SearchArgs, indices: Tensor) -> Tensor:
         int64 ``[Nq, k, Lq]``, or ``[k, Lq]``: the winning token within its document, and -1 as in
         `lik_ops.maxsim_with_argmax`.
     """
-    flat = s.Q.dim() == 2
     source: sources.DocumentSource | None = None
     if isinstance(s.D, Quantized):
         Q, _, q_weight = autocast.cast_to_autocast(s.Q, s.Q, s.q_weight)
@@ -58,11 +58,10 @@ def find_argmax(op: str, s: SearchArgs, indices: Tensor) -> Tensor:
     else:
         source = sources.open_source(op, s.D, s.d_mask, s.cu_seqlens_d)
         Q, _, q_weight = sources.prepare_queries(op, s.Q, source.shape, source.dtype, s.q_weight)
-    q_mask, q_weight = add_batch_axis(as_bool(s.q_mask), flat), add_batch_axis(q_weight, flat)
-    s = s._replace(Q=Q.unsqueeze(0) if flat else Q, q_mask=q_mask, q_weight=q_weight)
-    indices = indices.unsqueeze(0) if flat else indices
+    s = add_query_axis(s._replace(Q=Q, q_mask=as_bool(s.q_mask), q_weight=q_weight))
+    indices = indices if Q.dim() == 3 else indices.unsqueeze(0)
     found = _score_with_argmax(op, s, indices) if source is None else find_argmax_in_source(op, s, source, indices)
-    return found.squeeze(0) if flat else found
+    return drop_query_axis(Q, (found,))[0]
 
 
 def find_argmax_in_source(op: str, s: SearchArgs, source: sources.DocumentSource, indices: Tensor) -> Tensor:

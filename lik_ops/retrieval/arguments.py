@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import operator
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..api.padding import pad_queries
-from ..core.arguments import check_has_values, check_strided, short_repr
+from ..core.arguments import add_batch_axis, check_has_values, check_strided, short_repr
 from ..core.arrays import share_array, share_arrays
+from ..ops.topk import SearchArgs
+
+Results = TypeVar("Results", bound=tuple)
 
 _UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _INTEGERS = (*_UNSIGNED, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -30,6 +33,22 @@ def convert_search(
         (D,) = share_arrays(op, D=D)
     Q, q_mask, q_weight = pad_queries(op, Q, q_mask, q_weight)
     return Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
+
+
+def add_query_axis(s: SearchArgs) -> SearchArgs:
+    """Return a search whose Q, `q_mask` and `q_weight` have an axis of queries. A single query gets one."""
+    if s.Q.dim() == 3:
+        return s
+    q_mask, q_weight = add_batch_axis(s.q_mask, True), add_batch_axis(s.q_weight, True)
+    return s._replace(Q=s.Q.unsqueeze(0), q_mask=q_mask, q_weight=q_weight)
+
+
+def drop_query_axis(Q: Tensor, results: Results) -> Results:
+    """Return a tuple of results without the axis of queries if Q is a single query."""
+    if Q.dim() == 3:
+        return results
+    squeezed = [x.squeeze(0) for x in results]
+    return results._make(squeezed) if hasattr(results, "_make") else tuple(squeezed)  # type: ignore[return-value]
 
 
 def as_index(op: str, name: str, x: Any) -> int:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..api import inputs
 from ..core.arguments import (
-    add_batch_axis,
     as_bool,
     check_count,
     check_dense,
@@ -35,6 +34,7 @@ from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from . import _rerank, sources
+from .arguments import add_query_axis, drop_query_axis
 from .staged import retrieve_staged
 from .subset import name_results, pad_results, resolve_subset, score_chosen, search_chosen
 
@@ -95,45 +95,38 @@ def retrieve_quantized(
     check_dense(_OP, Q, make_tokens_like(Q, own.shape), s.q_mask, None, q_weight)
     if s.Q.device != D.device:
         raise ValueError(f"{_OP}: Q: expected the device of D, {D.device}, got {s.Q.device}")
-    flat = s.Q.dim() == 2
-    q_mask, q_weight = (add_batch_axis(x, flat) for x in (as_bool(s.q_mask), s.q_weight))
-    lifted = s._replace(Q=s.Q.unsqueeze(0) if flat else s.Q, q_mask=q_mask, q_weight=q_weight)
+    lifted = add_query_axis(s._replace(q_mask=as_bool(s.q_mask)))
     chosen, width = None, s.documents
     if subset is not None:
         chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, D.device)
-    values, indices = retrieve_staged(_OP, lifted, n_probe, n_candidates, chosen)
-    values, indices = pad_results((values, indices), min(s.top_k, width))
-    return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
+    found = retrieve_staged(_OP, lifted, n_probe, n_candidates, chosen)
+    return drop_query_axis(s.Q, pad_results(found, min(s.top_k, width)))
 
 
 def _search_quantized_subset(s: SearchArgs, subset: Any) -> ScoresAndIndices:
     """Run `retrieve_quantized` on a subset of the documents, without stages."""
-    flat, given = s.Q.dim() == 2, dict[str, Any]({"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize})
+    Q, given = s.Q, dict[str, Any]({"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize})
     chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, s.D.device)
     if s.cu_seqlens_d is not None:
         given["cu_seqlens_d"] = s.cu_seqlens_d.new_zeros(1, device=s.D.device)
     # Checks and casts the queries as a search of all documents does.
-    g = inputs.prepare_args(_OP, s.Q, s.D[:0], lifts="Q", whole=False, **given)
+    g = inputs.prepare_args(_OP, Q, s.D[:0], lifts="Q", whole=False, **given)
     s = s._replace(Q=g.Q, q_mask=g.q_mask, q_weight=g.q_weight)
-    values, indices = pad_results(search_chosen(_OP, s, chosen), min(s.top_k, width))
-    return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
+    return drop_query_axis(Q, pad_results(search_chosen(_OP, s, chosen), min(s.top_k, width)))
 
 
 def search_quantized(s: SearchArgs) -> ScoresAndIndices:
     """Run `retrieve_quantized` on checked arguments, without stages."""
     D: Quantized = s.D
-    flat = s.Q.dim() == 2
-    Q = s.Q.unsqueeze(0) if flat else s.Q
-    q_mask, q_weight = add_batch_axis(s.q_mask, flat), add_batch_axis(s.q_weight, flat)
+    Q, s = s.Q, add_query_axis(s)
     count = _count_documents(D, s.cu_seqlens_d)
-    step, best = s.chunk or max(1, _MAX_COARSE_BYTES // (4 * max(len(Q), 1))), []
+    step, best = s.chunk or max(1, _MAX_COARSE_BYTES // (4 * max(len(s.Q), 1))), []
     for begin in range(0, max(count, 1), step):
         end = min(begin + step, count)
-        scores = _score_coarse(Q, D, begin, end, s._replace(q_mask=q_mask, q_weight=q_weight))
+        scores = _score_coarse(s.Q, D, begin, end, s)
         values, indices = topk.select_first(scores, s.top_k)
         best.append((values, indices + begin))
-    values, indices = topk.merge_parts(best, s.top_k)
-    return (values.squeeze(0), indices.squeeze(0)) if flat else (values, indices)
+    return drop_query_axis(Q, topk.merge_parts(best, s.top_k))
 
 
 def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None, subset: Any = None) -> TwoStage:
@@ -152,9 +145,8 @@ def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None,
         TypeError: a dtype or type is wrong.
         ValueError: a rank, size, device or option is wrong.
     """
-    Q, q_weight, flat = _check_and_cast(s, coarse, n_candidates)
-    q_mask, q_weight = (add_batch_axis(x, flat) for x in (as_bool(s.q_mask), q_weight))
-    s = s._replace(Q=Q.unsqueeze(0) if flat else Q, q_mask=q_mask, q_weight=q_weight)
+    Q, q_weight = _check_and_cast(s, coarse, n_candidates)
+    s = add_query_axis(s._replace(Q=Q, q_mask=as_bool(s.q_mask), q_weight=q_weight))
     chosen, width = (None, 0) if subset is None else _resolve_checked_subset(subset, Q, coarse, s)
     count = _count_documents(coarse, s.cu_seqlens_d) if chosen is None else chosen.shape[-1]
     step = max(1, _MAX_COARSE_BYTES // (20 * max(count, 1))) if chosen is None or chosen.dim() == 1 else 1
@@ -170,7 +162,7 @@ def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None,
             block = TwoStage(*best, *block[2:])
         found.append(block)
     joined = found[0] if len(found) == 1 else TwoStage(*(torch.cat(x) for x in zip(*found, strict=True)))
-    return TwoStage(*(x.squeeze(0) for x in joined)) if flat else joined
+    return drop_query_axis(Q, joined)
 
 
 def _resolve_checked_subset(subset: Any, Q: Tensor, coarse: Quantized, s: SearchArgs) -> tuple[Tensor, int]:
@@ -205,8 +197,8 @@ def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, ow
     return TwoStage(values, indices, rescored, proven)
 
 
-def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None, bool]:
-    """Return queries and weights in the dtype of the autocast region, and whether Q is a single query."""
+def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None]:
+    """Return queries and weights in the dtype of the autocast region."""
     if not isinstance(coarse, Quantized):
         raise TypeError(f"{_OP}: coarse: expected a Quantized, got {type(coarse).__name__}")
     if n_candidates is not None:
@@ -232,7 +224,7 @@ def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tens
         )
     if coarse.error is None or coarse.norm is None or coarse.error.shape != (count,):
         raise ValueError(f"{_OP}: coarse: expected the errors of {count} documents, as `quantize` finds them")
-    return Q, q_weight, Q.dim() == 2
+    return Q, q_weight
 
 
 def _get_metadata(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

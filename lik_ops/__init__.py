@@ -29,7 +29,7 @@ from .formats.index import Index
 from .formats.quantize import quantize
 from .formats.quantized import Quantized
 from .formats.residual import ResidualCodec
-from .retrieval import Corpus, maxsim_streamed, read_index, retrieve, write_index
+from .retrieval import Corpus, maxsim_streamed, plaid_approx_score, read_index, retrieve, write_index
 from .scorer import MaxSimScorer
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ __all__ = [
     "norm_warning",
     "pack",
     "pack_padded",
+    "plaid_approx_score",
     "pool_tokens",
     "quantize",
     "read_index",

@@ -1,4 +1,4 @@
-"""`retrieve` on residual codes in two stages: by centroids alone, then the best documents by their full codes."""
+"""Residual codes scored by their centroids alone, and `retrieve` in two stages: these scores, then the full codes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,85 @@ import torch
 from torch import Tensor
 
 from ..api import inputs
-from ..core.arguments import as_bool, check_count, short_repr
+from ..api.inputs import Tokens
+from ..core.arguments import as_bool, check_count, check_floats, describe_type, short_repr
+from ..formats.index import Index
 from ..formats.quantized import Quantized
 from ..ops import topk, topk_codes
+from ..ops.quantized import make_tokens_like
+from ..ops.stack import autocast
 from ..ops.topk import ScoresAndIndices, SearchArgs
+from .arguments import add_query_axis, convert_search, drop_query_axis
 from .subset import locate_documents, pack_tokens
+
+
+@torch.no_grad()
+def plaid_approx_score(
+    Q: Tokens,
+    D: Quantized | Index,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    cu_seqlens_d: Tensor | None = None,
+    q_weight: Tokens | None = None,
+    normalize: bool = False,
+    n_probe: int | None = None,
+) -> Tensor:
+    """Compute scores of residual codes in which each document token is replaced by its centroid.
+
+    ``score[i, j] = sum_s q_weight[i, s] * max_t <Q[i, s], centroids[codes[j, t]]>``, the approximate scores of PLAID
+    (Santhanam et al., 2022, section 3). Only the codes are read, and each query token is multiplied by each centroid
+    once. `retrieve` with `n_probe` or `n_candidates` selects documents by these scores without returning them. This
+    function is for inference: the scores do not require gradients.
+
+    Args:
+        Q: query tokens, as in `lik_ops.retrieve`.
+        D: residual codes ``[Nd, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`, or an `Index` of `read_index`.
+        q_mask: query tokens to keep, as in `lik_ops.retrieve`.
+        d_mask: document tokens to keep ``[Nd, Ld]``, as in `lik_ops.retrieve`.
+        cu_seqlens_d: the bounds of packed documents ``[Nd + 1]``, as in `lik_ops.retrieve`.
+        q_weight: the weight of each query token, as in `lik_ops.retrieve`.
+        normalize: L2-normalize the query tokens first.
+        n_probe: the number of nearest centroids that each query token probes. A document without a token of a probed
+            centroid scores ``-inf``. None probes all centroids.
+
+    Returns:
+        Scores ``[Nq, Nd]`` in fp32, multiplied in the dtype of the centroids. A 2-D Q drops the first axis. A document
+        without kept tokens scores ``-inf``. A document with a code outside the codec, and a query with NaN or infinite
+        tokens, score NaN.
+
+    Raises:
+        TypeError: a dtype or type is wrong.
+        ValueError: a rank, size, device or option is wrong.
+
+    Example:
+        >>> D = torch.nn.functional.normalize(torch.randn(100, 20, 32), dim=-1)
+        >>> codes = lik_ops.quantize(D, lik_ops.ResidualCodec.train(D, nbits=2, n_centroids=16))
+        >>> lik_ops.plaid_approx_score(torch.randn(2, 8, 32), codes, normalize=True).shape
+        torch.Size([2, 100])
+    """
+    op = "plaid_approx_score"
+    if isinstance(D, Index):
+        D, cu_seqlens_d = inputs.unpack_index(op, D, cu_seqlens_d)
+    if not isinstance(D, Quantized) or D.codes is None or D.codec is None:
+        found = D.format if isinstance(D, Quantized) else describe_type(D)
+        raise TypeError(f"{op}: D: expected a Quantized of residual codes or an Index, got {found}")
+    Q, _, *per_token, q_weight = convert_search(op, Q, None, q_mask, d_mask, cu_seqlens_d, q_weight)
+    check_floats(op, "Q", Q)
+    queries, _, q_weight = autocast.cast_to_autocast(Q, Q, q_weight)
+    like = make_tokens_like(queries, D.shape)
+    s = SearchArgs._make((queries, like, *per_token, q_weight, normalize, 0, None))
+    topk.check_search_args(op, s)
+    if queries.device != D.device:
+        raise ValueError(f"{op}: Q: expected the device of D, {D.device}, got {queries.device}")
+    check_stages(op, D, None, n_probe, None)
+    s = add_query_axis(s)
+    tensors = s.Q, D.codes, D.codec.centroids, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight
+    args = topk_codes.CodeSearchArgs(*tensors, normalize, s.documents, n_probe)
+    scores, indices = topk_codes.search_best(args)
+    scores = torch.empty_like(scores).scatter_(1, indices, scores)
+    # The search ranks documents first that it cannot score.
+    return drop_query_axis(queries, (scores.masked_fill_(scores == torch.inf, torch.nan),))[0]
 
 
 def retrieve_staged(

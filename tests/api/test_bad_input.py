@@ -80,6 +80,10 @@ CALLS: dict[str, list[dict]] = {
         {"Q": Q3, "D": CODED, **WEIGHT, "top_k": 2, "n_probe": 1, "n_candidates": 2},
         {"Q": Q3, "D": D3, **MASKS, **WEIGHT, **SEARCH, "coarse": lik_ops.quantize(D3), "n_candidates": 2},
     ],
+    "plaid_approx_score": [
+        {"Q": Q3, "D": CODED, **MASKS, **WEIGHT, "normalize": False, "n_probe": 1},
+        {"Q": Q3, "D": CODED[torch.ones(D3.shape[:2], dtype=torch.bool)], "cu_seqlens_d": CU_D},
+    ],
     "quantize": [
         {"D": D3, "format": "int8", "scale": "token", "d_mask": MASKS["d_mask"], "query": "int8"},
         {"D": D3.flatten(0, 1), "format": "binary", "scale": "document", "cu_seqlens_d": CU_D},
@@ -160,6 +164,7 @@ FLAG, OPTIONAL = {"bool"}, {"None"}
 DENSE = (  # functions of tokens that may be arrays or lists
     *("maxsim", "maxsim_with_argmax", "maxsim_pairs", "maxsim_soft", "maxsim_cross_entropy", "maxsim_token_topk"),
     *("maxsim_xtr", "maxsim_from_hidden", "similarity_map", "retrieve", "maxsim_streamed", "MaxSimScorer.forward"),
+    "plaid_approx_score",
 )
 ALLOWED: dict[str | tuple[str, str], set[str]] = {
     **{name: {"None", "bool tensor"} for name in ("q_mask", "d_mask")},
@@ -173,6 +178,7 @@ ALLOWED: dict[str | tuple[str, str], set[str]] = {
     ("MaxSimScorer", "pad_id"): OPTIONAL,
     **{("Quantized", name): OPTIONAL for name in ("error", "norm")},
     **{("retrieve", name): OPTIONAL for name in ("coarse", "n_candidates", "n_probe")},
+    ("plaid_approx_score", "n_probe"): OPTIONAL | {"huge"},
     **{("chamfer_distance", f"{x}_{name}"): OPTIONAL for x in "pr" for name in ("weight", "lengths")},
     ("retrieve", "subset"): OPTIONAL | {"bool tensor"},
     ("retrieve", "return_argmax"): FLAG,

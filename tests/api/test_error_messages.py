@@ -155,6 +155,7 @@ def test_every_error_begins_with_the_function(function):
 
 
 TAKES_ARRAYS = {
+    "plaid_approx_score",
     *("maxsim", "maxsim_with_argmax", "maxsim_pairs", "maxsim_soft", "maxsim_cross_entropy", "maxsim_token_topk"),
     *(
         "maxsim_xtr",

@@ -23,6 +23,7 @@ offsets, lengths = cu_d[:-1].expand(2, 3).contiguous(), cu_d.diff().expand(2, 3)
 numbers = [[0, 1], [1, 2]], [3, 1], [[5, 2], [0, 4]]
 pairs, n_q, n_d = (torch.tensor(x, device=DEVICE) for x in numbers)
 cut = {"cu_seqlens_q": cu_q, "cu_seqlens_d": cu_d}
+CODEC = lik_ops.ResidualCodec(*(x.to(DEVICE) for x in (torch.eye(8), torch.tensor([-0.1, 0.1]), torch.zeros(1))))
 listed = {"cu_seqlens_q": cu_q}
 
 
@@ -81,6 +82,7 @@ CALLS = {
         Q.detach(), D.detach(), None, None, None, None, False, 2, None
     )[0],
     "retrieve, lowest": lambda: lik_ops.retrieve(Q.detach(), D.detach(), 2, largest=False)[0],
+    "plaid_approx_score": lambda: lik_ops.plaid_approx_score(Q.detach(), lik_ops.quantize(D.detach(), CODEC)),
     "maxsim_streamed": lambda: lik_ops.maxsim_streamed(Q.detach(), D.detach()),
     "maxsim_token_topk": lambda: lik_ops.maxsim_token_topk(Q, D, 2),
     "maxsim_from_hidden": lambda: lik_ops.maxsim_from_hidden(Q, D, torch.eye(8, device=DEVICE)),
@@ -157,7 +159,7 @@ from benchmarks.calls import without_gpu
 without_gpu.install()
 """
 KEPT = """
-for name in ("Corpus and retrieve", "indexes", "retrieve, two stages", "warmup"):
+for name in ("Corpus and retrieve", "indexes", "plaid_approx_score", "retrieve, two stages", "warmup"):
     del CALLS[name]
 """
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..api import inputs
 from ..core.arguments import (
     DTYPES,
     as_device,
@@ -20,12 +21,23 @@ from ..core.arguments import (
     check_tensor,
     describe_type,
 )
+from ..formats.index import Index
+from ..formats.quantized import Quantized
 from ..ops import topk
 from ..ops.stack import autocast
 from ..retrieval import shards, sources
-from ..retrieval.arguments import as_mask_or_integers
+from ..retrieval.argmax import find_argmax, fix_snapshot
+from ..retrieval.arguments import as_mask_or_integers, drop_query_axis
 from ..retrieval.subset import pad_results, resolve_subset
-from .agreement import Agreement, check_group, get_current_device, get_device_code, is_host_group, resolve_group
+from .agreement import (
+    Agreement,
+    check_group,
+    choose_wire_device,
+    get_current_device,
+    get_device_code,
+    is_host_group,
+    resolve_group,
+)
 from .gathering import NO_QUERIES, SearchQueries, broadcast_queries, describe_queries, merge_best
 
 if TYPE_CHECKING:
@@ -33,8 +45,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ..formats.index import Index
-    from ..formats.quantized import Quantized
     from ..retrieval import Corpus
 
 _RETRIEVE = "distributed.retrieve"
@@ -186,7 +196,8 @@ def retrieve(
     n_candidates: int | None = None,
     n_probe: int | None = None,
     subset: Tensor | np.ndarray | Sequence | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_argmax: bool = False,
+) -> tuple[Tensor, ...]:
     """Run `lik_ops.retrieve` on all processes of a group, which each search a part of the corpus.
 
     The result has the same bits as `lik_ops.retrieve`. Each process gets the whole corpus, but reads only its part. The
@@ -226,10 +237,11 @@ def retrieve(
         n_probe: the number of centroids to probe for residual codes in memory, as in `lik_ops.retrieve`.
         subset: the documents to search, as in `lik_ops.retrieve`, the same on all ranks. With `sharded`, each rank
             gives a mask or indices of its own documents. The subset is divided among the ranks.
+        return_argmax: also return the argmax of the results, as in `lik_ops.retrieve`. It costs one more collective.
 
     Returns:
         ``(scores, indices)`` of `lik_ops.retrieve` over the whole corpus, on every rank. Indices count from the first
-        document of rank 0.
+        document of rank 0. With `return_argmax`, the third value is its int64 ``[Nq, k, Lq]``.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -259,6 +271,7 @@ def retrieve(
         "sharded": sharded is True,
         "documents": None,
         "normalize": normalize is True,
+        "return_argmax": return_argmax is True,
         "subset": None,
     }
     stages = {"n_candidates": n_candidates, "n_probe": n_probe}
@@ -267,8 +280,10 @@ def retrieve(
     alike |= {name: x if x is None or isinstance(x, int) else describe_type(x) for name, x in counts.items()}
     call, found, error = None, None, None
     try:
-        for name, flag in (("normalize", normalize), ("sharded", sharded), ("progress", progress or False)):
+        flags = {"normalize": normalize, "sharded": sharded, "return_argmax": return_argmax}
+        for name, flag in {**flags, "progress": progress or False}.items():
             check_flag(_RETRIEVE, name, flag)
+        corpus = fix_snapshot(corpus) if return_argmax else corpus
         topk.reject_derivatives(_RETRIEVE, Q, corpus, q_weight)
         check_no_dtensor(_RETRIEVE, Q=Q, D=corpus)
         topk.check_counts(_RETRIEVE, top_k, chunk)
@@ -283,7 +298,10 @@ def retrieve(
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
     if call is not None and not is_host_group(group):
         found = _launch_early(call, top_k, group, options)
-    return _finish_search(call, found, agreement, top_k, sharded, group, options)
+    results = _finish_search(call, found, agreement, top_k, sharded, group, options)
+    if not return_argmax:
+        return results[:2]
+    return *results[:2], _find_argmax(results, (corpus, d_mask, cu_seqlens_d), sharded, normalize, group)
 
 
 def _launch_early(call: _RankArgs, top_k: int, group: Any, options: dict) -> shards.RangeResult | None:
@@ -295,6 +313,44 @@ def _launch_early(call: _RankArgs, top_k: int, group: Any, options: dict) -> sha
     return call.best(call.queries, top_k, options)
 
 
+class _Results(NamedTuple):
+    """The results of a search, and what finding their argmax needs."""
+
+    scores: Tensor
+    indices: Tensor
+    queries: SearchQueries
+    ranges: list[tuple[int, int]]  # the global indices of the documents of each rank
+    everywhere: bool  # whether all ranks search on devices of one type
+
+
+def _find_argmax(found: _Results, documents: tuple, sharded: bool, normalize: bool, group: Any) -> Tensor:
+    """Return the argmax of the results of all ranks.
+
+    Each rank reads the documents of its shard, or an equal part of the documents that all ranks have.
+    """
+    rank, indices, (corpus, d_mask, cu_seqlens_d) = dist.get_rank(group), found.indices, documents
+    if sharded:
+        begin, end = found.ranges[rank]
+        own = torch.where((indices >= begin) & (indices < end), indices - begin, -1)
+    else:
+        column = torch.arange(indices.shape[-1], device=indices.device)
+        own = torch.where(column % dist.get_world_size(group) == rank, indices, -1)
+    Q, q_mask, q_weight = found.queries
+    if isinstance(corpus, Index):
+        corpus, cu_seqlens_d = inputs.unpack_index(_RETRIEVE, corpus, cu_seqlens_d)
+    if sharded and begin == end:
+        argmax = own.new_full((*own.shape, Q.shape[-2]), -1)
+    else:
+        if not isinstance(corpus, Quantized):
+            corpus, cu_seqlens_d = sources.pack_documents(_RETRIEVE, corpus, d_mask, cu_seqlens_d, Q)
+        tensors = Q, corpus, q_mask, d_mask, cu_seqlens_d, q_weight
+        argmax = find_argmax(_RETRIEVE, topk.SearchArgs(*tensors, normalize, 0, None), own)
+    message = argmax.to(choose_wire_device(group, argmax.device, found.everywhere)).contiguous()
+    if message.numel():
+        dist.all_reduce(message, dist.ReduceOp.MAX, group)  # -1 on all ranks but one
+    return message.to(argmax.device)
+
+
 def _finish_search(
     call: _RankArgs | None,
     found: shards.RangeResult | None,
@@ -303,7 +359,7 @@ def _finish_search(
     sharded: bool,
     group: Any,
     options: dict,
-) -> topk.ScoresAndIndices:
+) -> _Results:
     """Run the search unless it was launched early, and merge the best documents of all ranks."""
     told = agreement.wait()
     assert call is not None, "or waiting had raised what is wrong"
@@ -329,4 +385,5 @@ def _finish_search(
     if has_subset:
         width = sum(x[-1] for x in told) if sharded else told[rank][-1]
         scores, indices = pad_results((scores, indices), min(top_k, width))
-    return (scores.squeeze(0), indices.squeeze(0)) if queries.Q.dim() == 2 else (scores, indices)
+    ends = [0, *accumulate(x[-2] for x in told)]
+    return _Results(*drop_query_axis(queries.Q, (scores, indices)), queries, [*pairwise(ends)], everywhere)

@@ -286,6 +286,45 @@ def check_subset(device: str, directory: Path) -> None:
     expect(ValueError, error, lambda: distributed.retrieve(Q, tokens, 3, **given, subset=other))
 
 
+def check_argmax(device: str, directory: Path) -> None:
+    """Check the argmax of a search, complete or sharded, of every kind of corpus."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    Q, each, cu_seqlens = torch.randint(-2, 3, (3, 4, 8)).to(device).float(), *packed(torch.float32, 41, 8)
+    q_mask = torch.rand(3, 4, device=device) > 0.3
+    tokens, ends = torch.cat(each).to(device), [0, *[41 * (n + 1) // world for n in range(world)]]
+    begin, end = ends[rank : rank + 2]
+    shard = lik_ops.Corpus.create(directory / f"argmax-{rank}", 8, torch.float32)
+    shard.append(each[begin:end])
+    bounds = cu_seqlens.to(device)
+    made = lik_ops.quantize(tokens, "int8", cu_seqlens_d=bounds)
+    for k, given in ((1, {}), (6, {"q_mask": q_mask, "normalize": True}), (100, {"subset": [40, 3, 7]})):
+        expected = lik_ops.retrieve(Q, tokens, k, cu_seqlens_d=bounds, return_argmax=True, **given)
+        options = {"return_argmax": True, **given}
+        kinds = [((tokens,), {"cu_seqlens_d": bounds}), ((each,), {})]
+        if "subset" not in given:
+            kinds.append(((shard,), {"sharded": True}))
+            kinds.append(((tokens,), {"sharded": True, "cu_seqlens_d": bounds[begin : end + 1]}))
+        for corpus, more in kinds:
+            found = distributed.retrieve(Q, *corpus, k, **more, **options)
+            assert same(found, expected) and torch.equal(found[2], expected[2]), (k, more)
+        one = {name: x[1] if name == "q_mask" else x for name, x in options.items()}
+        found = distributed.retrieve(Q[1], tokens, k, cu_seqlens_d=bounds, **one)
+        assert same(found, (expected[0][1], expected[1][1])) and torch.equal(found[2], expected[2][1])
+    options = {"cu_seqlens_d": bounds, "return_argmax": True}
+    expected = lik_ops.retrieve(Q, made, 6, **options)
+    found = distributed.retrieve(Q if rank == 0 else None, made, 6, device=device, **options)
+    assert same(found, expected) and torch.equal(found[2], expected[2])
+    # A rank without documents takes part.
+    mine = each[:5] if rank == 0 else []
+    expected = lik_ops.retrieve(Q, each[:5], 3, return_argmax=True)
+    found = distributed.retrieve(Q, mine, 3, sharded=True, return_argmax=True)
+    assert same(found, expected) and torch.equal(found[2], expected[2])
+    wrong = rank == world - 1
+    call = lambda: distributed.retrieve(Q, tokens, 3, cu_seqlens_d=bounds, return_argmax=wrong)  # noqa: E731
+    expect(ValueError, "return_argmax: expected the same", call)
+
+
 def check_messages(device: str, directory: Path) -> None:
     """Check the messages of a call: two, or three with the queries, and objects only for errors."""
     rank = dist.get_rank()
@@ -522,6 +561,7 @@ CHECKS = {
     "sharded": check_sharded,
     "coded": check_coded,
     "subset": check_subset,
+    "argmax": check_argmax,
     "messages": check_messages,
     "inbatch": check_inbatch,
     "loss": check_loss,

@@ -5,7 +5,8 @@
 - "int8".
 - "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion.
 - "number": another type that Triton converts.
-- "bits": eight features in a byte, a set bit is 1 and a cleared bit is -1.
+- "bits1", "bits2" and "bits4": codes of 1, 2 or 4 bits, the first feature of a byte in its lowest bits. A code c of n
+  bits is the odd number ``2 c - (2^n - 1)``, such as -1 and 1 for one bit.
 - "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
 - A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
@@ -59,13 +60,21 @@ _TARGET_EXPONENT_BITS = tl.constexpr(15 << 23)  # fp16 ends below 2^16
 _INVERSE_EXPONENT_BITS = tl.constexpr(254 << 23)  # minus the bits of a power of two: the bits of its inverse
 
 
+@triton.constexpr_function
+def get_code_bits(stored):
+    """Return the bits of a code of odd numbers, or 0 for other formats."""
+    return int(stored[4:]) if isinstance(stored, str) and stored.startswith("bits") else 0
+
+
 @triton.jit
 def load_bits(ptr, t, c0, d, D, C: tl.constexpr):
-    """Load features from `c0` on of tokens `t` that are stored as bits, as -1 and 1 in int8."""
-    columns = c0 // 8 + tl.arange(0, C.BD // 8)
-    x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, 8), D, C.WIDE_OFFSETS)
-    x = (x[:, :, None] >> tl.arange(0, 8)[None, None, :].to(tl.uint8)) & 1
-    return tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - 1
+    """Load features from `c0` on of tokens `t` that are stored as codes, as odd numbers in int8."""
+    NBITS: tl.constexpr = get_code_bits(C.ENCODING)
+    EACH: tl.constexpr = 8 // NBITS
+    columns = c0 // EACH + tl.arange(0, C.BD // EACH)
+    x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, EACH), D, C.WIDE_OFFSETS)
+    x = (x[:, :, None] >> (NBITS * tl.arange(0, EACH))[None, None, :].to(tl.uint8)) & ((1 << NBITS) - 1)
+    return tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - ((1 << NBITS) - 1)
 
 
 @triton.jit
@@ -150,7 +159,7 @@ def load_encoded_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.
 
     Token 0 from `ptr` on is row `row` of all tokens. Residual codes are returned dequantized, for queries of `dtype`.
     """
-    if C.ENCODING == "bits":
+    if get_code_bits(C.ENCODING) > 0:
         tile = load_bits(ptr, t, c0, d, D, C)
     elif get_bucket_bits(C.ENCODING) > 0:
         tile = load_decoded_tokens(ptr, t, row, c0, d, D, counts, dtype, C)
@@ -250,7 +259,7 @@ def sum_query_rows(pointers, ok, x, C: tl.constexpr):
 @triton.jit
 def _load_values(ptr, each, t):
     """Load the values of tokens `t`, or one value for all tokens if `each` is 0."""
-    return tl.load(ptr + t.to(tl.int64) * each)
+    return tl.load(ptr + t.to(tl.int64) * each).to(tl.float32)
 
 
 @triton.jit

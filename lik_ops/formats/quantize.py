@@ -19,7 +19,18 @@ from ..core.arguments import (
 )
 from .quantized import Quantized
 from .residual import ResidualCodec
-from .table import FORMATS, FormatName, Query, compute_extremes, compute_scales, encode_tokens, select_rows, split_rows
+from .rotation import rotate
+from .table import (
+    ALL_FORMATS,
+    FORMATS,
+    FormatName,
+    Query,
+    compute_extremes,
+    compute_scales,
+    encode_tokens,
+    select_rows,
+    split_rows,
+)
 
 Scale: TypeAlias = Literal["token", "document", "tensor"]
 
@@ -39,8 +50,8 @@ def quantize(
         D: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; fp16, bf16, fp32
             or fp64.
         format: ``"int8"`` (symmetric, -127 to 127), ``"uint8"`` (affine, with a minimum and a scale), ``"fp8_e4m3"``,
-            ``"fp8_e5m2"``, or ``"binary"`` (signs, for a first stage). A `ResidualCodec` on the device of D is also
-            accepted.
+            ``"fp8_e5m2"``, ``"binary"`` (signs, for a first stage), or ``"rq4"``, ``"rq2"`` or ``"rq1"`` (4, 2 or 1
+            bits of each feature of rotated tokens). A `ResidualCodec` on the device of D is also accepted.
         scale: one scale for each ``"token"``, for each ``"document"``, or for the whole ``"tensor"``. Residual codes
             always have one scale for each token.
         d_mask: tokens to keep, the shape of D without d. Masked tokens become zeros, whatever values they hold.
@@ -74,7 +85,7 @@ def quantize(
     shape, kept = D.shape[:-1], FORMATS[format]
     low, high = (torch.empty(len(rows), dtype=torch.float32, device=D.device) for _ in range(2))
     for part in split_rows(len(rows), D.shape[-1]):
-        low[part], high[part] = compute_extremes(_convert_to_fp32(rows, keep, part), format)
+        low[part], high[part] = compute_extremes(_load_rows(rows, keep, part, kept.rotated), format)
 
     def joined(x: Tensor, largest: bool) -> Tensor:
         """Reduce `x` over the tokens that share a scale, and return it in the shape of the scales."""
@@ -94,7 +105,7 @@ def quantize(
     made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum, query=query)
     _, per_token, shift, *_ = made.stored()
     for part in split_rows(len(rows), D.shape[-1]):
-        x = _convert_to_fp32(rows, keep, part)
+        x = _load_rows(rows, keep, part, kept.rotated)
         data[part] = encode_tokens(x, select_rows(per_token, part), select_rows(shift, part), format)
     return _add_errors(made, rows, keep, bounds)
 
@@ -110,7 +121,7 @@ def _encode_residual(
     residuals = torch.empty((len(rows), codec.width), dtype=torch.uint8, device=rows.device)
     scale = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     for part in split_rows(len(rows), codec.d):
-        x = _convert_to_fp32(rows, keep, part)
+        x = _load_rows(rows, keep, part)
         codes[part], residuals[part] = codec.encode(x)
         scale[part] = codec.scales(codes[part], residuals[part]).masked_fill((x == 0).all(-1), 0)
         scale[part] = scale[part].masked_fill(~x.isfinite().all(-1), torch.nan)
@@ -124,7 +135,8 @@ def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: Docu
     stored, shape = made.stored(), made.shape[:-1]
     error, norm = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
     for part in split_rows(len(rows), made.d):
-        x = _convert_to_fp32(rows, keep, part).double()
+        x = _load_rows(rows, keep, part).double()
+        x = rotate(x) if ALL_FORMATS[made.format].rotated else x
         off = x - stored.decoded(part, made.d).double()
         error[part], norm[part] = (_round_up(torch.linalg.vector_norm(y, dim=-1)) for y in (off, x))
     if bounds is not None:
@@ -136,10 +148,11 @@ def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: Docu
     return replace(made, error=found[0], norm=found[1])
 
 
-def _convert_to_fp32(rows: Tensor, keep: Tensor | None, part: slice) -> Tensor:
-    """Return some tokens in fp32 (fp64 for fp64) with masked tokens set to zeros."""
+def _load_rows(rows: Tensor, keep: Tensor | None, part: slice, rotated: bool = False) -> Tensor:
+    """Return some tokens in fp32 (fp64 for fp64), rotated if `rotated`, with masked tokens set to zeros."""
     x = rows[part].to(torch.promote_types(rows.dtype, torch.float32))
-    return x if keep is None else torch.where(keep[part].unsqueeze(-1), x, 0)
+    x = x if keep is None else torch.where(keep[part].unsqueeze(-1), x, 0)
+    return rotate(x) if rotated else x
 
 
 def _round_up(x: Tensor) -> Tensor:

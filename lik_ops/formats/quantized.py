@@ -25,6 +25,7 @@ from ..core.arguments import (
 from ..core.disk import get_path, replace_file, save_tensors
 from ..core.extras import import_extra
 from .residual import ResidualCodec
+from .rotation import rotate
 from .table import ALL_FORMATS, INT8_QUERIES, EncodedTokens, FormatName, Query, Residual, split_rows
 
 _CODEC = "codec."  # prefix of the names of the codec's tensors in a file
@@ -40,10 +41,13 @@ class Quantized:
     Args:
         data: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]`` or packed ``[Td, d]``, in the dtype of the format.
             ``"binary"`` has ``[..., ceil(d / 8)]`` with feature k in bit ``k % 8`` of byte ``k // 8``, set if the
-            feature is > 0. Residual codes have ``[..., ceil(d nbits / 8)]`` with the first features in the highest
-            bits.
-        scale: fp32, the shape of `data` without its last axis. An axis on which the scale is shared has size 1.
-        format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"binary"``. Residual codes are
+            feature is > 0. ``"rq4"``, ``"rq2"`` and ``"rq1"`` have ``[..., ceil(d n / 8)]`` for n bits with the first
+            feature of a rotated token in the lowest bits. Residual codes have ``[..., ceil(d nbits / 8)]`` with the
+            first features in the highest bits.
+        scale: fp32, or bf16 for ``"rq4"``, ``"rq2"`` and ``"rq1"``, the shape of `data` without its last axis. An axis
+            on which the scale is shared has size 1.
+        format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"binary"``, or the rotated formats
+            ``"rq4"``, ``"rq2"`` and ``"rq1"``. Residual codes are
             ``"residual1"``, ``"residual2"``, ``"residual4"`` or ``"residual8"``.
         d: features of a token.
         dtype: dtype of the tokens before quantization.
@@ -139,13 +143,14 @@ class Quantized:
             object.__setattr__(self, "codec", replace(codec, **detached))
 
     def _check(self, name: str, x: Any, required: bool, fits: Callable[[Tensor], bool], expected: str) -> None:
-        """Raise TypeError or ValueError unless an fp32 attribute has a shape and device that fit."""
+        """Raise TypeError or ValueError unless an attribute of numbers has a dtype, a shape and a device that fit."""
         check_tensor("Quantized", name, x, or_none=not required)
         if x is None:
             return
         check_strided("Quantized", name, x)
-        if x.dtype != torch.float32:
-            raise TypeError(f"Quantized: {name}: expected torch.float32, got {x.dtype}")
+        dtype = ALL_FORMATS[self.format].scale if name == "scale" else torch.float32
+        if x.dtype != dtype:
+            raise TypeError(f"Quantized: {name}: expected {dtype}, got {x.dtype}")
         if not fits(x) or x.device != self.data.device:
             raise ValueError(
                 f"Quantized: {name}: expected {expected} on the device of data, {self.data.device},"
@@ -254,8 +259,10 @@ class Quantized:
         check_dtype("Quantized.dequantize", "dtype", dtype)
         stored = self.stored()
         out = torch.empty((len(stored.data), self.d), dtype=dtype, device=self.device)
+        rotated = ALL_FORMATS[self.format].rotated
         for part in split_rows(len(out), self.d):
-            out[part] = stored.decoded(part, self.d)
+            x = stored.decoded(part, self.d)
+            out[part] = rotate(x.double(), inverse=True) if rotated else x
         return out.view(self.shape)
 
     def kept(self) -> EncodedTokens:

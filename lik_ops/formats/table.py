@@ -1,8 +1,11 @@
 """The quantization formats of document tokens, and their encoders and decoders.
 
-A format stores each feature as a small number `q`, and an fp32 `scale` for each token, document or tensor. The token
+A format stores each feature as a small number `q`, and a `scale` for each token, document or tensor. The token
 dequantizes to ``q * scale`` (for ``"uint8"``, ``q * scale + minimum``). The formulas are symmetric and affine
 quantization (Jacob et al., 2018, section 2). The extremes of the FP8 formats are from Micikevicius et al. (2022).
+
+Rotated formats store the numbers of ``x R`` for a fixed rotation R (`formats.rotation`), as odd numbers of 1, 2 or 4
+bits. Kernels multiply the numbers by rotated queries. A scale has the least squared error of its token.
 
 Residual codes (ColBERTv2: Santhanam et al., 2022, section 3.3) store a token as a centroid index and a bucket of 1, 2,
 4 or 8 bits for each feature. The token dequantizes to ``(centroids[code] + weights[bucket]) * scale``. The first
@@ -20,8 +23,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from .rotation import rotate
+
 Query: TypeAlias = Literal["half", "int8"]
-FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary"]
+FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary", "rq4", "rq2", "rq1"]
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
 _MAX_ROWS_BYTES = 32 << 20  # size of the rows that are processed at a time
 PerToken = TypeVar("PerToken", Tensor, "Tensor | None")
@@ -38,17 +43,48 @@ def _mean_abs(x: Tensor) -> Tensor:
     return x.abs().mean(-1)
 
 
-def _pack_signs(x: Tensor, inverse: Tensor) -> Tensor:
-    """Pack ``x > 0`` of ``[n, d]`` into bytes ``[n, ceil(d / 8)]`` with the first feature in the lowest bit."""
-    bits = torch.nn.functional.pad(x > 0, (0, -x.shape[-1] % 8)).unflatten(-1, (-(-x.shape[-1] // 8), 8))
-    weights = 1 << torch.arange(8, dtype=torch.int32, device=x.device)
-    return (bits * weights).sum(-1).to(torch.uint8)
+# Candidates around the best scale of Gaussian features, in standard deviations, by bits.
+_STEPS = {1: (1.0,), 2: (0.5,), 4: (0.14, 0.155, 0.17)}
 
 
-def _unpack_signs(data: Tensor, d: int) -> DecodedFeatures:
-    """Return the signs that `_pack_signs` packed, as -1 and 1."""
-    bits = (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1
-    return bits.flatten(-2)[..., :d].to(torch.int8).mul_(2).sub_(1), 1.0
+def _encode_odd(nbits: int, x: Tensor, inverse: Tensor) -> Tensor:
+    """Return the codes of the odd numbers of `nbits` bits that are nearest to ``x * inverse``."""
+    if nbits == 1:
+        return (x > 0).to(torch.uint8)
+    half = 2 ** (nbits - 1)
+    return (x * inverse / 2).nan_to_num(0).ceil().clamp(1 - half, half).add_(half - 1).to(torch.uint8)
+
+
+def _decode_odd(nbits: int, codes: Tensor) -> Tensor:
+    """Return the odd numbers of codes as int8, such as -3, -1, 1 and 3 for 2 bits."""
+    return codes.to(torch.int8).mul_(2).sub_(2**nbits - 1)
+
+
+def _fit_scale(nbits: int, x: Tensor) -> Tensor:
+    """Return the scale with the least squared error of each row, for odd numbers of `nbits` bits."""
+    sigma = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) * x.shape[-1] ** -0.5
+    best, most = torch.zeros_like(sigma), torch.full_like(sigma, -1)
+    for step in _STEPS[nbits]:
+        q = _decode_odd(nbits, _encode_odd(nbits, x, (1 / (step * sigma)).to(x.dtype).unsqueeze(-1))).to(x.dtype)
+        product, square = (torch.linalg.vecdot(y, q).double() for y in (x, q))
+        gain = product.square() / square  # the reduction of the squared error
+        best, most = torch.where(gain > most, product / square, best), torch.maximum(gain, most)
+    return torch.where(sigma.isfinite(), best, sigma)
+
+
+def _pack_odd(nbits: int, x: Tensor, inverse: Tensor) -> Tensor:
+    """Pack the codes of ``[n, d]`` into bytes ``[n, ceil(d nbits / 8)]`` with the first feature in the lowest bits."""
+    each, codes = 8 // nbits, _encode_odd(nbits, x, inverse)
+    codes = torch.nn.functional.pad(codes, (0, -x.shape[-1] % each)).unflatten(-1, (-(-x.shape[-1] // each), each))
+    weights = 1 << torch.arange(0, 8, nbits, dtype=torch.int32, device=x.device)
+    return (codes * weights).sum(-1).to(torch.uint8)
+
+
+def _unpack_odd(nbits: int, data: Tensor, d: int) -> DecodedFeatures:
+    """Return the odd numbers that `_pack_odd` packed."""
+    shifts = torch.arange(0, 8, nbits, dtype=torch.uint8, device=data.device)
+    codes = (data.unsqueeze(-1) >> shifts) & (2**nbits - 1)
+    return _decode_odd(nbits, codes.flatten(-2)[..., :d]), 1.0
 
 
 def convert_fp8(data: Tensor, format: str) -> DecodedFeatures:
@@ -84,6 +120,8 @@ class Format(NamedTuple):
     largest: float  # largest stored number
     each: int = 1  # features in one element
     nbits: int = 0  # bits of a bucket, for residual codes
+    rotated: bool = False  # numbers of rotated tokens
+    scale: torch.dtype = torch.float32  # dtype of the scales
     affine: bool = False  # numbers are offsets from the minimum; else symmetric about 0
     # `KernelConfig.ENCODING`: a name, or a function that loads a tile of numbers. For "e4m3" and "e5m2", GPUs with FP8
     # use "fp8" instead (`gpu/forward/quantized.py`).
@@ -100,12 +138,21 @@ class Format(NamedTuple):
         return torch.uint8 if self.dtype.is_floating_point else self.dtype
 
 
+def _make_odd(nbits: int, **options: Any) -> Format:
+    """Return a format of odd numbers of `nbits` bits."""
+    pack, unpack, size = (partial(f, nbits) for f in (_pack_odd, _unpack_odd, _fit_scale))
+    coded = {"size": size, "encode": pack, "decode": unpack, "kernel": f"bits{nbits}"}
+    return Format(torch.uint8, 1, 8 // nbits, **coded | options)
+
+
 FORMATS: dict[str, Format] = {
     "int8": Format(torch.int8, 127, kernel="int8"),
     "uint8": Format(torch.uint8, 255, affine=True),
     "fp8_e4m3": Format(torch.float8_e4m3fn, 448, kernel="e4m3", decode=partial(_decode_fp8, "fp8_e4m3")),
     "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decode_fp8, "fp8_e5m2")),
-    "binary": Format(torch.uint8, 1, 8, kernel="bits", size=_mean_abs, encode=_pack_signs, decode=_unpack_signs),
+    "binary": _make_odd(1, size=_mean_abs),
+    # bf16 scales have the range of fp32, and are more precise than the numbers.
+    **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2, 1)},
 }
 RESIDUAL_FORMATS: dict[str, Format] = {
     f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n, kernel=f"codes{n}") for n in (1, 2, 4, 8)
@@ -122,7 +169,7 @@ class EncodedTokens(NamedTuple):
     """Document tokens as stored by a format."""
 
     data: Tensor  # [Td, ...], or with more token axes before `flat`
-    scale: Tensor  # fp32 [Td] or [1]; before `flat` the shape of the tokens, with size 1 on shared axes
+    scale: Tensor  # [Td] or [1]; before `flat` the shape of the tokens, with size 1 on shared axes
     minimum: Tensor | None  # the shape of `scale`
     format: str
     codes: Tensor | None = None  # for residual codes: [Td], int32 or int64
@@ -150,7 +197,7 @@ class EncodedTokens(NamedTuple):
             out: fp32 ``[n, d]`` to write to; None allocates it.
 
         Returns:
-            fp32 ``[n, d]``. A token whose code is not a centroid is NaN.
+            fp32 ``[n, d]``, still rotated for a rotated format. A token whose code is not a centroid is NaN.
         """
         data, scale = self.data[rows], select_rows(self.scale, rows)
         if self.codes is None or self.centroids is None or self.weights is None:
@@ -162,12 +209,16 @@ class EncodedTokens(NamedTuple):
             x = x.add_(self.centroids.index_select(0, torch.where(inside, codes, 0)))
         return torch.mul(x, torch.where(inside, scale, torch.nan).unsqueeze(-1), out=out)
 
+    def rotate_queries(self, Q: Tensor) -> Tensor:
+        """Return query tokens ``[..., d]`` as these documents are multiplied by them."""
+        return rotate(Q) if OPERAND_FORMATS[self.format].rotated else Q
+
 
 def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Compute the values that determine the minimum and scale of each token.
 
     Args:
-        x: tokens ``[n, d]``, fp32 or fp64.
+        x: tokens ``[n, d]``, fp32 or fp64, rotated for a rotated format.
         format: a name of `FORMATS`.
 
     Returns:
@@ -189,20 +240,20 @@ def compute_scales(low: Tensor, high: Tensor, format: str) -> Tensor:
     # bits.
     scales = ((high - low).double() / FORMATS[format].largest).float()
     # A scale whose inverse overflows becomes 0, and so do its tokens.
-    return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
+    return torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales).to(FORMATS[format].scale)
 
 
 def encode_tokens(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
     """Encode tokens in a format of `FORMATS`.
 
     Args:
-        x: tokens ``[n, d]``, fp32 or fp64.
-        scale: fp32 ``[n]`` or ``[1]``.
+        x: tokens ``[n, d]``, fp32 or fp64, rotated for a rotated format.
+        scale: ``[n]`` or ``[1]`` in the dtype of the format's scales.
         minimum: fp32 ``[n]`` or ``[1]`` for affine formats, else None.
         format: a name of `FORMATS`.
 
     Returns:
-        ``[n, d]``, or ``[n, ceil(d / 8)]`` for ``"binary"``, in the dtype of the format.
+        ``[n, d]``, or fewer elements if the format packs several features into a byte, in the dtype of the format.
     """
     kept = FORMATS[format]
     # A token with a NaN scale stores 0. The division is in fp64, see `compute_scales`.
@@ -223,7 +274,7 @@ def decode_tokens(
 
     Args:
         data: encoded tokens ``[n, ...]``; FP8 may be given as bytes.
-        scale: fp32 ``[n]`` or ``[1]``.
+        scale: ``[n]`` or ``[1]`` in the dtype of the format's scales.
         minimum: fp32 ``[n]`` or ``[1]`` for affine formats, else None.
         format: a name of `OPERAND_FORMATS`, except the residual formats.
         d: features of a token.

@@ -118,8 +118,9 @@ def _check_encoded_tokens(op: str, Q: Tensor, stored: EncodedTokens) -> None:
         if name == "minimum" and not kept.affine:
             raise TypeError(f"{op}: minimum: expected None for {stored.format}, got a Tensor")
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
-        if x.dtype != torch.float32 or not fits:
-            raise ValueError(f"{op}: {name}: expected fp32 [Td] or [1], got {x.dtype} {list(x.shape)}")
+        dtype = kept.scale if name == "scale" else torch.float32
+        if x.dtype != dtype or not fits:
+            raise ValueError(f"{op}: {name}: expected {dtype} [Td] or [1], got {x.dtype} {list(x.shape)}")
     _check_code_tensors(op, stored, kept, Q.shape[-1])
     for name, x in stored._asdict().items():
         if isinstance(x, Tensor) and x.device != Q.device:
@@ -155,15 +156,17 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     - ``Q``: query tokens ``[Tq, d]``, or ``[Nq, Lq, d]`` without ``cu_seqlens_q``.
     - ``data``: encoded tokens ``[Td, n]``, or ``[Nd, Ld, n]`` without ``d_offsets``, where n is d, or fewer if `format`
       packs several features into a byte. FP8 values are passed as uint8.
-    - ``scale``, ``minimum``: fp32 ``[Td]`` or ``[1]``. ``minimum`` is None unless the format has one.
+    - ``scale``, ``minimum``: fp32 ``[Td]`` or ``[1]``. The scales of rotated formats are bf16. ``minimum`` is None
+      unless the format has one.
     - ``format``: the name of the format. With ``"int8_int8"`` documents are int8, and a GPU may round queries to int8.
     - ``codes``, ``centroids``, ``weights``: int32 or int64 ``[Td]``, fp16, bf16 or fp32 ``[C, d]``, and fp32
       ``[2 ** nbits]``. They are None unless the format is a residual format.
     - all others: the arguments of ``lik::maxsim_ragged_fwd``.
 
-    A token is dequantized to ``data * scale``, plus ``minimum`` if the format has one. Residual codes are dequantized
-    to ``(centroids[codes] + weights[data]) * scale``. The bits of a bucket index ``weights``, and the first feature of
-    a byte is in its highest bits.
+    A token is dequantized to ``data * scale``, plus ``minimum`` if the format has one. For a rotated format, these are
+    the features of rotated tokens. Q is not rotated. Residual codes are dequantized to
+    ``(centroids[codes] + weights[data]) * scale``. The bits of a bucket index ``weights``, and the first feature of a
+    byte is in its highest bits.
 
     Returns:
         ``(scores, argmax)`` with the shapes and dtypes of ``lik::maxsim_ragged_fwd``.

@@ -29,6 +29,7 @@ from ..core.arguments import (
 from ..core.segments import make_segment_rows
 from ..formats.quantize import DocumentBounds
 from ..formats.quantized import Quantized, make_placeholder
+from ..formats.table import ALL_FORMATS
 from ..ops import topk
 from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast
@@ -262,11 +263,13 @@ def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor, own: Te
     """
     assert coarse.error is not None and coarse.norm is not None
     lengths = torch.linalg.vector_norm(s.Q.double(), dim=-1)
+    _, Lq, d = s.Q.shape
+    if ALL_FORMATS[coarse.format].rotated:  # rotated features may be subnormal
+        lengths = lengths + d**0.5 * torch.finfo(s.Q.dtype).smallest_normal
     if s.q_weight is not None:
         lengths = lengths * s.q_weight.abs()
     if s.q_mask is not None:
         lengths = lengths.masked_fill(~s.q_mask, 0)
-    _, Lq, d = s.Q.shape
     rounding = 2 * (d + Lq + 16) * _bound_roundoff(s.Q)
     relative = rounding + _bound_operand_error(s.Q, coarse)
     error, norm = coarse.error.double(), coarse.norm.double()
@@ -296,6 +299,8 @@ def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
         return coarse.d**0.5 / 253
     if coarse.format == "int8":  # query rows are rounded to 1/64,516
         return coarse.d**0.5 / 64_000
+    if ALL_FORMATS[coarse.format].rotated:  # rotated queries are rounded to their dtype
+        return torch.finfo(Q.dtype).eps
     halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 import lik_ops
+from lik_ops.formats.rotation import make_rotation
 from lik_ops.formats.table import EncodedTokens
 from lik_ops.opcheck.samples import ragged
 from lik_ops.opcheck.samples.gradients import compute_gradients
 
 SCALES = {"int8": "token", "uint8": "token", "fp8_e4m3": "tensor", "fp8_e5m2": "token", "binary": "tensor"}
+SCALES |= {"rq4": "token", "rq2": "tensor", "rq1": "token"}
 NBITS = {"residual1": 1, "residual2": 2, "residual4": 4, "residual8": 8}
 
 
@@ -46,6 +48,10 @@ def _decode(stored: EncodedTokens, d: int) -> Tensor:
         data = torch.stack([(data >> bit) & 1 for bit in range(8)], -1).flatten(-2)[:, :d] * 2.0 - 1
     elif format.startswith("fp8"):
         data = data.view(torch.float8_e4m3fn if format == "fp8_e4m3" else torch.float8_e5m2)
+    elif format.startswith("rq"):
+        nbits = int(format[2:])
+        codes = torch.stack([(data >> bit) % 2**nbits for bit in range(0, 8, nbits)], -1).flatten(-2)[:, :d]
+        data = (2 * codes.double() - (2**nbits - 1)) @ make_rotation(d, data.device).T
     found = data.double() * scale.double()[:, None]
     return found if minimum is None else found + minimum.double()[:, None]
 

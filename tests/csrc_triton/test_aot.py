@@ -147,7 +147,7 @@ SAME_BITS += [
         (torch.bfloat16, "*u8"),
         (torch.float32, "*u8"),
         (torch.bfloat16, "e4m3"),
-        (torch.bfloat16, "bits"),
+        (torch.bfloat16, "bits1"),
         (torch.bfloat16, "codes4"),
     )
 ]

@@ -21,6 +21,7 @@ SCALES = ("token", "document", "tensor")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 every_format = pytest.mark.parametrize("format", FORMATS)
 every_format_and_codes = pytest.mark.parametrize("format", ALL_FORMATS)
+unrotated_format = pytest.mark.parametrize("format", [f for f in FORMATS if not FORMATS[f].rotated])
 every_scale = pytest.mark.parametrize("scale", SCALES)
 
 
@@ -46,7 +47,7 @@ def by_hand(D, format, scale):
     return (x / s).float().to(FORMATS[format].dtype).double() * s
 
 
-@every_format
+@unrotated_format
 @every_scale
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_tokens_count_as_the_formulas_say(format, scale, dtype):
@@ -87,7 +88,10 @@ def test_tokens_that_are_unlike_others(format, scale):
     assert torch.equal(x.isnan().all(-1), expected) and torch.equal(x.isnan().any(-1), expected)
     if scale != "tensor":
         assert not x[1].any() and not x[3].abs().max() > 1e-40
-        torch.testing.assert_close(x[2, 0], D[2, 0], rtol=0.2 if scale == "document" else 1e-2, atol=0.1)
+        if FORMATS[format].rotated:
+            assert (x[2] - D[2]).norm(dim=-1).max() <= found.error[2]
+        else:
+            torch.testing.assert_close(x[2, 0], D[2, 0], rtol=0.2 if scale == "document" else 1e-2, atol=0.1)
         scores = lik_ops.maxsim(tokens(2, 4, 16), found)
         assert scores[:, 4:].isnan().all() and scores[:, :4].isfinite().all()
 
@@ -298,7 +302,7 @@ def test_kept_and_read_again(format, tmp_path):
         assert torch.equal(found.dequantize(), made.dequantize()) and torch.equal(found.error, made.error)
     assert repr(made) == f"Quantized([5, 6, 20], format='{format}', device='cpu')" and len(made) == 5
     kept = ALL_FORMATS[format]
-    bytes_each = -(-20 // kept.each) + 4 * (1 + (format == "uint8" or kept.nbits > 0))
+    bytes_each = -(-20 // kept.each) + kept.scale.itemsize + 4 * (format == "uint8" or kept.nbits > 0)
     of_codec = 4 * (7 * 20 + 2 * 2**kept.nbits - 1) if kept.nbits else 0
     assert made.nbytes == 30 * bytes_each + 5 * 8 + of_codec
 

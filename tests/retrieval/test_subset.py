@@ -15,7 +15,7 @@ from .test_retrieve import DEVICES
 
 pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
 NQ, ND, LD, D = 3, 40, 5, 16
-FORMATS = ["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary", "codes"]
+FORMATS = ["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary", "rq2", "codes"]
 KINDS = ["dense", "mask", "strided", "packed", "packed int32", "list", "nested", "array", "packed array", "corpus"]
 KINDS += [f"{format} {layout}" for format in FORMATS for layout in ("dense", "packed", "corpus")]
 LENGTHS = [(7 * i) % (LD + 1) for i in range(ND)]

@@ -48,7 +48,7 @@ def test_a_thousand_draws(part, device):
     rescored = documents = 0
     for trial in range(100 * part, 100 * part + 100):
         Q, D, k, options = draw(trial, device)
-        coarse = quantize(D, list(FORMATS)[trial % 5], SCALES[trial % 3], d_mask=options.get("d_mask"))
+        coarse = quantize(D, list(FORMATS)[trial % len(FORMATS)], SCALES[trial % 3], d_mask=options.get("d_mask"))
         expected = lik_ops.retrieve(Q, D, k, **options)
         found = lik_ops.retrieve(Q, D, k, coarse=coarse, **options)
         assert same(found, expected), trial
@@ -66,7 +66,7 @@ def test_full_scores_lie_in_their_intervals(region):
         Q, D, _, options = draw(trial)
         Q = Q.to(region or D.dtype)
         mask = options.pop("d_mask", None)
-        coarse = quantize(D, list(FORMATS)[trial % 5], SCALES[trial % 3], d_mask=mask)
+        coarse = quantize(D, list(FORMATS)[trial % len(FORMATS)], SCALES[trial % 3], d_mask=mask)
         s = SearchArgs(Q, D, options.get("q_mask"), mask, None, options.get("q_weight"), False, 1, None)
         rough = two_stage._compute_intervals(s, coarse, two_stage._score_coarse(Q, coarse, 0, len(D), s))
         full = lik_ops.maxsim(Q, D.to(Q.dtype), d_mask=mask, **options).double()
@@ -85,7 +85,7 @@ def test_draws_in_a_region_of_autocast(region, dtype, device):
         Q, D, k, options = draw(trial, device)
         D = D.to(dtype)
         with torch.autocast(device, region):
-            coarse = quantize(D, list(FORMATS)[trial % 5], SCALES[trial % 3], d_mask=options.get("d_mask"))
+            coarse = quantize(D, list(FORMATS)[trial % len(FORMATS)], SCALES[trial % 3], d_mask=options.get("d_mask"))
             expected = lik_ops.retrieve(Q, D, k, **options)
             found = lik_ops.retrieve(Q, D, k, coarse=coarse, **options)
             few = lik_ops.retrieve(Q, D, k, coarse=coarse, n_candidates=5, **options)
@@ -222,7 +222,7 @@ def test_documents_on_the_host_are_read_where_they_may_be_among_the_best():
 def test_a_fixed_number_of_candidates():
     for trial in range(100):
         Q, D, k, options = draw(trial)
-        coarse = quantize(D, list(FORMATS)[trial % 5], d_mask=options.get("d_mask"))
+        coarse = quantize(D, list(FORMATS)[trial % len(FORMATS)], d_mask=options.get("d_mask"))
         expected = lik_ops.retrieve(Q, D, k, **options)[1]
         found = lik_ops.retrieve(Q, D, k, coarse=coarse, n_candidates=5, **options)
         assert (found.rescored == min(max(5, expected.shape[1]), len(D))).all()

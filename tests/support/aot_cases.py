@@ -177,7 +177,7 @@ MORE_TERMS = [
 
 # Quantized documents: codes multiplied as terms or converted, FP8 as FP8 and as bytes, bits, residual codes.
 _CODES, _WORDS = ("codes1", "codes2", "codes4", "codes8"), ("words1", "words2", "words4")
-_KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits", *_CODES)
+_KEPT = ("*i8", "*u8", "*fp8e4nv", "*fp8e5", "e4m3", "e5m2", "bits1", "bits2", "bits4", *_CODES)
 STORED = [
     Case(FORWARD, ragged=True, stored="*i8"),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8"),
@@ -191,7 +191,7 @@ STORED = [
     *(Case(FORWARD, _FP32, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
     *(
         Case(UNIT_COUNTS, stored=stored, d=d)
-        for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300, 128, 300, 96, 20), strict=True)
+        for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300, 96, 300, 128, 300, 96, 20), strict=True)
     ),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
     Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),

@@ -6,9 +6,11 @@ import torch
 
 from lik_ops import reference
 from lik_ops.core.segments import RaggedArgs
+from lik_ops.formats.rotation import make_rotation
 from lik_ops.formats.table import (
     ALL_FORMATS,
     INT8_QUERIES,
+    OPERAND_FORMATS,
     RESIDUAL_FORMATS,
     EncodedTokens,
     decode_tokens,
@@ -23,8 +25,8 @@ from .residual import quantize
 # The interpreter computes an argmax one element at a time.
 QUERIES, DOCUMENTS = ((3, 0, 18), (5, 0, 9, 20)) if INTERPRETING else ((3, 1, 0, 20, 70, 33), (5, 0, 1, 40, 170, 2))
 ROUNDING = 1e-6
-# Rounding of residual code tokens to the query dtype on a GPU. With fp16 centroids, sums and weights are rounded
-# before.
+# Rounding of residual code tokens and of rotated queries to the query dtype on a GPU. With fp16 centroids, sums and
+# weights are rounded before.
 HALVES = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0, torch.float64: 0.0}
 TERMS = 1 / (2 * 127 * 254)  # half a step of two terms, relative to the largest feature of a query row, see `stored`
 ONE_TERM = (1 + 2.0**-12) / (2 * 127)  # half a step of one term; rounding itself is off by 2^-22 of 127 steps
@@ -64,6 +66,8 @@ class Problem:
         """Return the dequantized tokens in fp64."""
         s = self.stored
         x = self.numbers() * s.scale.double()[:, None]
+        if OPERAND_FORMATS[s.format].rotated:
+            return x @ make_rotation(x.shape[1], x.device).T
         return x if s.minimum is None else x + s.minimum.double()[:, None]
 
     def part(self, i, j):
@@ -138,11 +142,13 @@ def bounds_of(p, q, x, tokens, normalize):
     """Return the error bound of the similarity of each row and token."""
     s = p.stored
     scale, minimum = (None if y is None else y.double().expand(len(p.r.D))[tokens] for y in (s.scale, s.minimum))
-    n = p.numbers()[tokens].abs()
+    n, rotated = p.numbers()[tokens].abs(), OPERAND_FORMATS[s.format].rotated
+    if rotated:
+        q = q @ make_rotation(q.shape[1], q.device)
     sizes = q.abs() @ (n * scale[:, None]).T
     if minimum is not None:
         sizes = sizes + q.abs().sum(1)[:, None] * minimum.abs()
-    bound = (ROUNDING + (HALVES[p.r.Q.dtype] if s.codes is not None else 0)) * sizes
+    bound = (ROUNDING + (HALVES[p.r.Q.dtype] if s.codes is not None or rotated else 0)) * sizes
     if s.codes is not None and s.centroids.dtype == torch.float16:
         largest = s.weights.double().abs().amax()
         bound = bound + 2.0**-11 * (q.abs() @ ((n + largest) * scale[:, None]).T)

@@ -55,7 +55,7 @@ def forward_quantized(
         max_seqlen_q: maximum number of tokens of a query.
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
-    c = PackedArgs.of((tensors[0], data, *tensors[2:]), max_seqlen_q).for_kernel()
+    c = PackedArgs.of((stored.rotate_queries(tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
     scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
     return scores, c.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
@@ -80,6 +80,7 @@ def forward_quantized_cut(
         argmax_dtype: dtype of the argmax, or None without an argmax.
         plan: the result of `find_quantized_plan`, if known.
     """
+    c = c._replace(Q=stored.rotate_queries(c.Q))  # before the capture, which records launches of this project only
     if plan is None:
         plan = find_quantized_plan(c, stored, normalize, argmax_dtype)
     if plan:
@@ -175,7 +176,7 @@ def _normalize_dequant_args(
     c: PackedArgs, counts: DequantArgs | CodecDequantArgs, kept: Any
 ) -> DequantArgs | CodecDequantArgs:
     """Return the dequantization arguments divided by the norms of the tokens."""
-    found = [None if x is None else x.new_empty(c.Td) for x in (counts.scale, counts.minimum)]
+    found = [None if x is None else x.new_empty(c.Td, dtype=torch.float32) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]
     config = make_unit_norm_config(d, choose_row_offset_width(get_feature_reach(c.Q, c.D)), kept)
     if c.Td:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...csrc_triton.common.arguments import KernelConfig
-from ...csrc_triton.formats.encoded import is_fp8
+from ...csrc_triton.formats.encoded import get_code_bits, is_fp8
 from ...csrc_triton.formats.residual import get_bucket_bits, has_words
 from ...formats.table import INT8_QUERIES
 from .. import triton_versions
@@ -387,7 +387,7 @@ _PACKED_OVERRIDES = (
         reason=_SPILLS,
     ),
     Override(
-        when=lambda call, x: call.converts and call.encoding == "bits" and call.unit == "wgmma",
+        when=lambda call, x: call.converts and get_code_bits(call.encoding) and call.unit == "wgmma",
         change={"num_warps": 8},
         reason=_SPILLS,
     ),

@@ -53,9 +53,9 @@ class Corpus:
         path: the directory.
         d: the number of features of a token.
         dtype: the dtype of the embeddings as they were appended.
-        format: the storage format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"binary"``, or for
-            residual codes ``"residual1"`` to ``"residual8"`` by the number of bits. None stores the embeddings
-            unchanged.
+        format: the storage format: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ``"binary"``, ``"rq4"``,
+            ``"rq2"``, ``"rq1"``, or for residual codes ``"residual1"`` to ``"residual8"`` by the number of bits. None
+            stores the embeddings unchanged.
         scale: whether each ``"token"`` or each ``"document"`` has its own scale in the format, or None.
         lengths: int64 ``[N]``, the number of tokens of each document.
         cu_seqlens: int64 ``[N + 1]``, the first token of each document in the corpus, and the number of all tokens.
@@ -92,8 +92,9 @@ class Corpus:
             path: the directory. It is created if it does not exist.
             d: the number of features of a token.
             dtype: the dtype of the tokens that are appended, and of the queries.
-            format: the storage format of `lik_ops.quantize`: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"`` or
-                ``"binary"``. A `ResidualCodec` stores residual codes. None stores tokens unchanged.
+            format: the storage format of `lik_ops.quantize`: ``"int8"``, ``"uint8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``,
+                ``"binary"``, ``"rq4"``, ``"rq2"`` or ``"rq1"``. A `ResidualCodec` stores residual codes. None stores
+                tokens unchanged.
             scale: one scale for each ``"token"`` or each ``"document"`` in a format. Residual codes have one for each
                 token.
 

@@ -114,11 +114,12 @@ class StorageLayout:
         """The tensors that scores depend on."""
         if self.format is None:
             return {TOKENS: TensorSpec(True, (self.d,), self.dtype)}
-        kept, scale = ALL_FORMATS[self.format], TensorSpec(self.scale == "token", (), torch.float32)
-        found = {"data": TensorSpec(True, (-(-self.d // kept.each),), kept.bytes), "scale": scale}
+        kept, of_tokens = ALL_FORMATS[self.format], self.scale == "token"
+        data = TensorSpec(True, (-(-self.d // kept.each),), kept.bytes)
+        found = {"data": data, "scale": TensorSpec(of_tokens, (), kept.scale)}
         if self.codec is not None:
             found["codes"] = TensorSpec(True, (), torch.int32)
-        return found | ({"minimum": scale} if kept.affine else {})
+        return found | ({"minimum": TensorSpec(of_tokens, (), torch.float32)} if kept.affine else {})
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -177,7 +178,7 @@ class StorageLayout:
         if self.scale == "token":
             return x
         first = torch.cat([x, x.new_zeros(1)])[compute_offsets(lengths)[:-1]]
-        if not torch.equal(first.repeat_interleave(lengths).view(torch.int32), x.contiguous().view(torch.int32)):
+        if not torch.equal(*(y.contiguous().view(torch.uint8) for y in (first.repeat_interleave(lengths), x))):
             raise ValueError(f"{op}: documents: expected one scale for each document, got several in one")
         return first
 

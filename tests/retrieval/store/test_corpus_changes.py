@@ -27,6 +27,7 @@ FORMATS = [
     ("uint8", "token"),
     ("fp8_e4m3", "token"),
     ("binary", "token"),
+    ("rq4", "document"),
     "codes",
 ]
 

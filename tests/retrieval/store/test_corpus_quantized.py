@@ -22,7 +22,9 @@ safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[re
 LENGTHS = (3, 0, 7, 1, 0, 5, 2, 4, 6, 0)
 SHARDS = (3, 1, 4, 2)
 SCALES = ("token", "document")
-BYTES = {"int8": 20 + 4, "uint8": 20 + 8, "fp8_e4m3": 20 + 4, "fp8_e5m2": 20 + 4, "binary": 3 + 4}  # for 20 features
+# Bytes of the numbers, and of the scale and minimum, of a token of 20 features.
+BYTES = {"int8": (20, 4), "uint8": (20, 8), "fp8_e4m3": (20, 4), "fp8_e5m2": (20, 4), "binary": (3, 4)}
+BYTES |= {"rq4": (10, 2), "rq2": (5, 2), "rq1": (3, 2)}
 every_format = pytest.mark.parametrize("format", FORMATS)
 every_scale = pytest.mark.parametrize("scale", SCALES)
 
@@ -127,14 +129,14 @@ def test_no_more_bytes_than_the_format_needs(format, scale, tmp_path):
     documents = draw([100] * 50, 20)
     Corpus.create(tmp_path, 20, torch.float16, format, scale).append([x.half() for x in documents])
     (shard,) = tmp_path.glob("shard-*")
-    scales = 4 * (2 if format == "uint8" else 1)
-    tokens = BYTES[format] - (0 if scale == "token" else scales)
+    numbers, scales = BYTES[format]
+    tokens = numbers + (scales if scale == "token" else 0)
     # Lengths, errors, and norms of the documents, and the names of the tensors.
     assert shard.stat().st_size <= 5000 * tokens + 50 * (16 + (scales if scale == "document" else 0)) + 1000
     with safetensors.safe_open(shard, framework="pt") as file:
         kept = {name: list(file.get_tensor(name).shape) for name in file.keys()}  # noqa: SIM118
     each = [5000] if scale == "token" else [50]
-    expected = {"data": [5000, 3 if format == "binary" else 20], "scale": each, "error": [50], "norm": [50]}
+    expected = {"data": [5000, numbers], "scale": each, "error": [50], "norm": [50]}
     assert kept == {**expected, "lengths": [50], **({"minimum": each} if format == "uint8" else {})}
 
 
@@ -212,7 +214,7 @@ WRONG = {
     "type": (lambda c: c.update(quantized="int8"), "quantized: expected dict, got str"),
     "format": (
         lambda c: c["quantized"].update(format="int4"),
-        "quantized.format: expected one of int8, uint8, fp8_e4m3, fp8_e5m2, binary, got 'int4'",
+        "quantized.format: expected one of int8, uint8, fp8_e4m3, fp8_e5m2, binary, rq4, rq2, rq1, got 'int4'",
     ),
     "format type": (lambda c: c["quantized"].update(format=8), "quantized.format: expected str, got int"),
     "scale": (
@@ -320,7 +322,7 @@ def test_what_is_wrong_with_an_append_is_named(case, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "int4"}, "format: expected one of int8, uint8, fp8_e4m3, fp8_e5m2, binary, got 'int4'"),
+        ({"format": "int4"}, f"format: expected one of {', '.join(FORMATS)}, got 'int4'"),
         ({"format": "int8", "scale": "row"}, "scale: expected one of token, document, got 'row'"),
         ({"format": "int8", "scale": "tensor"}, "scale: expected 'token' or 'document', got 'tensor': shards have no"),
     ],

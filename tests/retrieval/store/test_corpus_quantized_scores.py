@@ -16,7 +16,7 @@ from lik_ops.retrieval.store.layout import StorageLayout
 
 from ..test_retrieve import assert_same
 from .test_corpus import DEVICES, DTYPES, draw
-from .test_corpus_quantized import SCALES, bounds, every_format, every_scale, in_memory, written
+from .test_corpus_quantized import BYTES, SCALES, bounds, every_format, every_scale, in_memory, written
 
 pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
 
@@ -101,12 +101,12 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
         corpus, documents = written(path, format, scale, torch.float16, lengths=lengths, shards=(7,) * 9)
         made, cu_seqlens = in_memory(documents, format, scale)
         expected = lik_ops.retrieve(Q.half(), made, 12, cu_seqlens_d=cu_seqlens)
-        scales = 8 if format == "uint8" else 4
+        numbers, scales = BYTES[format]
         rows = sum(lengths) if scale == "token" else len(lengths)
         for chunk in (None, 1, 13, 60):
             copied.clear()
             assert_same(lik_ops.retrieve(Q.half(), corpus, 12, chunk=chunk), expected)
-            assert sum(copied) == sum(lengths) * (3 if format == "binary" else 20) + rows * scales
+            assert sum(copied) == sum(lengths) * numbers + rows * scales
 
 
 @given(

@@ -1,20 +1,34 @@
-"""Conversion of a corpus: its documents are quantized into another corpus, one shard at a time, and can be resumed."""
+"""Conversion of a corpus: documents are quantized or pooled into another corpus, shard by shard, and can be resumed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import files
 from .append import commit_shard, encode_ids
-from .layout import join_pieces
+from .layout import compute_offsets, join_pieces
 from .manifest import Manifest
 from .snapshot import Snapshot
 
 
-def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot:
+class Pooling(NamedTuple):
+    """The change of documents by `lik_ops.pool_tokens`."""
+
+    pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # packed tokens and bounds to pooled tokens and bounds
+    num_protected: int
+
+    def is_same(self, expected: Tensor, found: Tensor) -> bool:
+        """Return whether two results for one document agree in the parts that no tie of distances changes."""
+        kept = slice(self.num_protected)
+        return expected.shape == found.shape and torch.equal(expected[kept], found[kept])
+
+
+def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Pooling | None = None) -> Snapshot:
     """Append the documents of `source` that the corpus at `path` lacks, in the format of `target`.
 
     Args:
@@ -22,6 +36,7 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
         source: the corpus to convert.
         path: the directory of the new corpus.
         target: the manifest of an empty corpus in the new format.
+        pooling: pools the documents; None keeps their tokens.
 
     Returns:
         A snapshot of the corpus at `path`.
@@ -31,14 +46,14 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
         ValueError: the corpus at `path` does not begin with the documents of `source` in that format.
     """
     made = Snapshot.open_current(path)
-    _check_prefix(op, source, made, target)
+    _check_prefix(op, source, made, target, pooling)
     if len(made) == len(source):
         return made
     with files.lock_corpus(path) as writer:
         manifest = Manifest.read(path, made.manifest)
         if manifest != made.manifest:  # another process may have written meanwhile
             made = Snapshot(path, manifest)
-            _check_prefix(op, source, made, target)
+            _check_prefix(op, source, made, target, pooling)
         begin, ids = len(made), source.ids
         for end in source.starts:
             if end <= begin:
@@ -46,13 +61,16 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest) -> Snapshot
             lengths, pieces = source.lengths[begin:end], source.pieces(begin, end)[0]
             tokens = pieces[0] if len(pieces) == 1 else join_pieces(pieces, torch.cat)
             assert isinstance(tokens, Tensor)  # unquantized
+            if pooling is not None:
+                tokens, bounds = pooling.pool(tokens, compute_offsets(lengths))
+                lengths = bounds.diff()
             tensors = manifest.layout.encoded(op, tokens, lengths)
             encoded = encode_ids(op, None if ids is None else ids[begin:end], end - begin)
             manifest, begin = commit_shard(op, writer, manifest, tensors, lengths, encoded), end
     return Snapshot(path, manifest, made)
 
 
-def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest) -> None:
+def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest, pooling: Pooling | None) -> None:
     """Raise unless `made` is a conversion of the first documents of `source`."""
     if made.manifest.layout != target.layout:
         found = made.manifest.layout
@@ -60,23 +78,27 @@ def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest) -
     count = len(made)
     if count > len(source):
         raise ValueError(f"{op}: path: expected {len(source)} documents or fewer, got {count} in {made.path}")
-    same = torch.equal(made.lengths, source.lengths[:count])
+    expected = source.lengths[:count]
+    same = torch.equal(made.lengths, expected) if pooling is None else bool((made.lengths <= expected).all())
     if same and count:
         ids = source.ids
         same = made.ids == (None if ids is None else ids[:count])
     if same and made.lengths.any():
         # Equal lengths do not prove equal documents, so the first and the last document with tokens are compared.
         ends = made.lengths.nonzero().flatten()[[0, -1]]
-        same = all(_has_same_codes(source, made, at) for at in ends.tolist())
+        same = all(_has_same_tokens(source, made, at, pooling) for at in ends.tolist())
     if not same:
         raise ValueError(f"{op}: path: expected the first documents of {source.path}, got others in {made.path}")
 
 
-def _has_same_codes(source: Snapshot, made: Snapshot, index: int) -> bool:
-    """Return whether a document of `source` has the same codes in `made`."""
+def _has_same_tokens(source: Snapshot, made: Snapshot, index: int, pooling: Pooling | None) -> bool:
+    """Return whether a document of `source` has the same codes or pooled tokens in `made`."""
     layout = made.manifest.layout
     (tokens,), cu_seqlens = source.pieces(index, index + 1)
     (found,), _ = made.pieces(index, index + 1)
-    assert isinstance(tokens, Tensor) and not isinstance(found, Tensor)
+    assert isinstance(tokens, Tensor)
+    if pooling is not None:
+        return isinstance(found, Tensor) and pooling.is_same(pooling.pool(tokens, cu_seqlens)[0], found)
+    assert not isinstance(found, Tensor)
     expected = layout.encoded("", tokens, cu_seqlens.diff())
     return all(torch.equal(expected[name], found.tensors[name]) for name in ("data", "codes") if name in expected)

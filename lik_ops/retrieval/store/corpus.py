@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...api.inputs import Tokens
 from ...core.arguments import check_dtype, check_flag, short_repr
+from ...families.pooling.api import pool_tokens
 from ...formats.quantized import Quantized
 from ...formats.residual import ResidualCodec
 from ...formats.table import FormatName, Residual
@@ -27,7 +28,7 @@ from .. import _rerank, arguments
 from ..argmax import find_argmax
 from . import append as appending
 from . import change, files
-from .convert import convert
+from .convert import Pooling, convert
 from .layout import Scale, check_format
 from .manifest import MANIFEST, Manifest
 from .snapshot import Snapshot
@@ -601,6 +602,64 @@ class Corpus:
         if not (path / MANIFEST).exists():
             Corpus.create(path, self.d, self.dtype, format, scale)
         return Corpus(path, convert(op, source, path, target))
+
+    def pool(
+        self,
+        path: str | os.PathLike[str],
+        factor: float,
+        *,
+        method: str = "hierarchical",
+        metric: str = "cosine",
+        num_protected: int = 1,
+        normalize: bool = False,
+    ) -> Corpus:
+        """Pool the documents with `lik_ops.pool_tokens` into a corpus in another directory, one shard at a time.
+
+        A second call with the same arguments continues after an interruption, or adds documents that were appended to
+        this corpus since. A complete result is only opened. To decide whether `path` has the first documents of this
+        corpus, the call compares d, dtype and ids. It also compares the number of tokens and the protected tokens of
+        the first and the last document that has tokens. The options are not stored, so use the same ones again.
+        This corpus does not change.
+
+        Args:
+            path: a directory that is new, is empty, or has the result of an earlier call.
+            factor: the number of tokens per cluster, as in `lik_ops.pool_tokens`.
+            method: ``"hierarchical"``, ``"kmeans"`` or ``"sequential"``.
+            metric: the distances of the hierarchical method, ``"cosine"`` or ``"rows"``.
+            num_protected: the number of tokens at the start of each document that are kept.
+            normalize: whether to L2-normalize the pooled tokens.
+
+        Returns:
+            The corpus at `path`, without a format.
+
+        Raises:
+            FileExistsError: the directory has other files.
+            OSError: an error of the disk, with a path. Committed shards stay.
+            RuntimeError: another process or thread is writing there.
+            TypeError: an argument has the wrong type.
+            ValueError: an option is wrong, a token is not finite, this corpus has a format, or the corpus at `path` has
+                other documents.
+
+        Example:
+            >>> corpus = lik_ops.Corpus.create("corpus", d=128, dtype=torch.float32)
+            >>> corpus.append([torch.nn.functional.normalize(torch.randn(n, 128), dim=-1) for n in (9, 0, 5)])
+            >>> corpus.pool("pooled", 2).lengths.tolist()
+            [5, 0, 3]
+        """
+        op, source = "Corpus.pool", self._snapshot
+        path = _as_path(op, path)
+
+        def pool(tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+            how: Any = {"method": method, "metric": metric, "num_protected": num_protected, "normalize": normalize}
+            return pool_tokens(tokens, factor, cu_seqlens_d=cu_seqlens, **how)
+
+        if self.format is not None:
+            raise ValueError(f"{op}: expected a corpus of unquantized tokens, got one in {self.format}: {self.path}")
+        pool(torch.zeros((0, self.d), dtype=self.dtype), torch.zeros(1, dtype=torch.int64))  # checks the options
+        if not (path / MANIFEST).exists():
+            Corpus.create(path, self.d, self.dtype)
+        target = Manifest.new(op, self.d, self.dtype, None, "token")
+        return Corpus(path, convert(op, source, path, target, Pooling(pool, num_protected)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "manifest": self._snapshot.manifest}

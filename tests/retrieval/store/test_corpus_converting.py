@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from lik_ops import Corpus, quantize
+from lik_ops import Corpus, pool_tokens, quantize
 from lik_ops.retrieval.store import files
 
 from .test_corpus import ROOT, draw
@@ -168,6 +168,84 @@ def test_where_a_conversion_cannot_go(tmp_path):
         corpus.quantize(tmp_path / "full")
     with pytest.raises(ValueError, match=r"Corpus.quantize: expected a corpus of unquantized tokens, got one in int8"):
         small.quantize(tmp_path / "smaller", "binary")
+
+
+def unit(documents):
+    return [torch.nn.functional.normalize(x, dim=-1) for x in documents]
+
+
+def assert_pooled(corpus, documents, *options, **named):
+    tokens, bounds = pool_tokens(documents, *options, **named)
+    assert torch.equal(corpus.lengths, bounds.diff())
+    assert torch.equal(torch.cat([corpus[i] for i in range(len(corpus))]), tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"method": "sequential", "num_protected": 0, "normalize": True}, {"method": "kmeans"}, {"metric": "rows"}],
+)
+def test_a_pooled_corpus_has_the_pooled_documents(options, tmp_path):
+    documents = unit(draw([9, 0, 1, 14, 30], 20))
+    corpus = Corpus.create(tmp_path / "corpus", 20, torch.float32)
+    corpus.append(documents[:2], ids=["a", "b"])
+    corpus.append(documents[2:], ids=["c", "d", "e"])
+    before = {path: path.read_bytes() for path in corpus.path.iterdir()}
+    small = corpus.pool(tmp_path / "small", 2.5, **options)
+    for found in (small, Corpus.open(tmp_path / "small", verify=True)):
+        assert found.ids == corpus.ids and found.format is None and found.dtype == torch.float32
+        assert_pooled(found, documents, 2.5, **options)
+    assert {path: path.read_bytes() for path in corpus.path.iterdir()} == before
+    corpus.delete(["a"])
+    more = unit(draw([6], 20))
+    corpus.append(more, ids=["f"])
+    with pytest.raises(ValueError, match=r"Corpus.pool: path: expected the first documents of .*corpus, got others in"):
+        corpus.pool(small.path, 2.5, **options)
+    assert_pooled(corpus.pool(tmp_path / "again", 2.5, **options), [*documents[1:], *more], 2.5, **options)
+    assert corpus.pool(tmp_path / "again", 2.5, **options).quantize(tmp_path / "codes", "rq2").format == "rq2"
+
+
+@pytest.mark.parametrize("committed", range(4))
+def test_pooling_that_fails_goes_on_where_it_ended(committed, tmp_path, monkeypatch):
+    documents = unit(draw([7, 8, 9], 20))
+    corpus = Corpus.create(tmp_path / "corpus", 20, torch.float32)
+    for x in documents:
+        corpus.append([x])
+    written, inner = [], files.write_shard
+
+    def failing(*args):
+        if len(written) == committed:
+            raise OSError("no space left on device")
+        written.append(args[1])
+        return inner(*args)
+
+    with monkeypatch.context() as patch, contextlib.suppress(OSError):
+        patch.setattr(files, "write_shard", failing)
+        corpus.pool(tmp_path / "small", 2)
+    assert len(Corpus.open(tmp_path / "small", verify=True)) == committed
+    monkeypatch.setattr(files, "write_shard", lambda *args: written.append(args[1]) or inner(*args))
+    assert_pooled(corpus.pool(tmp_path / "small", 2), documents, 2)
+    assert len(written) == 3, "what was committed is not written again"
+
+
+def test_where_pooling_cannot_go(tmp_path):
+    corpus, _ = plain(tmp_path / "corpus")
+    for options, message in (
+        ({"factor": 0.5}, "factor: expected a finite number of at least 1"),
+        ({"factor": 2, "method": "mean"}, "method: expected one of"),
+        ({"factor": 2, "num_protected": -1}, "num_protected: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            corpus.pool(tmp_path / "small", **options)
+    assert not (tmp_path / "small").exists()
+    with pytest.raises(ValueError, match=r"Corpus.pool: expected a corpus of unquantized tokens, got one in int8"):
+        corpus.quantize(tmp_path / "int8").pool(tmp_path / "small", 2)
+    with pytest.raises(ValueError, match=r"Corpus.pool: path: expected a corpus of d=20, .*, got one of d=20, .* int8"):
+        corpus.pool(tmp_path / "int8", 2)
+    small = corpus.pool(tmp_path / "small", 4)
+    before = {path: path.read_bytes() for path in small.path.iterdir()}
+    with pytest.raises(ValueError, match=r"Corpus.pool: path: expected the first documents of"):
+        corpus.pool(tmp_path / "small", 2)
+    assert {path: path.read_bytes() for path in small.path.iterdir()} == before
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

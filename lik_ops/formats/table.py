@@ -209,9 +209,9 @@ class EncodedTokens(NamedTuple):
             x = x.add_(self.centroids.index_select(0, torch.where(inside, codes, 0)))
         return torch.mul(x, torch.where(inside, scale, torch.nan).unsqueeze(-1), out=out)
 
-    def rotate_queries(self, Q: Tensor) -> Tensor:
-        """Return query tokens ``[..., d]`` as these documents are multiplied by them."""
-        return rotate(Q) if OPERAND_FORMATS[self.format].rotated else Q
+    def rotate_queries(self, Q: Tensor, inverse: bool = False) -> Tensor:
+        """Return query tokens ``[..., d]`` as these documents are multiplied by them, or apply the inverse."""
+        return rotate(Q, inverse) if OPERAND_FORMATS[self.format].rotated else Q
 
 
 def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:

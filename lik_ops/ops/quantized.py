@@ -206,7 +206,10 @@ def maxsim_quantized_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     given = grad_scores, tensors, stored, argmax, needs
     backend = lookup_backend(_BWD, args[:-1], tuple(needs), args[1], _check_backward_args, *given)
     functional.reject_forward_ad(grad_scores, args[1], tensors[8])
-    return backend.backward_quantized(grad_scores, tensors, stored, argmax, normalize, list(needs))
+    # Rotated documents multiply rotated queries, and their gradients rotate back.
+    tensors = (stored.rotate_queries(tensors[0]), *tensors[1:])
+    grad_Q, grad_weight = backend.backward_quantized(grad_scores, tensors, stored, argmax, normalize, list(needs))
+    return stored.rotate_queries(grad_Q, inverse=True) if needs[0] else grad_Q, grad_weight
 
 
 @maxsim_quantized_bwd.register_fake

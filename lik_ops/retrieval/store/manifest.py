@@ -105,6 +105,7 @@ class ShardEntry:
 
 
 _ENTRY = tuple(field.name for field in fields(ShardEntry) if field.name != "deleted")
+_ENTRY_NAMES = frozenset(_ENTRY)
 
 
 @dataclass(frozen=True)
@@ -255,10 +256,12 @@ def _parse_format(content: Mapping[str, Any], version: int, path: Path) -> tuple
 
 def _parse_shard(content: Any, at: str, may_change: bool) -> ShardEntry:
     deleted = content.get("deleted") if may_change and isinstance(content, dict) else None
-    if not isinstance(content, dict) or set(content) - ({"deleted"} if deleted is not None else set()) != set(_ENTRY):
+    expected = _ENTRY_NAMES if deleted is None else _ENTRY_NAMES | {"deleted"}
+    if not isinstance(content, dict) or content.keys() != expected:
         raise ValueError(f"{at}: expected an object of {', '.join(_ENTRY)}")
     file = _parse_file(content, at)
-    size, documents, tokens = (_parse_count(content, name, at) for name in ("bytes", "documents", "tokens"))
+    size, documents = _parse_count(content, "bytes", at), _parse_count(content, "documents", at)
+    tokens = _parse_count(content, "tokens", at)
     found = ShardEntry(file, size, _parse_field(content, "sha256", str, at), documents, tokens)
     return found if deleted is None else replace(found, deleted=_parse_tombstones(deleted, found, f"{at}.deleted"))
 

@@ -68,7 +68,7 @@ class ShardFile:
     """
 
     def __init__(self, path: Path, shard: ShardEntry, manifest: Manifest) -> None:
-        self.at = os.path.join(path, shard.file)
+        self.at = f"{path}{os.sep}{shard.file}"  # os.path.join costs more than the rest of opening a shard
         self.shard, self.layout, self.has_ids = shard, manifest.layout, manifest.has_ids
         self.mapped: MappedShard | None = None
 
@@ -77,6 +77,8 @@ class ShardFile:
 
         With `verify`, read the file and check everything.
         """
+        if not verify and self._has_size():  # without the cost of a context
+            return
         with self._add_path_to_errors():
             self._check_size(os.stat(self.at))
             if verify and compute_sha256(Path(self.at)) != self.shard.sha256:
@@ -146,6 +148,13 @@ class ShardFile:
         with self._add_path_to_errors():
             self._check_size(about)
         return True
+
+    def _has_size(self) -> bool:
+        """Return whether there is a file of the size that the manifest lists."""
+        try:
+            return os.stat(self.at).st_size == self.shard.bytes
+        except OSError:
+            return False
 
     def _check_size(self, about: os.stat_result) -> None:
         """Raise ValueError unless the file has the size that the manifest lists."""

@@ -88,26 +88,28 @@ def ways() -> Iterator[tuple[str, list[str]]]:
 
 
 SCRIPT = """
+import os, torch
+from lik_ops.ops.fast_path import eager
 from tests.support import interpreting
 from tests.paths import ways
 interpreting.patch()
-for name, lines in ways():
-    print("==", name, *lines, sep="\\n")
+for backend in ("portable", "triton"):
+    os.environ["LIK_OPS_BACKEND"] = backend
+    eager.clear_call_caches()
+    torch.compiler.reset()
+    for name, lines in ways():
+        print("==", f"{name}, {backend}", *lines, sep="\\n")
 """
 
 
 def blocks() -> dict[str, str]:
     """Return the blocks that the page shows between its markers, by name."""
     found = {}
-    for backend in ("portable", "triton"):
-        environment = {**os.environ, "LIK_OPS_BACKEND": backend, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-        )
-        for part in done.stdout.split("==\n")[1:]:
-            name, *lines = part.splitlines()
-            found[f"{name}, {backend}"] = "\n".join(lines)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    for part in done.stdout.split("==\n")[1:]:
+        name, *lines = part.splitlines()
+        found[name] = "\n".join(lines)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Test that a first call compiles its kernels and those of its backward at once, on a CPU with a stand-in compiler."""
+"""Test on a CPU, with a stand-in compiler, that a first call compiles its kernels and its backward kernels at once."""
 
 import threading
 

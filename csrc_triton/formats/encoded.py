@@ -5,8 +5,7 @@
 - "int8".
 - "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion.
 - "number": another type that Triton converts.
-- "bits1", "bits2" and "bits4": codes of 1, 2 or 4 bits, the first feature of a byte in its lowest bits. A code c of n
-  bits is the odd number ``2 c - (2^n - 1)``, such as -1 and 1 for one bit.
+- "bits1" to "bits4" and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`.
 - "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
 - A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
@@ -47,6 +46,7 @@ from ..common.primitives import (
     nan_max,
     sum_in_order_across_warps,
 )
+from .bits import get_code_bits, load_bits
 from .residual import get_bucket_bits, load_decoded_tokens
 
 INT8_LOW_SCALE = tl.constexpr(254)
@@ -58,23 +58,6 @@ _MIN_EXPONENT_BITS, _MAX_EXPONENT_BITS = (
 )
 _TARGET_EXPONENT_BITS = tl.constexpr(15 << 23)  # fp16 ends below 2^16
 _INVERSE_EXPONENT_BITS = tl.constexpr(254 << 23)  # minus the bits of a power of two: the bits of its inverse
-
-
-@triton.constexpr_function
-def get_code_bits(stored):
-    """Return the bits of a code of odd numbers, or 0 for other formats."""
-    return int(stored[4:]) if isinstance(stored, str) and stored.startswith("bits") else 0
-
-
-@triton.jit
-def load_bits(ptr, t, c0, d, D, C: tl.constexpr):
-    """Load features from `c0` on of tokens `t` that are stored as codes, as odd numbers in int8."""
-    NBITS: tl.constexpr = get_code_bits(C.ENCODING)
-    EACH: tl.constexpr = 8 // NBITS
-    columns = c0 // EACH + tl.arange(0, C.BD // EACH)
-    x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, EACH), D, C.WIDE_OFFSETS)
-    x = (x[:, :, None] >> (NBITS * tl.arange(0, EACH))[None, None, :].to(tl.uint8)) & ((1 << NBITS) - 1)
-    return tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - ((1 << NBITS) - 1)
 
 
 @triton.jit
@@ -160,7 +143,7 @@ def load_encoded_tile(ptr, t, row, c0, d, D, counts, dtype: tl.constexpr, C: tl.
     Token 0 from `ptr` on is row `row` of all tokens. Residual codes are returned dequantized, for queries of `dtype`.
     """
     if get_code_bits(C.ENCODING) > 0:
-        tile = load_bits(ptr, t, c0, d, D, C)
+        tile = load_bits(ptr, t, c0, d, D, dtype, C)
     elif get_bucket_bits(C.ENCODING) > 0:
         tile = load_decoded_tokens(ptr, t, row, c0, d, D, counts, dtype, C)
     elif is_loader(C.ENCODING):

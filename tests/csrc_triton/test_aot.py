@@ -151,6 +151,8 @@ SAME_BITS += [
         (torch.bfloat16, "codes4"),
     )
 ]
+# Codes of odd numbers read as bytes and as words.
+SAME_BITS += [[Case(FORWARD, Nq=16, ragged=True, stored=f"{read}{n}") for read in ("bits", "bitwords")] for n in (2, 4)]
 SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
 
 

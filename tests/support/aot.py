@@ -65,6 +65,7 @@ _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 # `KernelConfig.ENCODING` by the pointer type of quantized documents.
 _STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "fp8", "*fp8e5": "fp8"}
 _WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
+_WORDS |= {f"bit{name}": kind for name, kind in _WORDS.items()}
 _READ = _WORDS | {INT8_QUERIES: "*i8"}
 
 
@@ -150,7 +151,7 @@ def _queries(case: Case) -> tuple[QueryArgs, dict]:
 def knows(case: Case, arch: Architecture) -> bool:
     """Return whether this GPU reads the documents in this form: FP8 as FP8 or as bytes, codes as words."""
     if case.stored in _WORDS:
-        return not arch.is_amd
+        return not arch.is_amd and not (case.stored == "bitwords1" and arch.unit == "mma")
     as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
     return not (as_bytes if arch.name in quantized.FP8_ARCHITECTURES else as_fp8)
 
@@ -177,7 +178,7 @@ def _documents(case: Case) -> tuple[DocumentArgs, dict]:
 
 def _reads_tiles(case: Case, arch: Architecture) -> bool:
     size = 1 if case.stored else case.dtype.itemsize
-    return arch.has_descriptors and not case.stored.startswith(("bits", "codes", "words")) and case.d * size % 16 == 0
+    return arch.has_descriptors and not case.stored.startswith(("bit", "codes", "words")) and case.d * size % 16 == 0
 
 
 def _kind(case: Case, arch: Architecture) -> KernelKey:

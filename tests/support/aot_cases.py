@@ -194,6 +194,8 @@ STORED = [
         for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300, 96, 300, 128, 300, 96, 20), strict=True)
     ),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
+    *(Case(FORWARD, Nq=Nq, ragged=True, padded=True, stored=f"bit{w}") for w in _WORDS for Nq in (1, 16)),
+    *(Case(FORWARD, _FP16, d, Nq=16, ragged=True, stored="bitwords4", **_EVERYTHING) for d in (96, 128, 256)),
     Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),
     # With several feature steps, decoded features of each step wait in shared memory.
     *(

@@ -46,7 +46,14 @@ def _added(a, b):
     return _pair(*((x.view(np.float16) + y.view(np.float16)).view(np.uint16) for x, y in pairs))
 
 
+def _fused(a, b, c, kind):
+    dtype = torch.float16 if kind == "f16x2" else torch.bfloat16
+    a, b, c = ([torch.from_numpy(h.view(np.int16)).view(dtype).double().numpy() for h in _halves(x)] for x in (a, b, c))
+    return _pair(*(_rounded(x * y + z, kind) for x, y, z in zip(a, b, c, strict=True)))
+
+
 OPERATIONS = {
+    "mov.b32": lambda a: a,
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
     "shl.b32": lambda a, n: a << n,
@@ -54,6 +61,8 @@ OPERATIONS = {
     "or.b32": lambda a, b: a | b,
     "and.b32": lambda a, b: a & b,
     "add.rn.f16x2": _added,
+    "fma.rn.f16x2": lambda a, b, c: _fused(a, b, c, "f16x2"),
+    "fma.rn.bf16x2": lambda a, b, c: _fused(a, b, c, "bf16x2"),
     "mul.rn.f32": lambda a, b: a * b,
     "cvt.f32.f16": lambda a: a.view(np.float16).astype(np.float32),
     "cvt.rn.f16x2.f32": lambda high, low: _pair(_rounded(low, "f16x2"), _rounded(high, "f16x2")),
@@ -68,7 +77,7 @@ def run(asm, registers):
         if not line or line.startswith(".reg"):
             continue
         name, rest = line.split(None, 1)
-        if name == "mov.b32":
+        if name == "mov.b32" and rest.startswith("{"):
             into, source = re.fullmatch(r"\{(.*)\}, (\w+)", rest).groups()
             for target, half in zip(into.split(","), _halves(registers[source]), strict=True):
                 registers[target.strip()] = half

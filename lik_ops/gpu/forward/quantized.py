@@ -35,7 +35,9 @@ from . import sm90_quantized
 from .packed import ragged_plan
 
 _TILE_TOKENS, _TILE_FEATURES = 32, 64
-_WORD_DTYPES = {"residual1": torch.int8, "residual2": torch.int16, "residual4": torch.int32}
+# The integers that hold eight features, by the bits of a feature, and the encodings of these words.
+_WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
+_WORD_ENCODINGS = {"codes": "words", "bits": "bitwords"}
 # Formats with a kernel for dense documents.
 _DENSE_FORMATS = (*forward_configs.INT8_TERMS_BY_ENCODING, *choose.FP8_FORMATS)
 _captured_calls = Calls()
@@ -120,8 +122,8 @@ def _run_packed(
     c, counts = c._replace(D=data), make_dequant_args(stored)
     if normalize:
         counts = _normalize_dequant_args(c, counts, kept)
-    if (words := _view_words(stored, c)) is not None:
-        c, kept = c._replace(D=words), kept.replace("codes", "words")
+    if (words := _view_words(stored, c, kept)) is not None:
+        c, kept = c._replace(D=words[0]), words[1]
     return ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
 
 
@@ -138,19 +140,23 @@ def _supports_prmt(device: torch.device) -> bool:
     return architecture(device).name.startswith("sm_")
 
 
-def _view_words(stored: EncodedTokens, c: PackedArgs) -> Tensor | None:
-    """Return residual codes as words of eight features each, or None if the kernel reads bytes.
+def _view_words(stored: EncodedTokens, c: PackedArgs, kept: Any) -> tuple[Tensor, str] | None:
+    """Return codes as words of eight features each and their encoding, or None if the kernel reads bytes.
 
-    See `csrc_triton.formats.residual`.
+    See `csrc_triton.formats.residual` and `csrc_triton.formats.bits`.
     """
-    word, (Q, data) = _WORD_DTYPES.get(stored.format), c[:2]
-    centroids = stored.centroids
-    if word is None or centroids is None or not len(centroids) or not data.numel() or not _supports_prmt(Q.device):
+    name, nbits = (kept[:-1], kept[-1]) if isinstance(kept, str) and kept else ("", "")
+    word, (Q, data), centroids = _WORD_DTYPES.get(nbits), c[:2], stored.centroids
+    if name not in _WORD_ENCODINGS or word is None or not data.numel() or not _supports_prmt(Q.device):
         return None
-    half = Q.dtype in (torch.float16, torch.bfloat16) and centroids.dtype == torch.float16
-    whole = Q.shape[-1] % 8 == 0 and data.is_contiguous()
-    aligned = data.data_ptr() % word.itemsize == 0 and centroids.data_ptr() % 4 == 0  # centroids are read as pairs
-    return data.view(word) if half and whole and aligned else None
+    half = Q.dtype in (torch.float16, torch.bfloat16)
+    if centroids is not None:  # read as pairs
+        half = half and len(centroids) > 0 and centroids.dtype == torch.float16 and centroids.data_ptr() % 4 == 0
+    elif nbits == "1" and architecture(Q.device).unit == "mma":
+        # Triton orders the terms of mma.sync by the narrowest loaded type, and here the order would differ from bytes.
+        return None
+    whole = Q.shape[-1] % 8 == 0 and data.is_contiguous() and data.data_ptr() % word.itemsize == 0
+    return (data.view(word), _WORD_ENCODINGS[name] + nbits) if half and whole else None
 
 
 def make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...csrc_triton.common.arguments import KernelConfig
-from ...csrc_triton.formats.encoded import get_code_bits, is_fp8
+from ...csrc_triton.formats.bits import get_code_bits
+from ...csrc_triton.formats.encoded import is_fp8
 from ...csrc_triton.formats.residual import get_bucket_bits, has_words
 from ...formats.table import INT8_QUERIES
 from .. import triton_versions

@@ -1,9 +1,10 @@
-"""Test the kernel that reads residual codes, as bytes and as words."""
+"""Test the kernel that reads residual codes and codes of odd numbers, as bytes and as words."""
 
 import contextlib
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from ...support.common import CUDA, INTERPRETER, INTERPRETING
 pytest.importorskip("triton", reason="these are kernels in Triton")
 import triton
 
+from lik_ops.csrc_triton.formats import bits
 from lik_ops.gpu.forward import quantized as quantized_calls
 from lik_ops.gpu.runtime import launcher
 
@@ -87,6 +89,39 @@ def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, n
             patch.setattr(quantized_calls, "_WORD_DTYPES", {})
             again = p.forward(**asked)
         assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
+
+
+@pytest.mark.parametrize("format", ["binary", "rq4", "rq2", "rq1"])
+@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
+def test_odd_numbers_in_words(place, format, mode, d, options, winners, normalize, monkeypatch):
+    """Codes of odd numbers have the same bits read as words, if supported, and read as bytes."""
+    for dtype in dtypes(place)[:2]:
+        if dtype == torch.float32:
+            continue
+        p = problem(mode, dtype, d, format, options=options).to(place.device)
+        asked = {"normalize": normalize, "argmax_dtype": torch.int32 if winners else None}
+        with in_words(monkeypatch):
+            scores, argmax = p.forward(**asked)
+        assert_right(p, scores, argmax if winners else None, normalize)
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized_calls, "_WORD_DTYPES", {})
+            again = p.forward(**asked)
+        assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
+
+
+@pytest.mark.parametrize("nbits", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_code_of_a_word_is_decoded(place, nbits, dtype):
+    """The instructions decode each code at each place of a word, whatever the other codes are."""
+    codes = torch.randint(2**nbits, (2000, 8))
+    places, single = torch.eye(8, dtype=torch.int64), torch.arange(2**nbits)
+    codes[: 8 * 2**nbits] = places.repeat(2**nbits, 1) * single.repeat_interleave(8)[:, None]
+    words = (codes << (nbits * torch.arange(8))).sum(1).numpy().astype(np.uint32)
+    registers = {"$4": words}
+    ptx.run(bits._make_decode_ptx(nbits, getattr(triton.language, str(dtype).removeprefix("torch."))), registers)
+    pairs = np.stack([registers[f"${n}"] for n in range(4)], 1)
+    found = torch.from_numpy(pairs.view(np.int16)).view(dtype).view(2000, 8)
+    assert torch.equal(found, (2 * codes - (2**nbits - 1)).to(dtype))
 
 
 @pytest.mark.parametrize("format", RESIDUAL_FORMATS)

@@ -1,0 +1,90 @@
+"""Codes of 1, 2 or 4 bits, which are decoded to odd numbers while a tile of tokens is loaded.
+
+A code c of n bits is the number ``2 c - (2^n - 1)``, such as -1 and 1 for one bit. The first feature of a byte is in
+its lowest bits. `KernelConfig.ENCODING` is "bits1", "bits2" or "bits4".
+
+For half-precision queries, codes may also be read as words of eight features, "bitwords1" to "bitwords4". The bits of a
+code become bits of the mantissa of a number whose last place is 1, and a subtraction removes the rest:
+
+```text
+word   = codes of eight features                     # n = 4: 32 bits
+x      = 0b1 | code << 1 | bits of 2^10 in fp16      # 2^10 + 2 code + 1; 2^7 in bf16
+number = x - (2^10 + 2^n)                            # exact
+```
+
+Two features share a register, so eight features take 14 to 17 instructions.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.primitives import load_tokens
+
+
+@triton.constexpr_function
+def get_code_bits(stored):
+    """Return the bits of a code, or 0 for other formats."""
+    return int(stored[-1]) if isinstance(stored, str) and stored.startswith(("bits", "bitwords")) else 0
+
+
+@triton.constexpr_function
+def has_bit_words(stored):
+    """Return whether codes are read as words of eight features."""
+    return isinstance(stored, str) and stored.startswith("bitwords")
+
+
+@triton.constexpr_function
+def _make_decode_ptx(nbits, dtype):
+    """Return PTX that decodes the word $4 to the features $0 to $3, in pairs with the first feature in the low half."""
+    mask = 0x10001 * ((2**nbits - 1) << 1)
+    if dtype == tl.float16:
+        halves, kind = (0x6401, 0x3C00, 0xE400 + 2**nbits), "f16x2"
+    else:
+        halves, kind = (0x4301, 0x3F80, 0xC300 + 2**nbits), "bf16x2"
+    base, one, offset = (f"0x{0x10001 * x:08x}" for x in halves)
+
+    def decode(output, pair):
+        """Decode the code at bit ``2 nbits pair`` of each half of s."""
+        at = 2 * nbits * pair
+        move = f"shr.b32 t, s, {at - 1};" if at else "shl.b32 t, s, 1;"
+        return move + f"lop3.b32 t, t, 0x{mask:08x}, {base}, 0xea; fma.rn.{kind} ${output}, t, one, offset;"
+
+    # The second feature of each pair moves to the upper half of s.
+    if nbits < 4:
+        body = f"shl.b32 t, $4, {16 - nbits}; or.b32 s, $4, t;" + "".join(decode(i, i) for i in range(4))
+    else:
+        body = "shl.b32 t, $4, 12; lop3.b32 s, $4, 0x0000ffff, t, 0xea;" + decode(0, 0) + decode(1, 1)
+        body += "shr.b32 s, $4, 16; shl.b32 t, s, 12; or.b32 s, s, t;" + decode(2, 0) + decode(3, 1)
+    return f"{{ .reg .b32 s, t, one, offset; mov.b32 one, {one}; mov.b32 offset, {offset}; {body} }}"
+
+
+@triton.jit
+def _decode_words(words, dtype: tl.constexpr, C: tl.constexpr):
+    """Decode words `[n, m]` to features `[n, 8 m]`."""
+    NBITS: tl.constexpr = get_code_bits(C.ENCODING)
+    unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
+    word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
+    a, b, c, d = tl.inline_asm_elementwise(
+        _make_decode_ptx(NBITS, dtype), "=&r,=&r,=&r,=&r,r", (word,), (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+    )
+    x = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
+    low = x.to(tl.uint16).to(dtype, bitcast=True)
+    high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
+def load_bits(ptr, t, c0, d, D, dtype: tl.constexpr, C: tl.constexpr):
+    """Load features from `c0` on of tokens `t` as odd numbers, in `dtype` from words, else in int8."""
+    NBITS: tl.constexpr = get_code_bits(C.ENCODING)
+    if has_bit_words(C.ENCODING):
+        # Add a zero that the compiler cannot see, so that a thread loads one word instead of several neighboring words.
+        columns = c0 // 8 + tl.arange(0, C.BD // 8) + (tl.minimum(d, 1) - 1)
+        x = _decode_words(load_tokens(ptr, t, t >= 0, columns, d // 8, D, C.WIDE_OFFSETS), dtype, C)
+    else:
+        EACH: tl.constexpr = 8 // NBITS
+        columns = c0 // EACH + tl.arange(0, C.BD // EACH)
+        x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, EACH), D, C.WIDE_OFFSETS)
+        x = (x[:, :, None] >> (NBITS * tl.arange(0, EACH))[None, None, :].to(tl.uint8)) & ((1 << NBITS) - 1)
+        x = tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - ((1 << NBITS) - 1)
+    return x

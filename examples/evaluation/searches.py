@@ -151,6 +151,7 @@ FORMATS: dict[str, Search] = {
     "fp8_e4m3": encode("fp8_e4m3"),
     "fp8_e5m2": encode("fp8_e5m2"),
     "binary": encode("binary"),
+    **{format: encode(format) for format in ("rq4", "rq2", "rq1")},
     **{f"residual{nbits}": encode(f"residual{nbits}") for nbits in (8, 4, 2, 1)},
 }
 POOLING: dict[str, Search] = {f"pool {factor}": pool(factor) for factor in (2, 3, 4, 8)}

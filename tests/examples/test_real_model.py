@@ -41,6 +41,9 @@ SELECTED = [
     "int8, int8 queries",
     "fp8_e4m3",
     "binary",
+    "rq4",
+    "rq2",
+    "rq1",
     "residual2",
     "pool 2",
     "pool 4",
@@ -144,6 +147,8 @@ def test_searches_keep_the_best_documents(encoded):
         assert row["recall10"] == pytest.approx(expected[name]["recall10"], abs=0.03), name
         assert row["kib"] == pytest.approx(expected[name]["kib"], rel=1e-3), name
     assert found["int8, then full"]["recall10"] == 1
+    for name, least in (("rq4", 0.95), ("rq2", 0.9), ("rq1", 0.85)):
+        assert found[name]["recall10"] >= least, name
 
 
 def test_residual_codes_keep_the_best_documents(encoded):

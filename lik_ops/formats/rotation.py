@@ -35,7 +35,6 @@ def rotate(x: Tensor, inverse: bool = False) -> Tensor:
     return (x.double() @ (matrix.T if inverse else matrix)).to(x.dtype)
 
 
-@torch.compiler.assume_constant_result
 def make_rotation(d: int, device: torch.device) -> Tensor:
     """Return the orthogonal matrix of d features, fp64 ``[d, d]``, which multiplies rows from the right."""
     found = _cached.get((d, device))
@@ -46,6 +45,10 @@ def make_rotation(d: int, device: torch.device) -> Tensor:
                 _cached.clear()
             _cached[d, device] = found
     return found
+
+
+# `torch.compiler.assume_constant_result` sets this too, but imports Dynamo.
+make_rotation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _compute_rotation(d: int) -> Tensor:

@@ -308,7 +308,11 @@ def test_calls_of_other_scales_by_turns(place):
     for _ in range(1 if INTERPRETING else 3):  # from the second on without Triton's launcher
         for format, kind, y, expected in calls:
             found, _ = y.forward(argmax_dtype=None)
-            torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-3, msg=f"{format} {kind}")
+            within = 1e-3
+            if ALL_FORMATS[format].rotated:  # the rotated queries are rounded to fp16
+                of_row, of_token = (x.double().nan_to_num(0).norm(dim=1).max() for x in (y.r.Q.cpu(), y.tokens().cpu()))
+                within += len(y.r.Q) * 2.0**-11 * float(of_row * of_token)
+            torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=within, msg=f"{format} {kind}")
 
 
 def test_plans_tell_tensors_apart(place):

@@ -360,7 +360,7 @@ def test_deleted_tokens_must_match_the_shard(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("steps", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [200, pytest.param(5000, marks=pytest.mark.slow)])
 def test_killed_changes_and_concurrent_readers_agree_with_a_dictionary(steps, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.workers.corpus_changes", str(tmp_path), str(steps), "7"]

@@ -127,6 +127,7 @@ calls = {
     "candidates": lambda: lik_ops.maxsim(Q[:2], D[None].expand(2, 100, 300, 128)),
     "short": lambda: lik_ops.maxsim(Q, D[:, :20].contiguous()),
     "fp32": lambda: lik_ops.maxsim(Q.float(), D.float()),
+    "fp32 few mask": lambda: lik_ops.maxsim(Q[:1].float(), D.float(), d_mask=d_mask),
     "packed": lambda: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu),
     "packed normalize": lambda: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu, normalize=True),
     "int8": lambda: lik_ops.maxsim(Q, stored),
@@ -166,9 +167,9 @@ def test_a_family_that_is_forced_serves_the_call_or_says_why_not():
         "maxsim_forward_ragged",
     }
     assert {
-        name: found.pop(name) for name in ("dense", "long", "few", "large d", "mask", "packed", "int8", "soft")
+        name: found.pop(name) for name in ("dense", "long", "few", "fp32", "large d", "mask", "packed", "int8", "soft")
     } == {
-        **dict.fromkeys(("dense", "long", "few", "int8"), "maxsim_forward_specialized"),
+        **dict.fromkeys(("dense", "long", "few", "fp32", "int8"), "maxsim_forward_specialized"),
         "large d": "maxsim_forward_wide",
         **dict.fromkeys(("mask", "packed"), "maxsim_row_maxima"),
         "soft": "maxsim_forward_soft maxsim_soft_rows maxsim_soft_tokens",
@@ -176,7 +177,7 @@ def test_a_family_that_is_forced_serves_the_call_or_says_why_not():
     reasons = {
         "candidates": "each query has its own candidates",
         "short": "documents have fewer than 64 tokens",
-        "fp32": "fp32 with more than 32 query rows",
+        "fp32 few mask": "few query rows of fp32 with a document mask or an argmax",
         "packed normalize": "`normalize`",
         "int8 argmax": "argmax",
         "soft normalize": "`normalize`",

@@ -78,8 +78,8 @@ BREAKING = {
     "a removed name": ("lik_ops/__init__.py", '    "maxsim_pairs",\n', "", ("lik_ops.maxsim_pairs", True)),
     "a renamed argument": (
         "lik_ops/api/similarity_map.py",
-        "    Q: Tensor, D: Tensor, q_mask",
-        "    queries: Tensor, D: Tensor, q_mask",
+        "    Q: Tokens, D: Tokens, q_mask",
+        "    queries: Tokens, D: Tokens, q_mask",
         ("lik_ops.similarity_map", True),
     ),
     "a removed method": (

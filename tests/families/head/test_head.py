@@ -370,7 +370,6 @@ WRONG = [
     ({"b": 1.0}, TypeError, "b: expected a Tensor or None, got float"),
     ({"H": torch.randn(2, 3, 5, 6)}, ValueError, "H: expected \\[Ld, d_model\\] or \\[Nd, Ld, d_model\\]"),
     ({"H": torch.randn(3, 5, 0)}, ValueError, "H: expected d_model >= 1"),
-    ({"H": [torch.randn(5, 6)]}, TypeError, "H: expected a Tensor, got list"),
     ({"d_mask": torch.ones(3, 4)}, ValueError, "d_mask: expected shape \\[3, 5\\] to match H"),
     ({"d_mask": torch.ones(3, 5)}, TypeError, "d_mask: expected bool"),
     ({"normalize": 1}, TypeError, "normalize"),

@@ -436,7 +436,6 @@ WRONG = [
     ({"D": torch.randn(1, 3, 8)}, ValueError, r"labels: expected \[Nq\] where there are fewer documents"),
     ({"D": torch.randn(3, 8)}, ValueError, r"Q, D: expected \[Nq, Lq, d\]"),
     ({"Q": torch.randn(4, 8)}, ValueError, r"Q, D: expected \[Nq, Lq, d\]"),
-    ({"D": [torch.randn(3, 8)]}, TypeError, "D: expected a Tensor, got list"),
     ({"temperature": 0}, ValueError, "temperature: expected a finite number above 0"),
     ({"temperature": torch.ones(2)}, ValueError, "temperature"),
     ({"ignore_index": None}, TypeError, "ignore_index: expected an int"),

@@ -449,7 +449,6 @@ WRONG = [
     ({"temperature": torch.ones(1)}, ValueError, "temperature: expected a float or a 0-dim Tensor, got \\[1\\]"),
     ({"temperature": torch.tensor(1.0).double()}, TypeError, "temperature: expected torch.float32"),
     ({"temperature": torch.tensor(1.0, device="meta")}, ValueError, "temperature: expected the device of Q"),
-    ({"D": [torch.randn(3, 8)]}, TypeError, "D: expected a dense Tensor, got list"),
     ({"D": torch.randn(5, 3, 9)}, ValueError, "maxsim_soft: "),
     ({"q_mask": torch.ones(2, 4)}, TypeError, "q_mask"),
     ({"normalize": 1}, TypeError, "normalize"),

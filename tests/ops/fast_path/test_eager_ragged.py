@@ -316,7 +316,7 @@ def test_quantised_documents_are_launched_directly_too(format, launches):
     if format == "int8":
         (_, _, terms), (_, _, scores) = launches
         for (_, made_by), (_, read_by) in zip(terms.launched, scores.launched, strict=True):
-            assert read_by[3][:2] == made_by[1:3] and read_by[3][3] == len(x.Q)
+            assert read_by[3][:2] == made_by[1:3] and read_by[3][2] == len(x.Q)
 
 
 @without_kernels

@@ -176,7 +176,7 @@ def test_two_stages(tmp_path):
     message = "coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus"
     with pytest.raises(TypeError, match=message):
         lik_ops.retrieve(Q, corpus, 6, coarse=small)
-    with pytest.raises(TypeError, match="D: expected unquantized tokens with coarse, got a Corpus in binary"):
+    with pytest.raises(TypeError, match=f"D: expected unquantized tokens with coarse, got a Corpus in {small.format}"):
         lik_ops.retrieve(Q, small, 6, coarse=small.documents()[0])
 
 

@@ -83,7 +83,7 @@ def _scatter_rows(targets, values, won, columns, d):
 
 
 @triton.jit
-def gather_gradients(up, i, s, ok, k_begin, k_end, c0, rows, sum_D, D, counts, d, C: tl.constexpr):
+def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, counts, d, C: tl.constexpr):
     """Sum ``g[i, k] * D[k, argmax]`` for BM tokens of query i over documents `k_begin` to `k_end`.
 
     A step covers BN documents, so the loads of BM * BN rows are in flight at once. The sum visits documents in
@@ -95,7 +95,6 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, rows, sum_D, D, counts, d
 
     Returns the sums `[BM, BD]` and whether each token has an argmax in any document.
     """
-    columns = c0 + tl.arange(0, C.BD)
     acc = tl.full((C.BM, C.BD), 0, tl.float32)
     live = tl.full((C.BM,), 0, tl.int32)
     # Lane BM * n + m of a step holds the argmax of token m in document n.
@@ -122,7 +121,7 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, rows, sum_D, D, counts, d
             targets = sum_D + (document * up.Ld + token) * d
             _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), won, columns, d)
         at = document * up.Ld + token
-        if counts is not None:
+        if C.ENCODING != "":
             # Token 0 is read without an argmax, and may be NaN.
             x = tl.where(won[:, None], load_dequantized_tokens(token, c0, d, D, counts, C), 0.0)
         else:
@@ -130,7 +129,7 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, rows, sum_D, D, counts, d
         if C.NORMALIZE:
             if C.SINGLE_STEP:
                 squares = tl.sum(x * x, axis=1)
-            elif counts is not None:
+            elif C.ENCODING != "":
                 squares = sum_dequantized_squares(token, d, D, counts, C)
             else:
                 squares = _sum_row_squares(pointers, up.scale, at, won, d, D.stride_d, C)

@@ -45,7 +45,7 @@ def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, d, C: tl.con
     count = up.K
     if up.query is not None:
         count = count_max_pairs(up, s, ok, C)
-    acc, live = gather_gradients(up, i, s, ok, 0, count, c0, None, None, D, counts, d, C)
+    acc, live = gather_gradients(up, i, s, ok, 0, count, c0, columns, None, None, D, counts, d, C)
     q = load_rows(pointers, live, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
     return q, acc, live, columns
 

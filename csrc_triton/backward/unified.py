@@ -69,7 +69,7 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, d, K_per_program, C: tl.constexpr):
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         rows = load_rows(pointers, ok, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32) * scale[:, None]
-        acc, live = gather_gradients(up, i, s, ok, k_begin, k_end, c0, rows, sum_D, D, None, d, C)
+        acc, live = gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, None, d, C)
         if sum_Q is not None:
             mask = live[:, None] & (columns < d)[None, :]
             tl.atomic_add(sum_Q + row[:, None] * d + columns[None, :], acc, mask=mask, sem="relaxed")

@@ -29,10 +29,13 @@ def _encode(D: Tensor, format: str) -> tuple:
 
 
 def _make_codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
-    """Return a codec with a few random centroids, whatever the tokens are."""
+    """Return a codec with a few random centroids, whatever the tokens are.
+
+    Sums of centroids and weights are exact in bf16. Rounded tokens could have another argmax than the formula.
+    """
     generator = torch.Generator().manual_seed(nbits)
-    centroids = torch.randn(7, D.shape[-1], generator=generator).to(D.device)
-    weights = torch.linspace(-1, 1, 2**nbits, device=D.device)
+    centroids = torch.randint(-12, 13, (7, D.shape[-1]), generator=generator).to(D.device) / 4
+    weights = (torch.arange(2.0**nbits, device=D.device) - 2 ** (nbits - 1)) / 4
     return lik_ops.ResidualCodec(centroids, weights, (weights[1:] + weights[:-1]) / 2)
 
 

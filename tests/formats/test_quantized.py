@@ -286,7 +286,12 @@ def test_a_gpu_has_the_scores_of_a_cpu(format):
     Q, D = tokens(3, 32, 128), tokens(40, 30, 128)
     made = quantize(D, format)
     there = quantize(D.cuda(), format)
-    assert there.data.cpu().view(torch.uint8).ne(made.data.view(torch.uint8)).sum() == 0  # a short failure message
+    off = there.data.cpu().view(torch.uint8).ne(made.data.view(torch.uint8))
+    if ALL_FORMATS[format].rotated:  # rotated tokens are sums, whose order may choose another scale for a token
+        assert off.flatten(0, 1).any(1).float().mean() < 0.01
+        assert (there.dequantize().cpu() - made.dequantize()).norm() < 0.01 * made.dequantize().norm()
+    else:
+        assert off.sum() == 0  # a short failure message
     found = lik_ops.maxsim(Q.cuda(), made.to("cuda"))
     torch.testing.assert_close(found.cpu(), lik_ops.maxsim(Q, made), rtol=0, atol=1e-4)
 

@@ -198,5 +198,10 @@ def assert_right(p, scores, argmax, normalize):
 
 def assert_near_portable(p, scores, normalize):
     """Assert equal NaN and infinities. Other tests check the accuracy of other scores."""
-    expected, _ = p.to("cpu").forward(portable, normalize)
-    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=0.05, equal_nan=True)
+    p = p.to("cpu")
+    expected, _ = p.forward(portable, normalize)
+    within = 0.05
+    if OPERAND_FORMATS[p.stored.format].rotated and p.r.Q.dtype in HALVES:  # rotated queries are rounded
+        sizes = [x.double().nan_to_num(0, 0, 0).norm(dim=1).max() for x in (p.r.Q, p.tokens())]
+        within += len(p.r.Q) * HALVES[p.r.Q.dtype] * float(sizes[0] * sizes[1])
+    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=within, equal_nan=True)

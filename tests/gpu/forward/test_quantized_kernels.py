@@ -218,7 +218,7 @@ def test_the_last_of_more_than_int32_numbers(place, format):
     made = quantize(last, format)
     data = torch.zeros(count, Ld, width, dtype=kept.bytes, device=place.device)
     data[-2:] = made.data.view(kept.bytes)
-    scale, minimum = (None if x is None else torch.ones(count, Ld) for x in (made.scale, made.minimum))
+    scale, minimum = (None if x is None else torch.ones(count, Ld, dtype=x.dtype) for x in (made.scale, made.minimum))
     for x, own in ((scale, made.scale), (minimum, made.minimum)):
         if x is not None:
             x[-2:] = own

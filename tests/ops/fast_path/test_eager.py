@@ -337,10 +337,12 @@ def test_warmup_makes_the_calls_it_is_told_to(place, monkeypatch):
     with place.use():
         for dtype in place.dtypes:
             lik_ops.warmup(place.device, dtype, 8, 3, Nq=(1, 2), Ld=(4, 9), **options)
-        assert len(called) == 24 * len(place.dtypes)
+        # On a GPU, calls of dtypes with kernels are first made without launches.
+        times = [2 if place.device == "cuda" and dtype != torch.float64 else 1 for dtype in place.dtypes]
+        assert len(called) == 24 * sum(times)
         called.clear()
         lik_ops.warmup(place.device, place.dtypes[0], 8, 3, Nq=2, Ld=4, Nd=5, candidates=True)
-    assert called == [("maxsim", (2, 3, 8), (2, 5, 4, 8))]
+    assert called == times[0] * [("maxsim", (2, 3, 8), (2, 5, 4, 8))]
     with pytest.raises(ValueError, match="warmup: Ld: expected 1 or more"):
         lik_ops.warmup(place.device, torch.float32, 8, 3, Ld=0)
     with pytest.raises(ValueError, match="warmup: top_k: expected 1 or more"):

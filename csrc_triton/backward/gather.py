@@ -122,8 +122,10 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
             _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), won, columns, d)
         at = document * up.Ld + token
         if C.ENCODING != "":
-            # Token 0 is read without an argmax, and may be NaN.
-            x = tl.where(won[:, None], load_dequantized_tokens(token, c0, d, D, counts, C), 0.0)
+            # Token 0 is read without an argmax, and may be NaN. Its bits are cleared, because Triton 3.6 gives the
+            # operands of a select different layouts.
+            x = load_dequantized_tokens(token, c0, d, D, counts, C)
+            x = (x.to(tl.int32, bitcast=True) & -won.to(tl.int32)[:, None]).to(tl.float32, bitcast=True)
         else:
             x = dequantize_rows(load_rows(pointers, won, columns, d, D.stride_d, C.WIDE_OFFSETS), up.scale, at, won)
         if C.NORMALIZE:

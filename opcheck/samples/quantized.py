@@ -23,16 +23,15 @@ def _encode(D: Tensor, format: str) -> tuple:
     """Return tokens as the operator accepts them."""
     if format in NBITS:
         stored = lik_ops.quantize(D, _make_codec(D, NBITS[format])).stored()
+        # Powers of two, so that tokens are exact in bf16. Rounded tokens could have another argmax than the formula.
+        stored = stored._replace(scale=stored.scale.clamp_min(2.0**-20).log2().round().exp2())
     else:
         stored = lik_ops.quantize(D, format, SCALES[format]).stored()  # type: ignore[arg-type]
     return stored._replace(data=stored.data.view(*D.shape[:-1], stored.data.shape[1]))
 
 
 def _make_codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
-    """Return a codec with a few random centroids, whatever the tokens are.
-
-    Sums of centroids and weights are exact in bf16. Rounded tokens could have another argmax than the formula.
-    """
+    """Return a codec with a few random centroids, whatever the tokens are. Centroids plus weights are exact in bf16."""
     generator = torch.Generator().manual_seed(nbits)
     centroids = torch.randint(-12, 13, (7, D.shape[-1]), generator=generator).to(D.device) / 4
     weights = (torch.arange(2.0**nbits, device=D.device) - 2 ** (nbits - 1)) / 4

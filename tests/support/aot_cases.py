@@ -222,7 +222,7 @@ STORED = [
     *(
         Case(QUERIES, dtype, d, ragged=True, stored=stored, normalize=d != 128, options=True, **fields)
         for stored in _KEPT
-        for dtype, d, fields in ((_BF16, 128, {}), (_FP32, 300, {"candidates": True}))
+        for dtype, d, fields in ((_BF16, 128, {}), (_FP32, 300, {"candidates": True}), (_FP32, 20, {"pairs": True}))
     ),
     # int8 documents in a backward.
     *(Case(kernel, stored="*i8", options=True) for kernel in (QUERIES, SCATTER)),

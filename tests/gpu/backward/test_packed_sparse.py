@@ -129,9 +129,10 @@ def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch)
     upstream = torch.randn(scores.shape, device=scores.device)
     found = gradients(p, upstream, argmax)[1]
     assert gradient_error(p, found, upstream, False) < GRADIENT_TOLERANCE[torch.float16]
-    assert torch.equal(found, gradients(p, upstream, argmax)[1])
+    marks.clear()  # the first call may have collected launches to compile their kernels
+    assert all(torch.equal(found, gradients(p, upstream, argmax)[1]) for _ in range(2))
     tiles = -(-len(p.r.D) // TILE)
-    assert [listed(m, tiles) for m in marks[-2:]] == [together] * 2  # the first call may collect its launches first
+    assert [listed(m, tiles) for m in marks] == [together] * 2
 
 
 @pytest.mark.parametrize("too_many", [False, True])

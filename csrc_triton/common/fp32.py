@@ -177,16 +177,16 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
     """Split the tokens of X into fp16 terms with rows of BD features.
 
     Args:
-        X: `DocumentArgs` of documents or queries `[.., L, d]`, whose tokens are numbered consecutively. The scale of a
+        X: `DocumentArgs` of documents `[K, L, d]`, whose tokens are numbered consecutively. The scale of a
             masked token is 0.
         out: fp16 terms `[C.FP32_TERMS, room, BD]`, hi first.
-        scales: fp32 scales `[room]`, negative for fallback rows and 1 for zero rows. With a SCALE_TILE they are
-            `[documents, tiles, SCALE_TILE]`, and the last tile of a document shifts back to its end.
+        scales: fp32 scales `[documents, tiles, SCALE_TILE]`, negative for fallback rows and 1 for zero rows. The last
+            tile of a document shifts back to its end.
         rows: Number of tokens.
-        L: Tokens of each document or query.
+        L: Tokens of each document.
         room: Rows that `out` has for each term.
         d: Number of features.
-        SCALE_TILE: Tokens of a tile of scales, at most L, or 0.
+        SCALE_TILE: Tokens of a tile of scales, at most L.
         C: `KernelConfig`.
     """
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
@@ -203,11 +203,8 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
     if X.mask is not None:
         at = (row // L).to(tl.int64) * X.mask_stride_doc + (row % L).to(tl.int64) * X.mask_stride_l
         scale = tl.where(tl.load(X.mask + at, mask=ok, other=0) != 0, scale, 0.0)
-    if SCALE_TILE == 0:
-        tl.store(scales + row, scale, mask=ok)
-    else:
-        t = row % L
-        end = tl.cdiv(L, SCALE_TILE) * SCALE_TILE
-        places = scales + (row // L).to(tl.int64) * end + t
-        tl.store(places, scale, mask=ok & (t < end - SCALE_TILE))
-        tl.store(places + (end - L), scale, mask=ok & (t >= L - SCALE_TILE))
+    t = row % L
+    end = tl.cdiv(L, SCALE_TILE) * SCALE_TILE
+    places = scales + (row // L).to(tl.int64) * end + t
+    tl.store(places, scale, mask=ok & (t < end - SCALE_TILE))
+    tl.store(places + (end - L), scale, mask=ok & (t >= L - SCALE_TILE))

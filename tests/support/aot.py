@@ -477,7 +477,7 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, LaunchConfig]:
         "C": launch.config,
         "CANDIDATES": case.candidates,
         "KEY": 0,
-        "SCALE_TILE": 64 if case.tf32 else 0,
+        "SCALE_TILE": 64,
         "TILE": backward_configs.choose_shared_tile_rows(arch),
     }
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}

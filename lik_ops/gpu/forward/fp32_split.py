@@ -14,11 +14,11 @@ _SPLIT_BLOCK_ROWS = 32  # rows of a program of `split_tokens`
 
 
 def split_tokens(
-    X: Tensor, mask: Tensor | None, terms: Tensor, scales: Tensor, d: int, C: KernelConfig, tile: int = 0
+    X: Tensor, mask: Tensor | None, terms: Tensor, scales: Tensor, d: int, C: KernelConfig, tile: int
 ) -> None:
-    """Launch the split of fp32 tokens `[.., L, d]` into C.FP32_TERMS terms, rows of as many features as `terms` has.
+    """Launch the split of fp32 documents `[K, L, d]` into C.FP32_TERMS terms, rows of as many features as `terms` has.
 
-    With a `tile`, the scales are stored tile by tile.
+    The scales are stored tile by tile.
     """
     rows, L = X.shape[0] * X.shape[1], X.shape[1]
     config = C._replace(BM=_SPLIT_BLOCK_ROWS, BD=terms.shape[1])

@@ -1,7 +1,7 @@
 """Run the rows of the published tables on this GPU, next to the baselines of the papers and the peers.
 
     python -m benchmarks.papers --list
-    python -m benchmarks.papers --seconds 540 --out FILE [--first 100] [--only "S1/0,Tab8"] [--rounds 50]
+    python -m benchmarks.papers --seconds 540 --out FILE [--first 100] [--gpus 4] [--only "S1/0,Tab8"] [--rounds 50]
     python -m benchmarks.report.papers [--check]    # docs/papers.md
 
 `rows.json` has the published figures, and `plan.py` says what is measured for each row. The program writes FILE after
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -99,6 +100,22 @@ class Results:
 
     def write(self, name: str, record: dict) -> None:
         self.records[name] = record
+        self.save()
+
+    def part(self, n: int) -> Path:
+        """Return the file of the process that measures on GPU `n`."""
+        return self.path.with_suffix(f".gpu{n}.json")
+
+    def merge_parts(self, count: int) -> None:
+        """Add the records of `count` processes, and remove their files. A process that was killed leaves its file."""
+        for path in filter(Path.exists, map(self.part, range(count))):
+            found = json.loads(path.read_text())
+            self.records |= {record["case"]["name"]: record for record in found["records"]}
+            self.settings |= {"gpus": count, "ceilings": found["settings"].get("ceilings")}
+            self.save()
+            path.unlink()
+
+    def save(self) -> None:
         common.write("papers", list(self.records.values()), *PACKAGES, path=self.path, **self.settings)
 
     def is_done(self, name: str) -> bool:
@@ -161,6 +178,28 @@ def start_again(seconds: float) -> None:
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
+def divide(pending: list[Unit], count: int) -> list[list[Unit]]:
+    """Return `count` lists of units that take about as long as each other, each in the order of the run."""
+    parts: list[list[Unit]] = [[] for _ in range(count)]
+    for unit in sorted(pending, key=lambda unit: -unit.seconds):
+        min(parts, key=lambda part: sum(other.seconds for other in part)).append(unit)
+    return [sorted(part, key=pending.index) for part in parts]
+
+
+def run_on_gpus(pending: list[Unit], results: Results, args: argparse.Namespace, end: float) -> None:
+    """Measure pending rows in `args.gpus` processes, and add their records to `results`."""
+    running = []
+    for n, part in enumerate(part for part in divide(pending, args.gpus) if part):
+        options = ["--seconds", str(end - time.monotonic()), "--gpus", "1", "--first", "0"]
+        options += ["--only", ",".join(unit.name for unit in part), "--out", str(results.part(n))]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(n)}
+        running.append(subprocess.Popen([sys.executable, *sys.orig_argv[1:], *options], env=environment))
+    for process in running:
+        process.wait()
+    results.merge_parts(args.gpus)
+    print("wrote", results.path)
+
+
 def selected(only: str) -> Iterator[Unit]:
     """Yield the units that `only` names: comma-separated rows or tables, all if it is empty."""
     wanted = {text.strip() for text in only.split(",") if text.strip()}
@@ -207,6 +246,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the rows, their memory and their time, and stop")
     parser.add_argument("--seconds", type=float, default=540, help="start no row that would end later (default 540)")
     parser.add_argument("--first", type=float, default=0, metavar="SECONDS", help="compile in parallel for this time")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host that measure rows (default 1)")
     parser.add_argument("--only", default="", help="comma-separated rows or tables, such as S1/0,Tab8")
     parser.add_argument("--rounds", type=int, default=50, help="most timed calls per contender (default 50)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -222,10 +262,11 @@ def main() -> None:
             measure(unit.spec, names, None, 1, args.device, warm=True)
         return None
     results = Results(args.out, {"rounds": args.rounds})
+    results.merge_parts(args.gpus if args.gpus > 1 else 0)
     pending = [unit for unit in chosen if not results.is_done(unit.name)]
     if args.device == "cuda":
         compile_first(to_compile(pending), args.first, "--warm")
-    run(pending, results, args, end)
+    (run if args.gpus == 1 else run_on_gpus)(pending, results, args, end)
     return None
 
 

@@ -399,6 +399,24 @@ def test_a_run_continues_where_its_file_ended(run, capsys, monkeypatch):
     assert values["forward cold"]["n"] == 2 and values["forward cold"]["q1"] <= values["forward cold"]["q3"]
 
 
+def test_rows_are_divided_among_gpus_and_merged(tmp_path):
+    parts = program.divide(UNITS, 4)
+    assert sorted(unit.name for part in parts for unit in part) == sorted(unit.name for unit in UNITS)
+    sums = [sum(unit.seconds for unit in part) for part in parts]
+    assert max(sums) - min(sums) <= max(unit.seconds for unit in UNITS)
+    out = tmp_path / "papers.json"
+    command = [sys.executable, "-m", "benchmarks.papers", "--device", "cpu", "--rounds", "1", "--gpus", "2"]
+    command += ["--only", "S1/0,S1/6,Tab12/0", "--out", str(out)]
+    left = {"case": {"name": "Tab12/0"}, "rows": [], "contenders": {}}  # of a process that was killed
+    out.with_suffix(".gpu1.json").write_text(json.dumps({"records": [left], "settings": {}}))
+    subprocess.run(command, cwd=common.RESULTS.parents[1], check=True, capture_output=True)
+    document = json.loads(out.read_text())
+    records = {record["case"]["name"]: record for record in document["records"]}
+    assert sorted(records) == ["S1/0", "S1/6", "Tab12/0"] and records["Tab12/0"] == left
+    assert records["S1/0"]["contenders"][plan.OURS]["values"] and document["settings"]["gpus"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["papers.json"]
+
+
 def test_a_failing_row_is_recorded_and_the_next_one_runs(run, monkeypatch):
     def fails(*args):
         raise RuntimeError("broken row")

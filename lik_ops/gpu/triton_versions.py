@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import JITCallable
 
 # The fastest kernels are written in Gluon, which may change with each release.
 NEWEST_TESTED = (3, 9)
@@ -56,6 +59,38 @@ def add_compile_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the launch options with the compile options of all kernels added."""
     # Without debugging, Triton builds the checks of integer additions and products only to drop them again.
     return {**_get_common_options(), "sanitize_overflow": triton.knobs.runtime.debug, **options}
+
+
+_cache_key_lock = threading.RLock()
+_with_fixed_key: set[int] = set()  # ids of functions, which live as long as their modules
+
+
+def fix_cache_key(function: JITCallable) -> None:
+    """Compute the keys of all functions that a kernel calls before the kernel's own key.
+
+    The key selects a compiled kernel on disk. Before Triton 3.8, it contains the constants of a called function only if
+    that function already has a key. Kernels would have other keys in another order of calls, and compile again.
+    """
+    with _cache_key_lock:
+        if get_triton_release() >= (3, 8) or id(function) in _with_fixed_key:
+            return
+        _with_fixed_key.add(id(function))
+        for called in _find_called_functions(function):
+            fix_cache_key(called)
+        _ = function.cache_key
+
+
+def _find_called_functions(function: JITCallable) -> list[JITCallable]:
+    """Return the functions of Triton and Gluon that the source of a function names."""
+    names, codes = set[str](), [function.fn.__code__]
+    while codes:
+        code = codes.pop()
+        names |= {*code.co_names, *code.co_freevars}
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    scope = function.get_capture_scope()
+    values = [scope[name] for name in sorted(names) if name in scope]
+    methods = [method for value in values for method in getattr(value, "hash_attrs", ())]
+    return [value for value in (*values, *methods) if isinstance(value, JITCallable)]
 
 
 def _raw_3_6(launcher: Any) -> Any:

@@ -346,6 +346,7 @@ def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], k
         raise KernelCompileError(kernel.__name__, _compile_failures[key])
     more = triton_versions.add_compile_options(options)
     try:
+        triton_versions.fix_cache_key(kernel)
         compiled = kernel.warmup(*_make_representatives(kernel, args), grid=(1, 1, 1), **more)
         if not hasattr(compiled, "_init_handles"):  # None, or compilation has not finished
             return None

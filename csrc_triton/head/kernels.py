@@ -8,7 +8,7 @@ Documents follow each other as rows of hidden states. A tile of BN rows has toke
 
 - `maxsim_head_tokens` stores the tokens.
 - `maxsim_forward_head` scores the tokens from registers, for at most `ROW_TILES * BM` query rows.
-- `maxsim_head_slopes` computes the gradient of u from the gradient of the tokens.
+- `maxsim_head_slopes` computes the gradient of u from the gradient of normalized tokens.
 
 Main loop of `maxsim_forward_head`, program = consecutive documents:
 
@@ -176,7 +176,7 @@ def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.
     Args:
         G: `DocumentArgs` of token gradients `[rows, d]`, contiguous, overwritten.
         D: Tokens `[rows, d]`, contiguous.
-        norms: Norms of u `[rows]`, or None if tokens are not normalized.
+        norms: Norms of u `[rows]`.
         sums: Output `[programs, d]`, the sum of each program's gradients before rounding, or None.
         d: Features of a token.
         rows: Number of tokens.
@@ -191,11 +191,10 @@ def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.
         at = r.to(tl.int64)[:, None] * d + n[None, :]
         inside = (r < rows)[:, None] & (n < d)[None, :]
         g = tl.load(G.ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if norms is not None:
-            unit = tl.load(D + at, mask=inside, other=0.0).to(tl.float32)
-            norm = tl.load(norms + r, mask=r < rows, other=1.0)
-            along = tl.where(norm <= NORM_EPS, 0.0, tl.sum(unit * g, axis=1))
-            g = (g - unit * along[:, None]) * (1.0 / norm)[:, None]
+        unit = tl.load(D + at, mask=inside, other=0.0).to(tl.float32)
+        norm = tl.load(norms + r, mask=r < rows, other=1.0)
+        along = tl.where(norm <= NORM_EPS, 0.0, tl.sum(unit * g, axis=1))
+        g = (g - unit * along[:, None]) * (1.0 / norm)[:, None]
         if G.mask is not None:
             g = tl.where(_load_row_mask(G, r, rows, Ld)[:, None], g, 0.0)
         tl.store(G.ptr + at, g.to(G.ptr.dtype.element_ty), mask=inside)

@@ -105,7 +105,7 @@ def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 
 
 def _compute_slopes(
-    G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
+    G: Tensor, D: Tensor, norms: Tensor, keep: Tensor | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the results of `project_gradients`, rounded and stored in place of G."""
     n, L, d = G.shape

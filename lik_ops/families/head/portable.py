@@ -119,14 +119,14 @@ def project_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 
 
 def project_gradients(
-    G: Tensor, D: Tensor, norms: Tensor | None, keep: Tensor | None, summed: bool
+    G: Tensor, D: Tensor, norms: Tensor, keep: Tensor | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient of ``H W^T + b`` from the gradient of tokens.
+    """Compute the gradient of ``H W^T + b`` from the gradient of normalized tokens.
 
     Args:
         G: gradient of tokens ``[n, Ld, d]``, which may be overwritten.
         D: tokens ``[n, Ld, d]``.
-        norms: ``[n, Ld, 1]``, or None without `normalize`.
+        norms: ``[n, Ld, 1]``.
         keep: mask of tokens ``[n, Ld]``, or None.
         summed: whether the sum over tokens is wanted.
 
@@ -134,15 +134,28 @@ def project_gradients(
         The gradient ``[n * Ld, d]``, 0 for masked tokens, which may hold NaN. Its sum ``[d]``, or None.
     """
     dtype = score_dtype(D.dtype)
-    g = G.to(dtype)
-    if norms is not None:
-        unit = D.to(dtype)
-        along = (unit * g).sum(-1, keepdim=True).masked_fill_(norms <= NORM_EPS, 0)
-        g = (g - unit * along) / norms
+    g, unit = G.to(dtype), D.to(dtype)
+    along = (unit * g).sum(-1, keepdim=True).masked_fill_(norms <= NORM_EPS, 0)
+    g = (g - unit * along) / norms
     if keep is not None:
         g = torch.where(keep.unsqueeze(-1), g, 0)
     g = g.reshape(-1, g.shape[-1])
     return g, g.sum(0) if summed else None
+
+
+def _sum_bias_gradient(grad_scores: Tensor, x: HiddenArgs) -> Tensor:
+    """Compute the gradient of b without `normalize`, ``sum g w Q[i, s]``, in the dtype of scores.
+
+    Every kept query token has one winner in every document with a kept token, and b is part of every token. So the
+    sum needs neither winners nor the gradients of tokens, which a GPU rounds to the dtype of tokens. Sums are over
+    contiguous tensors, because their order depends on strides.
+    """
+    g = grad_scores if x.d_mask is None else torch.where(x.d_mask.any(-1), grad_scores, 0)
+    each = g.contiguous().sum(-1, keepdim=True)
+    each = each if x.q_weight is None else each * x.q_weight
+    terms = each.unsqueeze(-1) * x.Q.to(each.dtype)
+    terms = terms if x.q_mask is None else torch.where(x.q_mask.unsqueeze(-1), terms, 0)
+    return terms.contiguous().sum((0, 1))
 
 
 PORTABLE_FUNCTIONS = HeadFunctions(
@@ -185,8 +198,8 @@ class HeadBackward:
     """One backward: gradients flow from the scores through the tokens to hidden states and head.
 
     ``G[j, t]`` is the gradient of a token, summed by its owner like the gradient of documents. With ``u = H W^T + b``
-    and ``n = ||u||``, the gradient of u is ``g = (G - D <D, G>) / n``. The gradient of H is ``g W``, of W ``g^T H``,
-    and of b ``sum g``.
+    and ``n = ||u||``, the gradient of u is ``g = (G - D <D, G>) / n``, or G without `normalize`. The gradient of H is
+    ``g W``, of W ``g^T H``, and of b ``sum g``.
     """
 
     def __init__(
@@ -208,7 +221,9 @@ class HeadBackward:
         grads = x.new_gradients(needs)
         if 0 in (*x.Q.shape, *x.H.shape):
             return tuple(grad.zero_() for grad in grads)
-        of_queries, into_head = needs[0] or needs[4], any(needs[1:4])
+        if needs[3] and not self.head.normalize:
+            grads[3] = _sum_bias_gradient(self.grad_scores, x).to(x.W.dtype)
+        of_queries, into_head = needs[0] or needs[4], any(needs[1:3]) or self._sums_slopes
         whole = self.parts.tokens(x.H, self.head) if of_queries else None
         slices = list(self._slices(whole is not None)) if into_head else []
         G: Tensor | None = None
@@ -228,6 +243,11 @@ class HeadBackward:
         d_mask = x.documents(own)[1]
         g = self.grad_scores[:, own]
         return self.parts.backward(g, Q, D, argmax, x.q_mask, d_mask, x.q_weight, False, needs)
+
+    @property
+    def _sums_slopes(self) -> bool:
+        """Return whether the gradient of b is the sum of the gradients of u."""
+        return self.needs[3] and self.head.normalize
 
     @property
     def _needs_copy(self) -> bool:
@@ -258,7 +278,9 @@ class HeadBackward:
                 D, norms = whole[0][own], None if whole[1] is None else whole[1][own]
             if G is None:
                 G = self._argmax(own, Q, D.to(Q.dtype), [False, True, False])[1]
-            g, sum_b = self.parts.slopes(G, D, norms, keep, needs[3])
+            g, sum_b = G.reshape(-1, G.shape[-1]), None  # without `normalize`, masked tokens have zeros already
+            if norms is not None:
+                g, sum_b = self.parts.slopes(G, D, norms, keep, self._sums_slopes)
             G = None
             if needs[1]:
                 self._write(g, grads[1][own].view(-1, H.shape[-1]))

@@ -173,11 +173,11 @@ def test_slopes(dtype, d, more, name):
     arch, pointer = ARCHITECTURES[name], "*" + _NAMES[dtype]
     G, members = _groups(Case(dtype, masks=more))["H"]
     BN, BD, _, options = head_configs.configure_slopes(arch, d, 10**6)
-    given = {"G": G, "D": pointer} | dict.fromkeys(("norms", "sums"), "*fp32" if more else "constexpr")
+    given = {"G": G, "D": pointer, "norms": "*fp32", "sums": "*fp32" if more else "constexpr"}
     given |= dict.fromkeys(("d", "rows", "Ld"), "i32") | {"BN": "constexpr", "BD": "constexpr"}
     constants = {(0, n): value for n, value in members.items()} | {(7,): BN, (8,): BD}
-    constants |= {} if more else {(2,): None, (3,): None}
-    aligned = [(0, 0), (1,), *([(2,), (3,)] if more else []), *([(4,)] if d % 16 == 0 else [])]
+    constants |= {} if more else {(3,): None}
+    aligned = [(0, 0), (1,), (2,), *([(3,)] if more else []), *([(4,)] if d % 16 == 0 else [])]
     src = ASTSource(maxsim_head_slopes, given, constants, {path: [["tt.divisibility", 16]] for path in aligned})
     compiled = compile_as_launched(src, target(arch), options)
     if not arch.is_amd:

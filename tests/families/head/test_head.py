@@ -151,15 +151,16 @@ def test_gradients_are_those_of_differences(normalize):
 
 
 @at_places
-def test_each_gradient_alone_is_that_among_all(place):
+@pytest.mark.parametrize("normalize", [False, True])
+def test_each_gradient_alone_is_that_among_all(place, normalize):
     for dtype in place.some_dtypes(1):
         p = Hidden(dtype=dtype, **EVERYTHING)
         x, W, b = draw(p, place.device)
         given = x.Q, x.D, W, b, x.q_mask, x.d_mask, x.q_weight
         with place.use():
-            scores, argmax = torch.ops.lik.maxsim_from_hidden_fwd(*given, True, torch.int32)
+            scores, argmax = torch.ops.lik.maxsim_from_hidden_fwd(*given, normalize, torch.int32)
             upstream = torch.randn(scores.shape, device=place.device)
-            args = upstream.to(scores), *given[:4], argmax, *given[4:], True
+            args = upstream.to(scores), *given[:4], argmax, *given[4:], normalize
             everything = torch.ops.lik.maxsim_from_hidden_bwd(*args, [True] * 5)
             again = torch.ops.lik.maxsim_from_hidden_bwd(*args[:5], argmax.flatten()[:0], *args[6:], [True] * 5)
             for n, e in enumerate(everything):
@@ -169,7 +170,32 @@ def test_each_gradient_alone_is_that_among_all(place):
 
 
 @at_places
-def test_what_is_masked_reaches_no_gradient(place):
+def test_a_bias_gradient_is_rounded_once(place):
+    """Without `normalize`, winners do not decide this gradient. The terms cancel, and rounded terms would not."""
+    generator = torch.Generator().manual_seed(3)
+    for dtype in (torch.float16, torch.float32) if INTERPRETING else (torch.float16, torch.bfloat16, torch.float32):
+        p = Hidden(Nq=3, Nd=6, Lq=8, normalize=False, dtype=dtype, **EVERYTHING)
+        x, W, b = draw(p, place.device)
+        upstream = torch.randn(3, 3, generator=generator)
+        upstream = torch.cat([upstream, 0.01 - upstream], 1).to(place.device)
+        with place.use():
+            given = x.Q, x.D, W, b, x.q_mask, x.d_mask, x.q_weight, False
+            argmax = torch.ops.lik.maxsim_from_hidden_fwd(*given, torch.int32)[1]
+            args = upstream, *given[:4], argmax, *given[4:]
+            found = torch.ops.lik.maxsim_from_hidden_bwd(*args, [True] * 5)[3]
+            alone = torch.ops.lik.maxsim_from_hidden_bwd(*args, [n == 3 for n in range(5)])[3]
+        assert torch.equal(found, alone)
+        exact, *head = in_fp64(x, W, b)
+        winners, sizes = argmax.transpose(0, 1), replace(exact, Q=exact.Q.abs(), q_weight=exact.q_weight.abs())
+        expected = gradients_at(winners, exact, *head, False, upstream)[3]
+        terms = gradients_at(winners, sizes, *head, False, upstream.abs())[3]
+        allowed = torch.finfo(dtype).eps / 2 * expected.abs() + 64 * torch.finfo(torch.float32).eps * terms
+        assert bool(((found.double() - expected).abs() <= allowed).all()), dtype
+
+
+@at_places
+@pytest.mark.parametrize("normalize", [False, True])
+def test_what_is_masked_reaches_no_gradient(place, normalize):
     """Masked tokens may hold any value. A query without kept tokens scores 0, and an empty document -inf."""
     Q, H = torch.randn(3, 4, 16, device=place.device), torch.randn(4, 18, 24, device=place.device)
     W, b = torch.randn(16, 24, device=place.device), torch.randn(16, device=place.device)
@@ -179,7 +205,7 @@ def test_what_is_masked_reaches_no_gradient(place):
     Q[1], H[2], H[0, 5:7], H[0, 7:9] = torch.nan, torch.nan, torch.inf, torch.nan
     leaves = [t.requires_grad_() for t in (Q, H, W, b)]
     with place.use():
-        scores = lik_ops.maxsim_from_hidden(*leaves, q_mask, d_mask)
+        scores = lik_ops.maxsim_from_hidden(*leaves, q_mask, d_mask, normalize=normalize)
         upstream = torch.ones_like(scores)
         upstream[:, 2] = torch.nan
         grads = torch.autograd.grad(scores, leaves, upstream)

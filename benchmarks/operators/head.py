@@ -8,6 +8,7 @@ Times are median device times, each call on a flushed L2 cache. Each contender i
 - ``linear``: the layer alone
 - ``read``: a kernel that only reads the hidden states, a lower bound
 - ``unfused``: lik_ops with tokens computed first, as for many queries; it must have the bits of the fused call
+- ``projected queries``: without normalization, ``maxsim(Q W, H)`` plus the scores of the bias, which has other bits
 
 ``peak_mb`` is the memory of a call beyond its inputs.
 """
@@ -39,9 +40,10 @@ SHAPE = {"Lq": 32, "Ld": 300}
 
 @dataclass(frozen=True)
 class Head(Case):
-    """A case with hidden states of `width` features."""
+    """A case with hidden states of `width` features, whose tokens are normalized unless `unit` is False."""
 
     width: int = 768
+    unit: bool = True
 
 
 CASES = (
@@ -53,6 +55,7 @@ CASES = (
     Head("384 to 128, 1 x 1000", 1, 1000, **SHAPE, width=384),
     Head("768 to 64, 1 x 1000", 1, 1000, **SHAPE, d=64),
     Head("1024 to 128, 1 x 1000, Ld 180", 1, 1000, 32, 180, width=1024),
+    *(Head(f"not normalized, {n} x 1000", n, 1000, **SHAPE, unit=False) for n in (1, 4, 16)),
     Head("step 32 x 32", 32, 32, **SHAPE, what="step"),
     Head("step 128 x 128", 128, 128, **SHAPE, what="step"),
 )
@@ -72,7 +75,7 @@ class Inputs:
         self.H = draw(case.Nd, case.Ld, case.width)
         self.W, self.b = draw(case.d, case.width) / case.width**0.5, draw(case.d) / 4
         self.upstream = torch.rand((case.Nq, case.Nd), generator=generator, device=device) - 0.5
-        self.d_mask = None
+        self.d_mask, self.unit = None, case.unit
         if case.mask:
             self.d_mask = torch.rand((case.Nd, case.Ld), generator=generator, device=device) > 0.25
 
@@ -81,8 +84,14 @@ class Inputs:
         return self.Q, self.H, self.W, self.b
 
 
-def by_hand(Q: Tensor, H: Tensor, W: Tensor, b: Tensor, d_mask: Tensor | None = None) -> Tensor:
-    return lik_ops.maxsim(Q, F.normalize(F.linear(H, W, b), dim=-1), None, d_mask)
+def by_hand(Q: Tensor, H: Tensor, W: Tensor, b: Tensor, d_mask: Tensor | None = None, unit: bool = True) -> Tensor:
+    tokens = F.linear(H, W, b)
+    return lik_ops.maxsim(Q, F.normalize(tokens, dim=-1) if unit else tokens, None, d_mask)
+
+
+def projected_queries(Q: Tensor, H: Tensor, W: Tensor, b: Tensor, d_mask: Tensor | None = None) -> Tensor:
+    """Return the scores of tokens that are not normalized, from projected queries and the bias as a document."""
+    return lik_ops.maxsim(Q @ W, H, None, d_mask) + lik_ops.maxsim(Q, b[None, None])
 
 
 def _peer(x: Inputs) -> Scorer | str:
@@ -90,15 +99,18 @@ def _peer(x: Inputs) -> Scorer | str:
         from late_interaction_kernels.fused_head import maxsim_from_hidden
     except ImportError:
         return "not installed"
-    return lambda *given: maxsim_from_hidden(*given, d_mask=x.d_mask, normalize=True)
+    return lambda *given: maxsim_from_hidden(*given, d_mask=x.d_mask, normalize=x.unit)
 
 
 def scorers(x: Inputs) -> dict[str, Scorer | str]:
-    return {
-        "lik_ops": lambda *given: lik_ops.maxsim_from_hidden(*given, d_mask=x.d_mask),
-        "by hand": lambda *given: by_hand(*given, x.d_mask),
+    found: dict[str, Scorer | str] = {
+        "lik_ops": lambda *given: lik_ops.maxsim_from_hidden(*given, d_mask=x.d_mask, normalize=x.unit),
+        "by hand": lambda *given: by_hand(*given, x.d_mask, x.unit),
         "late-interaction-kernels": _peer(x),
     }
+    if not x.unit:
+        found["projected queries"] = lambda *given: projected_queries(*given, x.d_mask)
+    return found
 
 
 def unfused(x: Inputs) -> Tensor:
@@ -106,7 +118,7 @@ def unfused(x: Inputs) -> Tensor:
     from lik_ops.families.head import gpu as head_gpu
     from lik_ops.families.head.portable import HiddenArgs, score_by_slices
 
-    return score_by_slices(head_gpu._HEAD_PARTS, HiddenArgs(*x.tensors, None, x.d_mask, None), True, None)[0]
+    return score_by_slices(head_gpu._HEAD_PARTS, HiddenArgs(*x.tensors, None, x.d_mask, None), x.unit, None)[0]
 
 
 def step(score: Scorer, x: Inputs) -> tuple[Tensor, ...]:
@@ -121,7 +133,8 @@ def errors_of(case: Head, x: Inputs, score: Scorer) -> list[float]:
     if case.what == "scores":
         last, mask = x.H[-64:], None if x.d_mask is None else x.d_mask[-64:]
         given = [t.double() for t in (x.Q, last, x.W, x.b)]
-        return [common.relative_error(score(*x.tensors)[:, -64:], reference.maxsim_from_hidden(*given, None, mask))]
+        expected = reference.maxsim_from_hidden(*given, None, mask, normalize=x.unit)
+        return [common.relative_error(score(*x.tensors)[:, -64:], expected)]
     found = step(score, x)
     leaves = [t.detach().double().requires_grad_() for t in x.tensors]
     grads, scores = [torch.zeros_like(t) for t in leaves], []
@@ -131,8 +144,8 @@ def errors_of(case: Head, x: Inputs, score: Scorer) -> list[float]:
         for total, g in zip(grads, torch.autograd.grad(of_part, leaves, x.upstream[:, n].double()), strict=True):
             total += g
         scores.append(of_part.detach())
-    expected = torch.cat(scores, 1), *grads
-    return [common.relative_error(a, e) for a, e in zip(found, expected, strict=True)]
+    wanted = torch.cat(scores, 1), *grads
+    return [common.relative_error(a, e) for a, e in zip(found, wanted, strict=True)]
 
 
 def measure(case: Head, timer: gpu.Timer) -> dict:

@@ -1,4 +1,4 @@
-"""Draw the last forward benchmark: a roofline, and the speed compared with the fastest other contender.
+"""Draw the last forward benchmark, a roofline and the speed compared with others, and the random calls of `cliffs`.
 
     python -m benchmarks.report.plot [--results DIR] [--out docs/images]
 
@@ -44,6 +44,21 @@ PEAK_TFLOPS = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
 DARK = {INK: "#e6edf3", CARD: "#0d1117", GRID: "#3d444d"}
 MARKERS = (("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"))
 STYLE = dict(zip(COLUMNS, MARKERS, strict=True))
+CALL_COLOURS = {"bfloat16": "#0072b2", "float16": "#56b4e9", "float32": "#d55e00", "tf32": "#e69f00"}
+CALL_MARKERS = {  # an option that starts with a key has its marker
+    "plain": "o",
+    "weighted": "p",
+    "prefix": "s",
+    "holes": "H",
+    "argmax": "^",
+    "normalize": "D",
+    "step": "P",
+    "candidates": "v",
+    "packed": "<",
+    "soft": "h",
+    "hidden": "*",
+    "": "X",
+}
 RC = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lik_ops",  # keeps identifiers stable between runs
@@ -61,14 +76,14 @@ RC = {
 }
 
 
-def digest(results: Path = RESULTS) -> str:
+def digest(results: Path = RESULTS, name: str = "forward.json") -> str:
     """Return an identifier of the result that a picture was drawn from."""
-    return "forward.json " + hashlib.sha256((results / "forward.json").read_bytes()).hexdigest()[:16]
+    return f"{name} " + hashlib.sha256((results / name).read_bytes()).hexdigest()[:16]
 
 
-def save(figure: Figure, path: Path, results: Path) -> Path:
+def save(figure: Figure, path: Path, results: Path, name: str = "forward.json") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Description": digest(results)})
+    figure.savefig(path, metadata={"Date": None, "Description": digest(results, name)})
     plt.close(figure)
     rules = "".join(
         f'[style*="{kind}: {light}"]{{{kind}:{dark} !important}}'
@@ -213,12 +228,41 @@ def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         return save(figure, out / "forward-speed.svg", results)
 
 
+def cliffs(results: Path = RESULTS, out: Path = IMAGES) -> Path:
+    """Draw the time over the floor of each random call."""
+    document = load("cliffs", results)
+    calls = [call for call in document["calls"] if "ratio" in call]
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for call in calls:
+        option = next(name for name in CALL_MARKERS if call["option"].startswith(name))
+        groups.setdefault((option, call["dtype"]), []).append(call)
+    with plt.rc_context(RC):
+        figure, axes = plt.subplots(figsize=(9, 5.6), layout="constrained")
+        for (option, dtype), own in groups.items():
+            at = [call["floor_ms"] for call in own], [call["ratio"] for call in own]
+            axes.scatter(*at, s=16, color=CALL_COLOURS[dtype], marker=CALL_MARKERS[option], alpha=0.7, linewidths=0)
+        axes.set(xscale="log", yscale="log", xlabel="floor, ms", ylabel="time / floor")
+        axes.axhline(1, color=INK, lw=1)
+        ticks(axes.xaxis, axes.get_xlim())
+        ticks(axes.yaxis, axes.get_ylim())
+        axes.grid(True, which="major", lw=0.5)
+        axes.set_axisbelow(True)
+        for dtype, colour in CALL_COLOURS.items():
+            axes.scatter([], [], color=colour, marker="o", label=dtype)
+        for option in dict.fromkeys(option for option, _ in sorted(groups)):
+            axes.scatter([], [], color=INK, marker=CALL_MARKERS[option], label=option or "quantized")
+        figure.legend(loc="outside lower center", ncols=8, fontsize=9, frameon=False)
+        draw_title(figure, f"{len(calls)} random calls, time over floor, {machine(document)}")
+        return save(figure, out / "cliffs.svg", results, "cliffs.json")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of forward.json")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of forward.json and cliffs.json")
     parser.add_argument("--out", type=Path, default=IMAGES, help="output folder (default docs/images)")
     args = parser.parse_args()
-    for picture in (roofline, speed):
+    pictures = (roofline, speed, cliffs) if (args.results / "cliffs.json").exists() else (roofline, speed)
+    for picture in pictures:
         print("wrote", picture(args.results, args.out))
 
 

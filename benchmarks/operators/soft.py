@@ -45,6 +45,9 @@ CASES = (
     Case("soft 64x64", 64, 64, 32, 180, goal_ms=0.06),
     Case("soft 256x256", 256, 256, **SHORT, goal_ms=0.36),
     Case("soft pages 32x32", 32, 32, **PAGES, goal_ms=0.50),
+    Case("soft long 1x1", 1, 1, 32, 65536),
+    Case("soft long 1x16", 1, 16, 32, 8192),
+    Case("soft long 64x64", 64, 64, 32, 4096),
     Case("soft step 256x256", 256, 256, **SHORT, what="step", goal_ms=1.3),
     Case("soft step pages 32x32", 32, 32, **PAGES, what="step"),
 )

@@ -209,6 +209,19 @@ class SplitArgs(NamedTuple):
     each: Any
 
 
+class SoftSplitArgs(NamedTuple):
+    """Results of documents that are cut into `count` splits of `each` tokens. The last split may be shorter.
+
+    `argmax` holds the soft maxima of the splits in fp32, `[K * count, Nq, Lq]` or `[Nq, K * count, Lq]` for candidates.
+    With a document mask, `kept` in int32 says whether each split keeps a token. Otherwise it is None.
+    """
+
+    argmax: Any
+    kept: Any
+    each: Any
+    count: Any
+
+
 class MaskPatchArgs(NamedTuple):
     """Masked document tokens to overwrite in shared memory, as `maxsim_patches` computes them.
 
@@ -256,7 +269,7 @@ class KernelConfig(NamedTuple):
     SOFT: bool = False
     INT8_TERMS: int = 0  # with "int8" and SINGLE_STEP: int8 terms of a query row. 0: rows stay whole
     EVEN_D: bool = False  # residual codes that are read as words: BD divides d
-    # Packed forward: a program scores a split of a document. No SOFT, no CANDIDATES, not PERSISTENT.
+    # Packed forward, or SOFT: a program scores a split of a document. Without SOFT no CANDIDATES, not PERSISTENT.
     SPLIT_DOCUMENTS: bool = False
     # With SPLIT_DOCUMENTS: programmatic dependent launch. The next launch starts early and waits. From sm_90 on.
     PDL: bool = False

@@ -23,9 +23,10 @@ def maxsim_forward_soft(Q, D, tiles, out, tau, sizes, d, C: tl.constexpr):
         Q: `QueryArgs`.
         D: `DocumentArgs`.
         tiles: Tensor descriptor of all document tokens, or None. See `maxsim_forward`.
-        out: `OutputArgs` with scores `[Nq, K]`. Its `argmax` receives the soft maxima of the rows, or is None.
+        out: `OutputArgs` with scores `[Nq, K]`. Its `argmax` receives the soft maxima of the rows, or is None. With
+            C.SPLIT_DOCUMENTS `SoftSplitArgs`.
         tau: Temperature, a number or a pointer to one.
-        sizes: `SizeArgs`.
+        sizes: `SizeArgs`. With C.SPLIT_DOCUMENTS, K counts splits.
         d: Number of features.
         C: Compile-time choices, a `KernelConfig` with SOFT.
     """

@@ -128,10 +128,38 @@ def compute_peak_entropy(rest):
 
 
 @triton.jit
+def _finish_soft_maxima(top, total, tau, rate, scale):
+    """Return soft maxima from the references of the exponents and the sums."""
+    far = tl.abs(top * rate) > _FAR
+    return tl.where(far, top * scale, tl.fma(tl.log2(total), tau * _LN_2, top * scale))
+
+
+@triton.jit
 def merge_soft_maxima(best, total, x, rows, C: tl.constexpr):
     """Return the soft maximum of each row from its lanes."""
     top = _choose_reference(merge_lane_maxima(best, C))
     total = _rescale_sums(total, best, top[:, None], rows.rate[:, None], 0.0)
     total = sum_in_order(tl.reshape(total, (C.BM * C.LANES,)), C.BM, C.LANES)
-    far = tl.abs(top * rows.rate) > _FAR
-    return tl.where(far, top * rows.scale, tl.fma(tl.log2(total), x.tau * _LN_2, top * rows.scale))
+    return _finish_soft_maxima(top, total, x.tau, rows.rate, rows.scale)
+
+
+@triton.jit
+def merge_split_maxima(maxima, at, step, count, keep, tau, AT_ONCE: tl.constexpr):
+    """Return the soft maxima of rows over the `count` splits of a document.
+
+    `maxima + at` points to the rows in the first split, and `step` is the distance to the next split. AT_ONCE splits
+    are added at a time. The order of the sum depends only on `count`.
+    """
+    rate = compute_rate(tau, tl.full(at.shape, 1, tl.float32))
+    best = tl.full(at.shape, float("-inf"), tl.float32)
+    total = tl.full(at.shape, 0, tl.float32)
+    for n0 in range(0, count, AT_ONCE):
+        n = n0 + tl.arange(0, AT_ONCE)
+        offsets = at[None, :] + n.to(tl.int64)[:, None] * step
+        found = tl.load(maxima + offsets, mask=(n < count)[:, None] & keep[None, :], other=float("-inf"))
+        high = nan_max(best, tl.reduce(found, 0, nan_max))
+        top = _choose_reference(high)
+        more = tl.sum(_compute_exponentials(found, rate[None, :], top[None, :]), axis=0)
+        total = _rescale_sums(total, best, top, rate, more)
+        best = high
+    return _finish_soft_maxima(_choose_reference(best), total, tau, rate, 1.0)

@@ -38,6 +38,7 @@ MODULES = [
     "gpu/forward/test_token_norms",
     "gpu/forward/test_sum_parts",
     "gpu/forward/test_splits",
+    "families/soft/test_soft_splits",
 ]
 PROCESSES = 4
 

@@ -135,10 +135,10 @@ def hidden(rows, trains=False):
     return (lambda: torch.autograd.grad(score().sum(), given[1:3])) if trains else score, (*given, d_mask)
 
 
-def few_long():
+def few_long(function=lik_ops.maxsim, **options):
     Q, D, *_ = drawn()
     D = D.view(-1, d)[:8192].view(2, 4096, d)
-    return partial(lik_ops.maxsim, Q[:1], D), (Q, D)
+    return partial(function, Q[:1], D, **options), (Q, D)
 
 
 def masked(normalize):
@@ -173,6 +173,10 @@ CALLS = {
     "soft step": (
         partial(step, function=lik_ops.maxsim_soft, temperature=0.5),
         ["maxsim_forward_soft", "maxsim_soft_rows", "maxsim_finish", "maxsim_soft_tokens"],
+    ),
+    "soft, few long documents": (
+        partial(few_long, lik_ops.maxsim_soft, temperature=0.5),
+        ["maxsim_forward_soft", "maxsim_soft_splits"],
     ),
     "hidden states, few rows": (partial(hidden, 3), ["maxsim_forward_head"]),
     "hidden states, many rows": (partial(hidden, Nq), ["maxsim_head_tokens", "maxsim_patches", "maxsim_row_maxima"]),

@@ -45,6 +45,7 @@ from lik_ops.csrc_triton.common.arguments import (
     QueryArgs,
     SegmentArgs,
     SizeArgs,
+    SoftSplitArgs,
     SplitArgs,
     TermArgs,
 )
@@ -209,7 +210,8 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
         launch = forward_configs.configure_forward(kind, 64, case.Lq, tf32=case.tf32)
         return LaunchConfig(launch.config._replace(BM=32), num_warps=4, num_stages=3)
     if case.kernel == "maxsim_forward_soft":
-        return soft_configs.configure_soft_forward(kind, case.Nq, case.Lq, tf32=case.tf32)
+        launch = soft_configs.configure_soft_forward(kind, case.Nq, case.Lq, tf32=case.tf32)
+        return launch.change(SPLIT_DOCUMENTS=case.sections)
     if case.kernel in SOFT:
         return soft_configs.configure_soft_backward(kind, tf32=case.tf32, flat=case.wide == 0)
     flat = case.wide == 0 and not case.ragged
@@ -356,7 +358,9 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
     if case.kernel == "maxsim_forward_soft":
         tau = "*fp32" if case.options else "fp32"
         found = _forward_arguments(case, launch, arch) | {"tau": tau, "terms": "constexpr"}
-        out = OutputArgs("*fp32", "*fp32" if case.argmax else "constexpr")
+        out: tuple = OutputArgs("*fp32", "*fp32" if case.argmax else "constexpr")
+        if case.sections:
+            out = SoftSplitArgs("*fp32", "*i32" if case.options else "constexpr", "i32", "i32")
         names = "Q", "D", "tiles", "out", "tau", "sizes", "d"
         return soft_forward.maxsim_forward_soft, {name: {**found, "out": out}[name] for name in names}
     if case.kernel in SOFT:

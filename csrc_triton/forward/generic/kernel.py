@@ -33,7 +33,7 @@ These constexprs select a variant. Code of other variants is not compiled.
 - PACKED, a parameter of functions: the device reads segment arrays (`SegmentArgs`) of packed rows, and work ends at the
   length of each document and query. Otherwise `segments` is None, and strides locate dense tensors and candidates.
 - SPLIT_DOCUMENTS: the program scores one split of a document and stores row maxima. `maxsim_row_sums` merges the splits
-  and sums the rows.
+  and sums the rows. Splits of soft maxima are dense, and `maxsim_soft_splits` merges them.
 - ENCODING: the format of encoded documents, which only `compute_tile` reads.
 - PERSISTENT: a program scores its row tile against every `step`-th document, and one loop covers the tiles of all these
   documents. Dense tokens need a tensor descriptor (`_score_tiles_persistent`), and packed tokens are residual codes in
@@ -189,6 +189,21 @@ def locate_dense_document(D, owner, k, sizes):
 
 
 @triton.jit
+def _locate_dense_split(D, owner, n, sizes, cut):
+    """Return split `n` of the documents of an owner as a `Document`. `sizes` counts splits as documents."""
+    Document: tl.constexpr = import_args_class("Document")
+    Sizes: tl.constexpr = import_args_class("SizeArgs")
+    whole = Sizes(sizes.Nq, sizes.K // cut.count, sizes.Lq, sizes.Ld)
+    found = locate_dense_document(D, owner, n // cut.count, whole)
+    t0 = n % cut.count * cut.each
+    base = found.ptr + t0.to(tl.int64) * D.stride_l
+    mask = base
+    if D.mask is not None:
+        mask = found.mask + t0.to(tl.int64) * D.mask_stride_l
+    return Document(base, mask, found.row + t0, tl.minimum(found.length - t0, cut.each))
+
+
+@triton.jit
 def _locate_packed_document(D, segments, k, ok, sizes, C: tl.constexpr):
     """Return a packed document as a `Document`, and whether it is inside D."""
     Document: tl.constexpr = import_args_class("Document")
@@ -289,7 +304,7 @@ def score_rows(x, queries, s0, document, place, out, sizes, PACKED: tl.constexpr
         document: The `Document` to score.
         place: Offset of token 0 of each row's query in the argmax. With C.SPLIT_DOCUMENTS the split and its first
             token.
-        out: `OutputArgs`, or `SplitArgs` with C.SPLIT_DOCUMENTS.
+        out: `OutputArgs`. With C.SPLIT_DOCUMENTS `SplitArgs`, or `SoftSplitArgs` with C.SOFT.
         sizes: `SizeArgs` or `PackedSizeArgs`.
         PACKED: Whether rows are packed.
         C: Compile-time choices, a `KernelConfig`.
@@ -313,9 +328,9 @@ def score_rows(x, queries, s0, document, place, out, sizes, PACKED: tl.constexpr
     elif needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
         scale = compute_row_powers(x, pointers, keep, C)
     rows = Rows(pointers, number, keep, row_sum, scale, rate)
-    argmax = out.split_argmax if C.SPLIT_DOCUMENTS else out.argmax
+    argmax = out.split_argmax if C.SPLIT_DOCUMENTS and not C.SOFT else out.argmax
     best, where, any_kept = compute_row_maxima(load_query_rows(x, rows, C), x, rows, document, argmax is not None, C)
-    if C.SPLIT_DOCUMENTS:
+    if C.SPLIT_DOCUMENTS and not C.SOFT:
         _store_maxima(best, where, any_kept, x, rows, ok, place, out, sizes, C)
         sums = tl.full((C.BM // C.ROWS_PER_QUERY,), 0, tl.float32)
     else:
@@ -361,7 +376,11 @@ def _locate_document(
         n = document.to(tl.int64)
         place = (n if C.CANDIDATES else n * sizes.Nq + first) * sizes.Lq
         place += (lane // C.ROWS_PER_QUERY).to(tl.int64) * sizes.Lq
-        found = locate_dense_document(x.D, first if C.CANDIDATES else first * 0, k, sizes)
+        owner = first if C.CANDIDATES else first * 0
+        if C.SPLIT_DOCUMENTS:
+            found = _locate_dense_split(x.D, owner, k, sizes, out)
+        else:
+            found = locate_dense_document(x.D, owner, k, sizes)
     elif C.SPLIT_DOCUMENTS:
         found, t0 = locate_split(x.D, segments, document, sizes, out, C)
         place = (document, t0)
@@ -405,6 +424,8 @@ def score_document(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.con
                 queries = 1
                 stride = 0
         store_scores(out.scores, sums, keeps, any_kept, i, queries, stride, k, fits)
+    elif C.SOFT and out.kept is not None:
+        tl.store(out.kept + document, any_kept)
 
 
 @triton.jit

@@ -23,6 +23,12 @@ from ...gpu.tuning.sm90_configs import Sm90Tile
 from ...gpu.tuning.tables import HALF_DTYPES, Override, StepConfig, TableRow, apply_overrides, select_for
 
 _MAX_TILE_ROWS = 128
+# Documents of at least this many tokens are scored in splits of `_SPLIT_TOKENS`. A document of half the length would
+# have two splits, whose second launch costs more than they save. Predicted, not measured on a GPU.
+_MIN_SPLIT_DOCUMENT_TOKENS = 4096
+_SPLIT_TOKENS = 1024  # a multiple of every tile
+_MERGED_ELEMENTS = 1024  # soft maxima of a step of the merge
+_MAX_MERGED_ROWS = 128
 # A backward with large tiles may multiply at most 7 % more than with small tiles.
 _MAX_PADDING_RATIO = 1.07
 
@@ -39,6 +45,21 @@ _FORWARD_OVERRIDES = (
         change={"num_stages": 2},
     ),
 )
+
+
+def choose_split_tokens(Ld: int) -> int | None:
+    """Return the number of tokens of a split, or None for documents that are scored whole.
+
+    The order of a sum of exponentials depends on the splits, and a score must not depend on its batch. The choice
+    therefore depends only on Ld.
+    """
+    return _SPLIT_TOKENS if Ld >= _MIN_SPLIT_DOCUMENT_TOKENS else None
+
+
+def configure_soft_merge(Lq: int) -> tuple[int, int]:
+    """Return the rows and the splits that `maxsim_soft_splits` merges at a time."""
+    rows = min(next_power_of_2(max(Lq, 16)), _MAX_MERGED_ROWS)
+    return rows, _MERGED_ELEMENTS // rows
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,6 +1,7 @@
 """Soft MaxSim by Triton kernels.
 
-The forward is the generic forward with a soft maximum. In the backward, each gradient is summed by the program that
+The forward is the generic forward with a soft maximum. Long documents are scored in splits, which a second launch
+merges. In the backward, each gradient is summed by the program that
 owns it.
 """
 
@@ -19,9 +20,10 @@ from ...core.arguments import make_metadata_key
 from ...core.segments import DenseArgs
 from ...csrc_triton.backward.arguments import RowSumArgs, SoftUpstreamArgs
 from ...csrc_triton.backward.unified import maxsim_finish
-from ...csrc_triton.common.arguments import OutputArgs
+from ...csrc_triton.common.arguments import OutputArgs, SizeArgs, SoftSplitArgs
 from ...csrc_triton.soft.backward import maxsim_soft_documents, maxsim_soft_queries
 from ...csrc_triton.soft.forward import maxsim_forward_soft
+from ...csrc_triton.soft.splits import maxsim_soft_splits
 from ...gpu.runtime import launcher
 from ...gpu.runtime.arguments import (
     architecture,
@@ -46,6 +48,7 @@ from . import gpu_sm90 as soft_sm90
 # Limits of the workspace for fp32 sums. A single query or document may exceed them. The minimum keeps two programs busy
 # on each SM of an H200. With less, SMs would idle.
 _MIN_SUM_BYTES, _MAX_SUM_BYTES = 8 * 2**20, 24 * 2**20
+_MAX_SPLIT_BYTES = 28 * 2**20  # soft maxima of splits; one document, or the candidates of one query, may have more
 _MAX_PARTS = 4  # parts of the documents, whose sums for the queries are computed in parallel
 _MIN_PART_TOKENS = 2048  # document tokens of a part
 _INT32_MAX = 2**31 - 1
@@ -94,17 +97,63 @@ def _run_forward(x: DenseArgs, temperature: Temperature, normalize: bool, keep: 
     if Nq * K == 0 or Lq == 0:
         return scores.zero_(), lse
     out = OutputArgs(scores, lse if keep else None)
-    arch = architecture(Q.device)
-    kind = KernelKey(arch, Q.dtype, Q.shape[-1], candidates, normalize, choose_offset_width(Q, D))
-    launch = soft_configs.configure_soft_forward(kind, Nq, Lq, tf32=is_tf32_allowed(Q.dtype))
+    each = soft_configs.choose_split_tokens(D.shape[-2])
+    with use_device(Q.device):
+        if each is None:
+            _launch_forward(x, out, temperature, normalize)
+        else:
+            _score_in_splits(x, out, temperature, normalize, each)
+    return scores, lse
+
+
+def _launch_forward(x: DenseArgs, out: OutputArgs | SoftSplitArgs, temperature: Temperature, normalize: bool) -> None:
+    """Launch the forward for whole documents, or for their splits."""
+    Q, D, sizes, arch = x.Q, x.D, make_size_args(x.Q, x.D), architecture(x.Q.device)
+    kind = KernelKey(arch, Q.dtype, Q.shape[-1], D.dim() == 4, normalize, choose_offset_width(Q, D))
+    launch = soft_configs.configure_soft_forward(kind, sizes.Nq, sizes.Lq, tf32=is_tf32_allowed(Q.dtype))
+    if isinstance(out, SoftSplitArgs):
+        launch, sizes = launch.change(SPLIT_DOCUMENTS=True), sizes._replace(K=sizes.K * out.count)
     reads = arch.has_descriptors and supports_descriptor(D)
     tiles = make_descriptor(D, launch.config) if reads else None
     tokens = make_query_args(Q, x.q_mask, x.q_weight), make_document_args(D, x.d_mask), tiles
-    args = *tokens, out, temperature, make_size_args(Q, D), Q.shape[-1]
-    with use_device(Q.device):
-        grid = check_grid(launch.programs(Nq, K))
-        launcher.launch(maxsim_forward_soft, grid, (*args, launch.config), launch.options(arch))
-    return scores, lse
+    args = *tokens, out, temperature, sizes, Q.shape[-1], launch.config
+    launcher.launch(maxsim_forward_soft, check_grid(launch.programs(sizes.Nq, sizes.K)), args, launch.options(arch))
+
+
+def _score_in_splits(x: DenseArgs, out: OutputArgs, temperature: Temperature, normalize: bool, each: int) -> None:
+    """Fill `out` from soft maxima of splits of `each` tokens, for as many documents at a time as the workspace holds.
+
+    Candidates are scored for some queries at a time.
+    """
+    sizes, candidates = make_size_args(x.Q, x.D), x.D.dim() == 4
+    count = cdiv(sizes.Ld, each)
+    groups, bytes_each = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
+    for own in split_to_fit(groups, 4 * bytes_each * sizes.Lq * count, _MAX_SPLIT_BYTES):
+        lse = None if out.argmax is None else out.argmax[own]
+        d_mask = None if x.d_mask is None else x.d_mask[own]
+        if candidates:
+            q_mask, q_weight = (None if t is None else t[own] for t in (x.q_mask, x.q_weight))
+            part, scores = DenseArgs(x.Q[own], x.D[own], q_mask, d_mask, q_weight), out.scores[own]
+        else:
+            part, scores = x._replace(D=x.D[own], d_mask=d_mask), out.scores[:, own]
+        _merge_splits(part, OutputArgs(scores, lse), temperature, normalize, each, count)
+
+
+def _merge_splits(
+    x: DenseArgs, out: OutputArgs, temperature: Temperature, normalize: bool, each: int, count: int
+) -> None:
+    """Compute the soft maxima of all splits, and merge them."""
+    sizes: SizeArgs = make_size_args(x.Q, x.D)
+    documents, candidates = math.prod(x.D.shape[:-2]), x.D.dim() == 4
+    rows = documents * count * sizes.Lq * (1 if candidates else sizes.Nq)
+    maxima = torch.empty(rows, dtype=torch.float32, device=x.Q.device)
+    kept = None if x.d_mask is None else torch.empty(documents * count, dtype=torch.int32, device=x.Q.device)
+    cut = SoftSplitArgs(maxima, kept, each, count)
+    _launch_forward(x, cut, temperature, normalize)
+    queries = make_query_args(x.Q, x.q_mask, x.q_weight)
+    args = queries, cut, *out, temperature, sizes, out.scores.stride(0)
+    choices = (*soft_configs.configure_soft_merge(sizes.Lq), candidates)
+    launcher.launch(maxsim_soft_splits, check_grid(sizes.Nq * sizes.K), (*args, *choices), {"num_warps": 4})
 
 
 class SoftCall(NamedTuple):

@@ -53,7 +53,7 @@ def mark_deleted(op: str, snapshot: Snapshot, ids: list) -> Manifest:
             if shard.deleted is not None:
                 deleted |= shard.deleted.mask(shard.documents)
             deleted[snapshot.shard_rows(i, torch.tensor(chosen, device="cpu"))] = True
-            shard = replace(shard, deleted=Tombstones.of(deleted, snapshot.shards[i].lengths))
+            shard = shard._replace(deleted=Tombstones.of(deleted, snapshot.shard_file(i).lengths))
         shards.append(shard)
     if missing:
         first, *more = missing
@@ -84,8 +84,8 @@ def compact(op: str, writer: files.Writer, snapshot: Snapshot) -> Manifest:
         if end - begin == 1 and manifest.shards[made].deleted is None:
             made += 1
             continue
-        for file in snapshot.shards[begin:end]:
-            file.check(verify=True)  # a damaged shard must not get a new checksum
+        for i in range(begin, end):
+            snapshot.shard_file(i).verify()  # a damaged shard must not get a new checksum
         chosen = torch.arange(snapshot.starts[begin], snapshot.starts[end], device="cpu")
         ids = [x for i in range(begin, end) for x in snapshot.shard_ids(i)] if manifest.has_ids else None
         tensors, encoded = snapshot.copy_rows(chosen, layout.tensors), encode_ids(op, ids, len(chosen))

@@ -133,7 +133,8 @@ class Corpus:
     def open(cls, path: str | os.PathLike[str], verify: bool = False) -> Corpus:
         """Open the corpus in a directory.
 
-        Opening checks the size of each shard. The content of a shard is checked on its first read.
+        Opening checks the manifest and the names of its shards. The size and the content of a shard are checked on its
+        first read.
 
         Args:
             path: the directory.
@@ -146,7 +147,8 @@ class Corpus:
             FileNotFoundError: there is no corpus.
             ModuleNotFoundError: safetensors or numpy is not installed.
             TypeError: an argument has the wrong type.
-            ValueError: the manifest or a shard is truncated, corrupt or missing. The message has its path.
+            ValueError: the manifest is truncated or corrupt, or a shard is missing. With `verify`, also if a shard is
+                truncated or corrupt. The message has its path.
         """
         path = _as_path("Corpus.open", path)
         check_flag("Corpus.open", "verify", verify)

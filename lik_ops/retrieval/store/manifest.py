@@ -9,11 +9,13 @@ import json
 import re
 import reprlib
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +32,10 @@ VERSIONS = VERSION, QUANTIZED_VERSION, CODED_VERSION, CHANGED_VERSION
 MANIFEST = "manifest.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _CODEC = "sha256", "bytes", "file"
+_FILE = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+_FILES = re.compile(r"(?:[\w.-]+\.safetensors/)*+", re.ASCII)
+_CHECKSUM = re.compile(rb', "sha256": "([0-9a-f]{64})"\}\n')  # how writers end a manifest
+_CHECKSUM_BYTES = len(f', "sha256": "{"0" * 64}"}}\n')
 _LARGEST = (1 << 63) - 1  # the largest size of a tensor
 _BITS = torch.arange(8, dtype=torch.uint8, device="cpu")
 
@@ -69,12 +75,8 @@ class Tombstones:
         return found[:documents]
 
 
-@dataclass(frozen=True)
-class ShardEntry:
-    """The manifest entry of a shard.
-
-    Its numbers include deleted documents.
-    """
+class ShardEntry(NamedTuple):
+    """The manifest entry of a shard. Its numbers include deleted documents."""
 
     file: str
     bytes: int
@@ -96,16 +98,18 @@ class ShardEntry:
     @property
     def content(self) -> dict[str, Any]:
         """The entry as JSON."""
-        found = {name: getattr(self, name) for name in _ENTRY}
+        found = dict(zip(_ENTRY, self, strict=False))
         return found if self.deleted is None else found | {"deleted": vars(self.deleted)}
 
     def without_tombstones(self) -> ShardEntry:
         """Return the entry of the file as it was written."""
-        return self if self.deleted is None else replace(self, deleted=None)
+        return self if self.deleted is None else self._replace(deleted=None)
 
 
-_ENTRY = tuple(field.name for field in fields(ShardEntry) if field.name != "deleted")
+_ENTRY = tuple(name for name in ShardEntry._fields if name != "deleted")
 _ENTRY_NAMES = frozenset(_ENTRY)
+_GETTERS = tuple(map(itemgetter, _ENTRY))
+_make_entry: Callable[[tuple], ShardEntry] = partial(tuple.__new__, ShardEntry)  # without a call of Python code
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ class Manifest:
         if known is not None and text == known.text:
             return known
         try:
-            return _parse_manifest(json.loads(text), path)
+            return _parse_manifest(json.loads(text), path, _has_checksum(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{at}: the manifest is truncated or corrupt: {error}") from error
 
@@ -212,23 +216,33 @@ def _hash_body(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def _parse_manifest(content: Any, path: Path) -> Manifest:
-    """Return the manifest of parsed JSON, after checking every field."""
+def _has_checksum(text: bytes) -> bool:
+    """Return whether the text is as a writer wrote it, with its checksum."""
+    end = len(text) - _CHECKSUM_BYTES
+    found = _CHECKSUM.fullmatch(text, max(end, 0))
+    return found is not None and hashlib.sha256(text[:end] + b"}").hexdigest().encode() == found[1]
+
+
+def _parse_manifest(content: Any, path: Path, has_checksum: bool) -> Manifest:
+    """Return the manifest of parsed JSON, after checking every field.
+
+    Unless the text has its checksum, the checksum of its canonical form is compared.
+    """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"format: expected {FORMAT}")
     if (version := _parse_field(content, "version", int)) not in VERSIONS:
         expected = f"{', '.join(map(str, VERSIONS[:-1]))} or {VERSIONS[-1]}"
         raise ValueError(f"version: expected {expected}, got {reprlib.repr(version)}: a newer lik_ops wrote it")
-    if content.pop("sha256", None) != _hash_body(_format_canonical(content)):
+    checksum = content.pop("sha256", None)
+    if not has_checksum and checksum != _hash_body(_format_canonical(content)):
         raise ValueError("sha256: the checksum does not match the content")
     name = _parse_choice(content, "dtype", _DTYPES)
     plain = version == VERSION or (version == CHANGED_VERSION and "quantized" not in content)
     format, scale, codec = (None, None, None) if plain else _parse_format(content, version, path)
-    found = enumerate(_parse_field(content, "shards", list))
-    shards = tuple(_parse_shard(x, f"shards[{i}]", version == CHANGED_VERSION) for i, x in found)
-    if len({shard.file for shard in shards}) != len(shards):
+    shards = _parse_shards(_parse_field(content, "shards", list), version == CHANGED_VERSION)
+    if len({*map(attrgetter("file"), shards)}) != len(shards):
         raise ValueError("shards: expected files of different names")
-    documents, tokens = (sum(getattr(shard, each) for shard in shards) for each in ("documents", "tokens"))
+    documents, tokens = (sum(map(attrgetter(each), shards)) for each in ("documents", "tokens"))
     if _parse_count(content, "documents") != documents:
         raise ValueError(f"documents: expected the sum over all shards, {documents}, got {content['documents']}")
     if tokens > _LARGEST:
@@ -254,6 +268,30 @@ def _parse_format(content: Mapping[str, Any], version: int, path: Path) -> tuple
     )
 
 
+def _parse_shards(content: list, may_change: bool) -> tuple[ShardEntry, ...]:
+    """Return the entries of all shards.
+
+    Columns of fields are checked without a call of Python code for each shard, because such calls cost most of the time
+    of opening a corpus. If a column is wrong, `_parse_shard` raises the error of the first wrong entry.
+    """
+    try:
+        columns = files, sizes, checksums, documents, tokens = [list(map(get, content)) for get in _GETTERS]
+        counts = sizes + documents + tokens
+        is_valid = {*map(type, counts)} == {int} and min(counts) >= 0 and max(counts) <= _LARGEST
+        names = "/".join([*files, ""])
+        is_valid = is_valid and names.count("/") == len(files) and _FILES.fullmatch(names) is not None
+        is_valid = is_valid and {*map(type, checksums)} == {str}
+    except (KeyError, TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        return tuple(_parse_shard(x, f"shards[{i}]", may_change) for i, x in enumerate(content))
+    shards = list(map(_make_entry, zip(*columns, repeat(None), strict=False)))
+    if {*map(len, content)} != {len(_ENTRY)}:  # some have tombstones
+        for i in [i for i, x in enumerate(content) if len(x) != len(_ENTRY)]:
+            shards[i] = _parse_shard(content[i], f"shards[{i}]", may_change)
+    return tuple(shards)
+
+
 def _parse_shard(content: Any, at: str, may_change: bool) -> ShardEntry:
     deleted = content.get("deleted") if may_change and isinstance(content, dict) else None
     expected = _ENTRY_NAMES if deleted is None else _ENTRY_NAMES | {"deleted"}
@@ -263,7 +301,7 @@ def _parse_shard(content: Any, at: str, may_change: bool) -> ShardEntry:
     size, documents = _parse_count(content, "bytes", at), _parse_count(content, "documents", at)
     tokens = _parse_count(content, "tokens", at)
     found = ShardEntry(file, size, _parse_field(content, "sha256", str, at), documents, tokens)
-    return found if deleted is None else replace(found, deleted=_parse_tombstones(deleted, found, f"{at}.deleted"))
+    return found if deleted is None else found._replace(deleted=_parse_tombstones(deleted, found, f"{at}.deleted"))
 
 
 def _parse_tombstones(content: Any, shard: ShardEntry, at: str) -> Tombstones:
@@ -283,7 +321,7 @@ def _parse_tombstones(content: Any, shard: ShardEntry, at: str) -> Tombstones:
 
 def _parse_file(content: Mapping[str, Any], at: str) -> str:
     file = _parse_field(content, "file", str, at)
-    if not re.fullmatch(r"[\w.-]+\.safetensors", file, re.ASCII):
+    if not _FILE.fullmatch(file):
         raise ValueError(f"{at}.file: expected a .safetensors file in the corpus's directory, got {reprlib.repr(file)}")
     return file
 

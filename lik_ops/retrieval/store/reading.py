@@ -1,7 +1,8 @@
 """Shards of a corpus as readers see them: opened on the first read, and mapped into memory while in use.
 
-Opening a corpus compares the size of each file with the manifest. Everything else happens on the first read of a shard,
-because a process has a limited number of memory maps (65,530 on Linux by default) and a corpus may have more shards.
+Opening a corpus opens no shard, because a process has a limited number of memory maps (65,530 on Linux by default) and
+a corpus may have more shards. Sizes are also compared on the first read: a size costs 1.8 us, and a name in a list of
+the directory 0.4 us.
 """
 
 from __future__ import annotations
@@ -72,19 +73,18 @@ class ShardFile:
         self.shard, self.layout, self.has_ids = shard, manifest.layout, manifest.has_ids
         self.mapped: MappedShard | None = None
 
-    def check(self, verify: bool = False) -> None:
-        """Compare the size of the file with the manifest.
-
-        With `verify`, read the file and check everything.
-        """
-        if not verify and self._has_size():  # without the cost of a context
-            return
+    def verify(self) -> None:
+        """Read the file and check everything."""
         with self._add_path_to_errors():
             self._check_size(os.stat(self.at))
-            if verify and compute_sha256(Path(self.at)) != self.shard.sha256:
+            if compute_sha256(Path(self.at)) != self.shard.sha256:
                 raise ValueError("its checksum differs from the manifest")
-        if verify:
-            _ = self.lengths
+        _ = self.lengths
+
+    def check_exists(self) -> None:
+        """Raise ValueError unless there is a file of this name."""
+        with self._add_path_to_errors():
+            os.stat(self.at)
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -148,13 +148,6 @@ class ShardFile:
         with self._add_path_to_errors():
             self._check_size(about)
         return True
-
-    def _has_size(self) -> bool:
-        """Return whether there is a file of the size that the manifest lists."""
-        try:
-            return os.stat(self.at).st_size == self.shard.bytes
-        except OSError:
-            return False
 
     def _check_size(self, about: os.stat_result) -> None:
         """Raise ValueError unless the file has the size that the manifest lists."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,25 +45,48 @@ class Snapshot:
     def __init__(self, path: Path, manifest: Manifest, before: Snapshot | None = None, verify: bool = False) -> None:
         """Open the corpus at `path`.
 
-        Shards that are also in `before` are not checked again.
+        Shards that are also in `before` are not checked again. The names of other shards are looked up. With `verify`,
+        their files are read.
         """
         self.path, self.manifest = path, manifest
         if manifest.codec is not None:
             manifest.codec.check(manifest.format, manifest.d)
-        kept: list[ShardFile] = []
-        if before is not None and manifest.shards[: len(before.shards)] == before.manifest.shards:
-            kept = before.shards
-        known = {} if before is None or kept else {x.shard: x for x in before.shards}
-        added = []
-        for shard in (shard.without_tombstones() for shard in manifest.shards[len(kept) :]):
-            if (file := known.get(shard)) is None:
-                file = ShardFile(path, shard, manifest)
-                file.check(verify)
-            added.append(file)
-        self.shards: list[ShardFile] = [*kept, *added]
+        self._files: list[ShardFile | None] = [None] * len(manifest.shards)
+        count = 0 if before is None else len(before._files)
+        added: Sequence[int] = range(count, len(manifest.shards))
+        if before is not None and manifest.shards[:count] == before.manifest.shards:
+            self._files[:count] = before._files
+        elif before is not None:
+            shards = [shard.without_tombstones() for shard in before.manifest.shards]
+            known = dict(zip(shards, before._files, strict=True))
+            shards = [shard.without_tombstones() for shard in manifest.shards]
+            self._files = [known.get(shard) for shard in shards]
+            added = [i for i, shard in enumerate(shards) if shard not in known]
         self._live: dict[int, _LiveRows | None] = {}
         if verify:
+            for i in added:
+                self.shard_file(i).verify()
             _ = self.lengths
+        else:
+            self._find_files(added)
+
+    def _find_files(self, added: Sequence[int]) -> None:
+        """Raise ValueError, with its path, if the file of one of these shards is missing."""
+        names = dict(zip(map(attrgetter("file"), map(self.manifest.shards.__getitem__, added)), added, strict=True))
+        missing = set(names)
+        if len(names) > 1:
+            with suppress(OSError):  # a directory whose files may be read, but not listed
+                missing.difference_update(os.listdir(self.path))
+        # A list of the directory may lack files while others are renamed, so their names are looked up.
+        for name in missing:
+            self.shard_file(names[name]).check_exists()
+
+    def shard_file(self, i: int) -> ShardFile:
+        """Return shard `i` as readers see it."""
+        file = self._files[i]
+        if file is None:
+            file = self._files[i] = ShardFile(self.path, self.manifest.shards[i].without_tombstones(), self.manifest)
+        return file
 
     @classmethod
     def open_current(cls, path: Path, verify: bool = False) -> Snapshot:
@@ -85,7 +111,7 @@ class Snapshot:
     def _live_rows(self, i: int) -> _LiveRows | None:
         """Return the documents of a shard that are not deleted, or None if no document of the shard is deleted."""
         if i not in self._live:
-            deleted, file = self.manifest.shards[i].deleted, self.shards[i]
+            deleted, file = self.manifest.shards[i].deleted, self.shard_file(i)
             found = None
             if deleted is not None:
                 mask, lengths = deleted.mask(file.shard.documents), file.lengths
@@ -100,9 +126,9 @@ class Snapshot:
     def lengths(self) -> Tensor:
         """int64 ``[N]``, the number of tokens of each document."""
         found = [torch.empty(0, dtype=torch.int64, device="cpu")]
-        for i, shard in enumerate(self.shards):
+        for i in range(len(self._files)):
             live = self._live_rows(i)
-            found.append(shard.lengths if live is None else live.lengths)
+            found.append(self.shard_file(i).lengths if live is None else live.lengths)
         return torch.cat(found)
 
     @cached_property
@@ -116,13 +142,13 @@ class Snapshot:
         if not self.manifest.has_ids:
             return None
         found: list = []
-        for i in range(len(self.shards)):
+        for i in range(len(self._files)):
             found += self.shard_ids(i)
         return found
 
     def shard_ids(self, i: int) -> list:
         """Return the ids of the documents of a shard that are not deleted."""
-        found, live = self.shards[i].ids, self._live_rows(i)
+        found, live = self.shard_file(i).ids, self._live_rows(i)
         return found if live is None else [found[row] for row in live.rows.tolist()]
 
     def shard_rows(self, i: int, documents: Tensor) -> Tensor:
@@ -162,7 +188,7 @@ class Snapshot:
         layout = self.manifest.layout
         places = list(islice(self._places(begin, end), _MAX_PIECES + 1))
         if 0 < len(places) <= _MAX_PIECES:
-            parts = [_slice_tensors(self.shards[i].tensors(), rows, layout.scored) for i, rows in places]
+            parts = [_slice_tensors(self.shard_file(i).tensors(), rows, layout.scored) for i, rows in places]
         else:
             parts = [self.copy_rows(torch.arange(begin, end, device="cpu"), layout.scored)]
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
@@ -182,7 +208,7 @@ class Snapshot:
         places, layout = list(islice(self._places(begin, end), 2)), self.manifest.layout
         if len(places) == 1:
             ((i, rows),) = places
-            found = _slice_tensors(self.shards[i].map().tensors, rows, layout.tensors)
+            found = _slice_tensors(self.shard_file(i).map().tensors, rows, layout.tensors)
         else:
             found = self.copy_rows(torch.arange(begin, end, device="cpu"), layout.tensors)
         cu_seqlens = self._offsets(begin, end)
@@ -247,7 +273,7 @@ class Snapshot:
                 self.cu_seqlens[chosen[a:b]] - self.cu_seqlens[self.starts[i]] if live is None else live.firsts[inside]
             )
             rows = {False: self.shard_rows(i, inside), True: make_segment_rows(firsts, self.lengths[chosen[a:b]])[0]}
-            tensors = self.shards[i].tensors()
+            tensors = self.shard_file(i).tensors()
             for name, kept in of.items():
                 at = rows[kept.of_tokens]
                 begin = done[kept.of_tokens]

@@ -253,7 +253,9 @@ def test_truncated_files_are_named(part, what, tmp_path):
     content = at.read_bytes()
     at.write_bytes(content[: int(len(content) * part)])
     with pytest.raises(ValueError, match=rf"{at.name}.*truncated or corrupt"):
-        Corpus.open(tmp_path)
+        _ = Corpus.open(tmp_path).lengths
+    with pytest.raises(ValueError, match=rf"{at.name}.*truncated or corrupt"):
+        Corpus.open(tmp_path, verify=True)
 
 
 def test_a_missing_shard_is_named(tmp_path):

@@ -268,19 +268,21 @@ def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
     """The 400th append costs as much as the 10th, except for a manifest of 400 lines."""
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     other = Corpus.open(tmp_path)
-    opened, inner = [], reading.ShardFile.check
-    monkeypatch.setattr(reading.ShardFile, "check", lambda self, *args: opened.append(self.shard) or inner(self, *args))
+    opened, inner = [], reading.ShardFile.check_exists
+    monkeypatch.setattr(reading.ShardFile, "check_exists", lambda self: opened.append(self.shard) or inner(self))
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
     monkeypatch.setattr(reading.ShardFile, "_open_checked", lambda self: pytest.fail("an append opens no shard"))
     parsed, read = [], json.loads
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or read(text))
     documents = draw([1, 2, 3, 4])
     for document in documents[:3]:
         corpus.append([document])
-    assert len(opened) == len({shard.file for shard in opened}) == 3 and not parsed
+    assert len(opened) == len({shard.file for shard in opened}) == 3 and not parsed and not listed
     other.append(documents[3:])
-    assert len(opened) == 7 and len(parsed) == 1, "what others appended is read once"
+    assert len(opened) == 3 and len(parsed) == len(listed) == 1, "what others appended is read once"
     other.append([])
-    assert len(opened) == 7 and len(parsed) == 1
+    assert len(opened) == 3 and len(parsed) == len(listed) == 1
     monkeypatch.undo()
     assert_holds(other, documents)
 

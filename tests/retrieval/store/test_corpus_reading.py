@@ -5,6 +5,8 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,41 @@ def test_opening_a_corpus_opens_no_shard(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert torch.equal(found[2], documents[2])
     assert len(mapped_shards()) == 1
+
+
+def count_opening(path, count):
+    """Open a corpus of copies of a shard, and return the calls of Python code and of the operating system."""
+    manifest = Corpus.open(path)._snapshot.manifest
+    (shard,) = manifest.shards
+    path = path.parent / f"copies {count}"
+    path.mkdir()
+    copies = [f"shard-{i:06d}-0123456789abcdef.safetensors" for i in range(count)]
+    for name in copies:
+        os.link(path.parent / "corpus" / shard.file, path / name)
+    entries = tuple(shard._replace(file=name) for name in copies)
+    (path / "manifest.json").write_bytes(replace(manifest, shards=entries).text)
+    made, found = [], Counter()
+
+    def record(frame, event, argument):
+        if event == "call":
+            found["Python"] += 1
+        elif event == "c_call" and argument.__name__ in ("open", "stat", "listdir"):
+            found[argument.__name__] += 1
+
+    sys.setprofile(record)
+    try:
+        made.append(Corpus.open(path))
+    finally:
+        sys.setprofile(None)
+    assert len(made[0]) == 2 * count and len(made[0].lengths) == 2 * count
+    return found
+
+
+def test_opening_calls_nothing_for_each_shard(tmp_path):
+    """Opening 300 shards costs the calls of opening 3: the manifest is read, and the directory is listed once."""
+    Corpus.create(tmp_path / "corpus", 8, torch.float32).append(draw((3, 4)))
+    few, many = (count_opening(tmp_path / "corpus", count) for count in (3, 300))
+    assert few == many and (many["open"], many["listdir"], many["stat"]) == (1, 1, 0), (few, many)
 
 
 @linux

@@ -33,6 +33,7 @@ class PatchTarget(NamedTuple):
     function: Callable[..., Any]
     scores: bool = True  # whether its calls are counted
     accepts: Callable[..., bool] = _accepts_all  # whether to call `function`, else the host's own function
+    wraps: bool = False  # whether the host's function is the first argument of `function`
 
 
 class HostLibrary(NamedTuple):
@@ -83,7 +84,11 @@ class Routing:
         return module
 
     def _make_router(self, theirs: Callable[..., Any], target: PatchTarget) -> Callable[..., Any]:
-        """Return a function that calls the target's if routing is on and the target accepts the call, else `theirs`."""
+        """Return a function that calls the target's if routing is on and the target accepts the call, else `theirs`.
+
+        A target's function that returns ``NotImplemented`` also leaves the call to `theirs`.
+        """
+        function = functools.partial(target.function, theirs) if target.wraps else target.function
 
         def is_routed() -> bool:
             return not self._ended and is_enabled()
@@ -95,7 +100,9 @@ class Routing:
         def routed(*args: Any, **kwargs: Any) -> Any:
             if not is_routed() or not target.accepts(*args, **kwargs):
                 return theirs(*args, **kwargs)
-            result = target.function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if result is NotImplemented:
+                return theirs(*args, **kwargs)
             # Counted after the call, which may raise an error that the host catches to answer the call itself.
             if target.scores and not torch.compiler.is_compiling():
                 self.calls[target.name] += 1

@@ -17,13 +17,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import maxsim_soft
-from . import _routing, _scoring
+from . import _pooling, _routing, _scoring
 from ._routing import Routing as Routing
 
 __all__ = ["Routing", "disable", "enable", "maxsim_inbatch", "maxsim_kd", "score_multi_vector"]
@@ -31,6 +32,7 @@ __all__ = ["Routing", "disable", "enable", "maxsim_inbatch", "maxsim_kd", "score
 _LIK = "colpali_engine.utils._lik_backend"
 _MAXSIM = "colpali_engine.utils.maxsim"
 _LOSSES = "colpali_engine.loss.late_interaction_losses"
+_POOLING = "colpali_engine.compression.token_pooling.hierarchical_token_pooling"
 
 
 def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
@@ -186,13 +188,50 @@ def _aggregate(loss: Any, scores_raw: _LazySimilarities, use_smooth_max: bool, d
     return scores.squeeze(1) if pairs else scores
 
 
+def _accepts_pooling(
+    pooler: Any,
+    embeddings: Any,
+    return_dict: bool = False,
+    padding: bool = False,
+    padding_side: str = "left",
+    num_workers: Any = None,
+    **named: Any,
+) -> bool:
+    """Return whether the host's pooler pools each document by Ward's method and is not asked for clusters."""
+    theirs, factor = importlib.import_module(_POOLING).HierarchicalTokenPooler, named.get("pool_factor")
+    if type(pooler) is not theirs or vars(pooler) or named.keys() != {"pool_factor"} or not isinstance(factor, int):
+        return False
+    return not return_dict and _pooling.is_factor(factor) and (num_workers is None or num_workers > 0)
+
+
+def _pool_embeddings(theirs: Callable[..., Any], pooler: Any, embeddings: Any, *args: Any, **named: Any) -> Any:
+    """Pool the documents of ``pool_embeddings`` of the host, all at once."""
+    documents: list[Tensor] = []
+
+    def record(found: list[Tensor], **_: Any) -> tuple[list[Tensor], None]:
+        documents.extend(found)
+        return [x[:0] for x in found], None
+
+    def run(function: Callable[..., Any]) -> Any:
+        return theirs(_pooling.replace_method(pooler, "_pool_embeddings_impl", function), embeddings, *args, **named)
+
+    run(record)
+    if any(x.requires_grad for x in documents):  # the host raises
+        return NotImplemented
+    options = {"metric": "rows", "num_protected": 0, "normalize": True}
+    pooled = _pooling.pool_each(documents, named["pool_factor"], 2, **options)
+    return NotImplemented if pooled is None else run(lambda *_, **__: (pooled, None))
+
+
 def _list_targets() -> list[_routing.PatchTarget]:
     """Return the functions of colpali-engine to replace."""
+    pooler = f"{_POOLING.rpartition('.')[0]}.base_token_pooling:BaseTokenPooler"
     return [
         _routing.PatchTarget(_LIK, "maxsim_inbatch_lik", _scores_lik),
         _routing.PatchTarget(_LIK, "maxsim_kd_lik", _scores_lik),
         _routing.PatchTarget(f"{_LOSSES}:ColbertModule", "_aggregate", _aggregate, accepts=_accepts_aggregate),
         _routing.PatchTarget(_LOSSES, "torch.einsum", _LazySimilarities, scores=False, accepts=_accepts_einsum),
+        _routing.PatchTarget(pooler, "pool_embeddings", _pool_embeddings, True, _accepts_pooling, True),
     ]
 
 
@@ -212,8 +251,12 @@ def enable() -> Routing:
     backend as before. With ``LIK_OPS_INTEGRATIONS=0``, which is read at every call, colpali-engine uses its own
     functions. A warning names functions that are not covered.
 
+    ``HierarchicalTokenPooler`` pools all documents of a call with ``lik_ops.pool_tokens(metric="rows")``. Clusters are
+    in the order of their first tokens, which changes no score. With ``return_dict=True``, colpali-engine pools. It also
+    pools tokens whose norm is above 1, and the logger ``lik_ops`` says so at the level ``DEBUG``.
+
     Returns:
-        A context manager that ends the routing. Its `calls` counts the calls that lik_ops scored.
+        A context manager that ends the routing. Its `calls` counts the calls that lik_ops answered.
 
     Raises:
         ImportError: colpali-engine is not installed.

@@ -18,13 +18,14 @@ of ``[L_i, d]`` are scored without padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _routing, _scoring
+from . import _pooling, _routing, _scoring
 from ._routing import Routing as Routing
 from ._sides import SIMILARITY, EmbeddingSide, fill_empty, score_host_cross, score_host_pairs
 
@@ -51,6 +52,7 @@ __all__ = [
 
 _SCORING = "sentence_transformers.multi_vector_encoder.scoring"
 _MODEL = "sentence_transformers.multi_vector_encoder.model:MultiVectorEncoder"
+_POOLING = "sentence_transformers.multi_vector_encoder.modules.token_pooling"
 
 
 def maxsim(
@@ -401,6 +403,31 @@ def _choose_by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[...
     return plain if name == "maxsim" else mean
 
 
+def _accepts_pooling(pooling: Any, *args: Any, **named: Any) -> bool:
+    """Return whether the host's module pools each document by Ward's method."""
+    theirs = importlib.import_module(_POOLING).HierarchicalTokenPooling.pool_one
+    is_theirs = type(pooling).pool_one is theirs and "pool_one" not in vars(pooling)
+    return is_theirs and _pooling.is_factor(pooling.pool_factor) and not torch.compiler.is_compiling()
+
+
+def _pool_documents(theirs: Callable[..., Any], pooling: Any, given: Any, *args: Any, **named: Any) -> Any:
+    """Pool the documents of ``pool`` or ``forward`` of a module of the host, all at once."""
+    documents: list[Tensor] = []
+
+    def record(document: Tensor, **_: Any) -> Tensor:
+        documents.append(document)
+        return document[:0]
+
+    features = dict(given) if isinstance(given, Mapping) else given  # a run changes its features
+    theirs(_pooling.replace_method(pooling, "pool_one", record), features, *args, **named)
+    options = {"num_protected": pooling.num_protected_tokens, "normalize": bool(pooling.normalize_embeddings)}
+    pooled = _pooling.pool_each(documents, pooling.pool_factor, **options)
+    if pooled is None:
+        return NotImplemented
+    rest = iter(pooled)
+    return theirs(_pooling.replace_method(pooling, "pool_one", lambda *_: next(rest)), given, *args, **named)
+
+
 def _list_targets() -> list[_routing.PatchTarget]:
     """Return the functions of sentence-transformers to replace."""
     return [
@@ -412,6 +439,10 @@ def _list_targets() -> list[_routing.PatchTarget]:
         _routing.PatchTarget(
             f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr
         ),  # the name that the host itself calls
+        *(
+            _routing.PatchTarget(f"{_POOLING}:BaseTokenPooling", name, _pool_documents, True, _accepts_pooling, True)
+            for name in ("pool", "forward")
+        ),
     ]
 
 
@@ -426,8 +457,12 @@ def enable() -> Routing:
     argument ``similarity_fct=colbert_scores`` they make one call. XTR scores are also covered. Only a bare
     ``xtr_scores`` that was imported before `enable` remains the host's own function.
 
+    ``HierarchicalTokenPooling`` pools all documents of a call with `lik_ops.pool_tokens`. Clusters are in the order of
+    their first tokens, which changes no score. Tokens whose norm is above 1 are pooled by sentence-transformers, and
+    the logger ``lik_ops`` says so at the level ``DEBUG``.
+
     Returns:
-        A context manager that ends the routing. Its `calls` counts the calls that lik_ops scored.
+        A context manager that ends the routing. Its `calls` counts the calls that lik_ops answered.
 
     Raises:
         ImportError: sentence-transformers is not installed.

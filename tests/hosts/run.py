@@ -23,6 +23,7 @@ PYLATE += ["cached_contrastive", "kd", "prefixes", "encode_output_value"]
 OURS = [
     "tests/examples/test_evaluate_hosts.py",
     "tests/integrations/test_integrations_hosts.py",
+    "tests/integrations/test_integrations_pooling.py",
     "tests/project/test_documentation.py::test_blocks_for_a_host_run_where_it_is",
 ]
 PYTEST = [

@@ -310,6 +310,9 @@ def colpali_host(monkeypatch):
         "colpali_engine.utils.maxsim": {"_resolve_backend": lambda: os.environ.get("COLPALI_SCORES_BACKEND", "auto")},
         COLPALI_LOSSES: {"torch": torch, "ColbertModule": loss},
     }
+    pooling = "colpali_engine.compression.token_pooling"
+    modules |= {"colpali_engine.compression": {}, pooling: {}}
+    modules[f"{pooling}.base_token_pooling"] = {"BaseTokenPooler": type("Pooler", (), {"pool_embeddings": _refuse})}
     _host("colpali-engine", "0.3.18", modules, monkeypatch)
     monkeypatch.delenv("COLPALI_SCORES_BACKEND", raising=False)
     monkeypatch.delenv("LIK_OPS_INTEGRATIONS", raising=False)
@@ -398,6 +401,9 @@ def test_sentence_transformers_scoring(monkeypatch):
     scoring = "sentence_transformers.multi_vector_encoder.scoring"
     modules = packages | {path: names, model_path: {"MultiVectorEncoder": MultiVectorEncoder}}
     modules |= {module: {"xtr_scores": _refuse} for module in (scoring, f"{scoring}.xtr")}
+    pooling = type("BaseTokenPooling", (), {"pool": _refuse, "forward": _refuse})
+    modules[st._POOLING] = {"BaseTokenPooling": pooling}
+    modules[st._POOLING.rpartition(".")[0]] = {}
     _host("sentence-transformers", "6.2.0", modules, monkeypatch)
     model, Q = MultiVectorEncoder(), torch.randn(2, 3, 8)
     D = [torch.randn(n, 8) for n in (4, 2)]

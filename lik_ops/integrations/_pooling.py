@@ -1,0 +1,66 @@
+"""Token pooling of a host library by `lik_ops.pool_tokens`, for all documents of a call at once.
+
+The host's own method runs twice. In the first run, its pooling of documents is replaced by a function that records
+them. In the second run, the function returns the pooled tokens. So the host's checks, masks and padding remain.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import pool_tokens
+from ..core.arguments import DTYPES
+
+_log = logging.getLogger("lik_ops")
+_MAX_NORM = 1.01  # of tokens of norm 1 in bf16; the hosts clamp the distances of longer tokens
+
+
+def is_factor(factor: Any) -> bool:
+    """Return whether `lik_ops.pool_tokens` accepts a factor and pools with it."""
+    return isinstance(factor, (int, float)) and not isinstance(factor, bool) and 1 < factor < math.inf
+
+
+def replace_method(pooler: Any, name: str, function: Any) -> Any:
+    """Return a copy of a host's pooler that has another method of this name."""
+    other = copy.copy(pooler)
+    setattr(other, name, function)
+    return other
+
+
+def pool_each(documents: list[Tensor], factor: float, least: int = 0, **options: Any) -> list[Tensor] | None:
+    """Pool documents ``[L_i, d]``, or explain at the level ``DEBUG`` why only the host can.
+
+    Args:
+        documents: the tokens of each document.
+        factor: the number of tokens per cluster.
+        least: the smallest number of tokens of a document that the host pools.
+        options: the options of `lik_ops.pool_tokens`.
+
+    Returns:
+        The pooled tokens of each document, in memory of their own. None if the host may have another result or error.
+    """
+    reason = _find_reason(documents, least)
+    if reason is not None:
+        _log.debug("pool_tokens: the host pools the documents: %s", reason)
+        return None
+    tokens, cu_seqlens = pool_tokens(documents, factor, **options)
+    return [x.clone() for x in tokens.split(cu_seqlens.diff().tolist())]
+
+
+def _find_reason(documents: list[Tensor], least: int) -> str | None:
+    """Return why `lik_ops.pool_tokens` may differ from the host, or None."""
+    if not documents or min(map(len, documents)) < least:
+        return f"expected documents of at least {least} tokens"
+    first = documents[0]
+    if first.dim() != 2 or first.dtype not in DTYPES:
+        return f"expected [L, d] of fp16, bf16, fp32 or fp64, got {list(first.shape)} of {first.dtype}"
+    if len({(x.dtype, x.device, x.shape[1:]) for x in documents}) > 1:
+        return "expected one dtype, device and d"
+    norms = torch.cat([x.detach() for x in documents]).float().norm(dim=-1)
+    return None if bool((norms <= _MAX_NORM).all()) else "expected tokens of norm 1"

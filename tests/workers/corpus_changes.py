@@ -6,6 +6,7 @@ Hypothesis chooses the steps: appends, deletions, updates, compactions, reopenin
 Before most changes a process is forked that begins the same change and is killed, either at one of its calls of the
 operating system or after a random time. The corpus must then hold the documents from before or from after the change.
 Two other processes open the corpus again and again. All that they see must be a state that was about to be committed.
+A process that pools the corpus into another directory is killed in the same way, and the next call continues there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ D, READERS, STEPS_OF_A_RUN = 4, 2, 50
 FORMATS = (None, "int8")
 SEEDS = st.integers(0, 1 << 32)
 CALLS = ("replace", "fsync", "unlink", "mkdir", "rmdir", "pwrite", "ftruncate", "open", "stat")
-counts = {"steps": 0, "killed": 0, "before": 0, "after": 0, "reads": 0}
+counts = {"steps": 0, "killed": 0, "before": 0, "after": 0, "reads": 0, "unfinished_pools": 0}
 
 
 def document(name: str, version: int) -> torch.Tensor:
@@ -264,6 +265,39 @@ class Changes(RuleBasedStateMachine):
         small = self.corpus.quantize(at, "int8")
         assert (small.ids or []) == list(self.oracle), "a conversion"
         counts["steps"] += 1
+
+    @precondition(lambda self: self.format is None and self.oracle)
+    @rule(seed=SEEDS)
+    def pool(self, seed):
+        """Pool the corpus in a process that is killed, then in this process. The corpus does not change."""
+        self.choose.seed(seed)
+        at, before = self.directory / "pooled", sorted(os.listdir(self.path))
+        shutil.rmtree(at, ignore_errors=True)
+        call = self.choose.randrange(1, 80) if self.choose.random() < 0.8 else None
+        killed = self.kill(lambda: Corpus.open(self.path).pool(at, 2), call)
+        assert sorted(os.listdir(self.path)) == before, "pooling wrote to its source"
+        documents, committed = [self.stored(x, v) for x, v in self.oracle.items()], 0
+        if (at / "manifest.json").exists():
+            found = Corpus.open(at, verify=True)
+            committed = len(found)
+            assert committed in self.corpus._snapshot.starts, "a part of a shard"
+            if committed:
+                self.check_pooled(found, documents[:committed])
+        assert killed or committed == len(documents), "a call that returned is complete"
+        counts["unfinished_pools"] += committed < len(documents)
+        found = self.corpus.pool(at, 2)
+        self.check_pooled(found, documents)
+        files = {x.file for x in found._snapshot.manifest.shards} | {"manifest.json", "append.lock"}
+        # A result that was complete is only opened, so the next writer removes what is left over.
+        assert committed == len(documents) or set(os.listdir(at)) == files, "leftovers"
+        self.check()
+
+    def check_pooled(self, found, documents):
+        """Compare a pooled corpus with pooled documents, and the ids with the first of the dictionary."""
+        tokens, bounds = lik_ops.pool_tokens(documents, 2)
+        packed, cu_seqlens = found.documents()
+        assert torch.equal(packed, tokens) and torch.equal(cu_seqlens, bounds), "pooled tokens"
+        assert found.ids == list(self.oracle)[: len(documents)], "ids of pooled documents"
 
     def teardown(self):
         """End the readers."""

@@ -54,3 +54,5 @@ def test_a_run_gives_the_stored_outputs(monkeypatch, tmp_path):
     assert torch.equal(names["similarities"].argmax(1), names["winners"])
     assert names["losses"][1] < names["losses"][0]
     assert names["ranked"].shape == (4,)
+    assert names["corpus"].ids == ["match", "sort", "stop"] and names["bounds"].diff().tolist() == [5, 4, 4, 4]
+    assert all(names[x].argmax() == names["best"] for x in ("compressed", "approximate"))

@@ -271,28 +271,6 @@ def _try_eager(
     return eager.try_maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q, with_argmax=g.with_argmax)
 
 
-def repeat_quantized(
-    Q: Any, D: Quantized, cu_seqlens_q: Any, cu_seqlens_d: Any, per_token: tuple, options: tuple
-) -> Tensor | None:
-    """Return the scores of a call with the metadata of the last quantized call, which needs no checks, or None.
-
-    Args:
-        Q: queries.
-        D: quantized documents.
-        cu_seqlens_q: the bounds of packed queries, or None.
-        cu_seqlens_d: the bounds of packed documents, or None.
-        per_token: ``(q_mask, d_mask, q_weight)``.
-        options: ``(normalize, backward, recompute)``.
-
-    Returns:
-        The scores, or None if the call differs from the last one or code is being compiled.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    indices = cu_seqlens_q, cu_seqlens_d, None, None, None
-    return eager.repeat_maxsim_quantized(D.kept(), Q, indices, per_token, (D.d, *options))
-
-
 def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
     """Score every query against every document, or against its own candidates if `g.own`.
 

@@ -82,8 +82,8 @@ def maxsim_varlen(
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     # The checks below cost far more time than a kernel.
     if isinstance(D, Quantized):
-        per_token = None, None, q_weight
-        scores = inputs.repeat_quantized(Q, D, cu_seqlens_q, cu_seqlens_d, per_token, (normalize, backward, False))
+        per_token, chosen = (None, None, q_weight), (normalize, backward, False)
+        scores = eager.repeat_maxsim_quantized(Q, D, cu_seqlens_q, cu_seqlens_d, per_token, chosen)
         if scores is not None:
             return scores
     elif found := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):

@@ -95,8 +95,8 @@ def maxsim(
     if not compiling:
         # Skips the dispatcher, which costs microseconds. The operator below tries the same path for direct callers.
         if isinstance(D, Quantized):
-            chosen = normalize, backward, recompute
-            scores = inputs.repeat_quantized(Q, D, None, None, (q_mask, d_mask, q_weight), chosen)
+            per_token, chosen = (q_mask, d_mask, q_weight), (normalize, backward, recompute)
+            scores = eager.repeat_maxsim_quantized(Q, D, None, None, per_token, chosen)
         else:
             scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:

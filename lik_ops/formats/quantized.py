@@ -267,13 +267,11 @@ class Quantized:
 
     def kept(self) -> EncodedTokens:
         """Return the tokens as `EncodedTokens` with all their axes and with FP8 as bytes."""
-        codes, codec = self.codes, self.codec
-        coded = () if codes is None or codec is None else (codes, codec.centroids, codec.table)
+        data, codec = self.data, self.codec
+        coded = () if codec is None else (self.codes, codec.centroids, codec.table)
         format = INT8_QUERIES if self.query == "int8" else self.format
-        data, dtype = self.data, ALL_FORMATS[self.format].bytes
-        return EncodedTokens(
-            data if data.dtype == dtype else data.view(dtype), self.scale, self.minimum, format, *coded
-        )
+        data = data.view(ALL_FORMATS[format].bytes) if data.is_floating_point() else data
+        return EncodedTokens(data, self.scale, self.minimum, format, *coded)
 
     def stored(self) -> EncodedTokens:
         """Return the tokens of all documents as `EncodedTokens` with one token axis, for operators."""

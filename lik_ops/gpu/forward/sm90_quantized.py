@@ -41,27 +41,32 @@ class QuantizedPlan(Sm90Plan):
 
     instead = "maxsim_forward_ragged"
 
-    def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, data: Tensor) -> None:
+    def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, data: Tensor, scale: Tensor) -> None:
         super().__init__(choice, Q, data, None)
         self.each_token = choice.config.PRECOMPUTED_SCALES and not choice.config.ENCODING  # type: ignore[union-attr]
+        self.expanded = None if scale.shape == data.shape[:2] else data.shape[:2]  # the shape of shared scales
 
-    def forward(self, x: QuantizedArgs) -> Tensor | None:  # type: ignore[override]
-        """Return the scores, or None if another kernel has to serve."""
-        if x.D.data_ptr() % 16 or (self.each_token and x.scale.data_ptr() % 16):
-            return None
-        scores = self.allocate_scores(self.scores_shape, self.score_strides[2])
-
-        def fill() -> tuple[Tensor, ...]:
-            with use_device(self.device):
-                self._score(x, scores, None)  # type: ignore[arg-type]
-            return ()
-
+    def forward(  # type: ignore[override]
+        self, Q: Tensor, stored: EncodedTokens, q_mask: Tensor | None, q_weight: Tensor | None
+    ) -> Tensor | None:
+        """Return the scores of a call, or None if `maxsim_forward_ragged` has to serve."""
+        scale = stored.scale if self.expanded is None else stored.scale.expand(self.expanded)
+        x = QuantizedArgs(Q, _view_bytes(stored.data), q_mask, q_weight, scale)
         try:
-            self.calls.run((), (*x, scores), self.device, fill)
+            found = self.calls.run((), x, self.device, self._compute, x)
         except launcher.KernelCompileError as error:
             launcher.warn_fallback(error, self.instead)
             return None
-        return scores
+        return None if found is None else found[0]
+
+    def _compute(self, x: QuantizedArgs) -> tuple[Tensor] | None:
+        """Return the scores, or None if TMA cannot read the documents or their scales."""
+        if x.D.data_ptr() % 16 or (self.each_token and x.scale.data_ptr() % 16):
+            return None
+        scores = self.allocate_scores(self.scores_shape, self.score_strides[2])
+        with use_device(self.device):
+            self._score(x, scores, None)  # type: ignore[arg-type]
+        return (scores,)
 
     def _part(self, x: Any, part: slice) -> Any:
         return x._replace(D=x.D[part], scale=x.scale[part])
@@ -98,12 +103,5 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
     if plan is None:
         call = choose.QuantizedChoiceArgs(c, stored, False, False, architecture(c.Q.device))
         choice = choose.apply_rules(choose.QUANTIZED_RULES, call)
-        plan = plans.store(key, choice is not None and QuantizedPlan(choice, c.Q, data))
+        plan = plans.store(key, choice is not None and QuantizedPlan(choice, c.Q, data, scale))
     return plan
-
-
-def forward(plan: QuantizedPlan, c: PackedArgs, stored: EncodedTokens) -> Tensor | None:
-    """Return the scores of a call with its plan, or None if `maxsim_forward_ragged` has to serve."""
-    data, scale = _view_bytes(stored.data), stored.scale
-    each = scale if scale.shape == data.shape[:2] else scale.expand(data.shape[:2])
-    return plan.forward(QuantizedArgs(c.Q, data, c.q_mask, c.q_weight, each))

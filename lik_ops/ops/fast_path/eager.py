@@ -20,6 +20,7 @@ from ...core.plan_cache import plans
 from ...core.segments import PackedArgs, has_even_rows
 from ...core.settings import is_checking_values
 from ...families.loss.ops import LossArgs, LossCall, check_loss_args, make_default_labels
+from ...formats.quantized import Quantized
 from ...formats.table import EncodedTokens
 from ..checks import hints
 from ..registration.autograd import record
@@ -53,8 +54,11 @@ def try_maxsim(
     Raises:
         TypeError, ValueError: as `lik::maxsim`.
     """
-    given = Q, D, q_mask, d_mask, q_weight
-    call = _find_call("maxsim", given, (normalize, backward, recompute))
+    if _is_compiling():
+        return None
+    given, options = (Q, D, q_mask, d_mask, q_weight), (normalize, backward, recompute)
+    key = make_dense_key("maxsim", given, options)
+    call = plans.get(key) or _find_call("maxsim", key, given, options)
     if call is None:
         return None
     if call.converts:
@@ -74,7 +78,10 @@ def try_maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor
         given: Q, D, q_mask, d_mask and q_weight.
         options: `normalize`, `backward` and `recompute`.
     """
-    call = _find_call("maxsim_with_argmax", given, options)
+    if _is_compiling():
+        return None
+    key = make_dense_key("maxsim_with_argmax", given, options)
+    call = plans.get(key) or _find_call("maxsim_with_argmax", key, given, options)
     if call is None:
         return None
     scores, argmax = call.forward(_convert_masks(given) if call.converts else given)
@@ -87,11 +94,8 @@ def _convert_masks(given: tuple) -> tuple:
     return Q, D, as_bool(q_mask), as_bool(d_mask), q_weight
 
 
-def _find_call(name: str, given: tuple, options: tuple) -> Any:
-    """Return the decisions about a dense call, or None if the call must use the dispatcher."""
-    if _is_compiling():
-        return None
-    key = make_dense_key(name, given, options)
+def _find_call(name: str, key: tuple | None, given: tuple, options: tuple) -> DenseCall | None:
+    """Return the decisions about a dense call without stored decisions, or None if the dispatcher must see the call."""
     if key is None:
         return None
     call = plans.get(key)
@@ -296,46 +300,57 @@ def try_maxsim_quantized(
 
 def _store_quantized(stored: EncodedTokens, c: PackedArgs, options: tuple, backend: Any) -> None:
     """Store the backend of a call with quantized documents and, for dense documents, its plan and its sizes."""
-    key = _make_quantized_key(stored, c.tensors, options)
+    is_dense = all(x is None for x in c.indices)
+    key = _make_quantized_key(stored, c, options, is_dense)
     if key is not None and plans.get(key) is None:
-        if _has_indices(c):
-            plans.store(key, (backend, None, None))
-        else:
-            plans.store(key, (backend, backend.find_quantized_plan(c, stored, options[1], None), c.sizes))
+        plan = is_dense and backend.find_quantized_plan(c, stored, options[1], None)
+        plans.store(key, (backend, plan, c.sizes if is_dense else None))
 
 
-def _make_quantized_key(stored: EncodedTokens, given: tuple, options: tuple) -> tuple | None:
-    """Return the key of a call with quantized documents, or None if the call must use the operator."""
-    tensors = *given, stored.scale, stored.minimum, *stored[4:]
+def _make_quantized_key(stored: EncodedTokens, given: tuple, options: tuple, is_dense: bool) -> tuple | None:
+    """Return the key of a call with quantized documents, or None if the call must use the operator.
+
+    Without indices, `is_dense`, tensors have the same shapes again.
+    """
     # `data` does not determine the number of features of a token.
     name = "maxsim_quantized", stored.format, options[0]
-    return (make_rowless_key if _has_indices(given) else make_call_key)(name, tensors, options[1:])
-
-
-def _has_indices(given: tuple) -> bool:
-    """Return whether any index of a `PackedArgs` is given. Without them, dense tensors have the same shapes again."""
-    return any(x is not None for x in given[2:7])
+    encoded = stored[1:3] if stored.codes is None else (*stored[1:3], *stored[4:])
+    if is_dense:
+        return make_call_key(name, (*given[:2], *given[7:10], *encoded), options[1:])
+    return make_rowless_key(name, (*given[:10], *encoded), options[1:])
 
 
 def repeat_maxsim_quantized(
-    stored: EncodedTokens, Q: Any, indices: tuple, per_token: tuple, options: tuple
+    Q: Any, D: Quantized, cu_seqlens_q: Any, cu_seqlens_d: Any, per_token: tuple, options: tuple
 ) -> Tensor | None:
     """Return the scores if `try_maxsim_quantized` has handled a call with the same key before, else None.
 
     The arguments need no validation.
+
+    Args:
+        Q: queries.
+        D: quantized documents.
+        cu_seqlens_q: the bounds of packed queries, or None.
+        cu_seqlens_d: the bounds of packed documents, or None.
+        per_token: `q_mask`, `d_mask` and `q_weight`.
+        options: `normalize`, `backward` and `recompute`.
     """
     if _is_compiling() or is_checking_values():
         return None
-    given = Q, stored.data, *indices, *per_token
-    found = plans.get(_make_quantized_key(stored, given, options))
+    stored, is_dense = D.kept(), cu_seqlens_q is None and cu_seqlens_d is None
+    given = Q, stored.data, cu_seqlens_q, cu_seqlens_d, None, None, None, *per_token
+    found = plans.get(_make_quantized_key(stored, given, (D.d, *options), is_dense))
     if found is None:
         return None
     backend, plan, sizes = found
+    if plan:
+        scores = plan.forward(Q, stored, per_token[0], per_token[2])
+        if scores is not None:
+            return scores
+    sizes = sizes or infer_sizes(Q, stored.data, given[2:7], per_token, None)
     if sizes is None:
-        sizes = infer_sizes(Q, stored.data, indices, per_token, None)
-        if sizes is None:
-            return None
-    return backend.forward_quantized_cut(PackedArgs(*given, *sizes), stored, options[1], None, plan)[0]
+        return None
+    return backend.forward_quantized_cut(PackedArgs(*given, *sizes), stored, options[0], None, False)[0]
 
 
 def clear_call_caches() -> None:

@@ -130,16 +130,18 @@ def make_dense_key(name: str, given: tuple, options: tuple[bool, str, bool]) -> 
     usual, (normalize, backward, recompute) = _usual_keys, options
     if (
         not is_dispatch_idle()
-        or _get_key_bits(_KEYS(Q)) not in usual
+        or (_get_key_bits(_KEYS(Q)) not in usual and not _learn_dispatch_keys(Q))
         or _get_key_bits(_KEYS(D)) not in usual
         or not (type(normalize) is type(recompute) is bool and type(backward) is str)
     ):
         return make_call_key(name, given, options)
     dtype, records = Q.dtype, _is_grad_enabled()
-    settings = name, get_requested_backend(), get_fp32_precision() if dtype is _fp32 else None
-    flags = normalize, backward, recompute, records and Q.requires_grad, records and D.requires_grad
-    tensors = dtype, Q.shape, Q.stride(), Q.get_device(), D.dtype, D.shape, D.stride(), D.get_device()
-    return settings + flags + tensors
+    precision = get_fp32_precision() if dtype is _fp32 else None
+    return (
+        (name, get_requested_backend(), precision, normalize, backward, recompute),
+        (dtype, Q.shape, Q.stride(), Q.get_device(), records and Q.requires_grad),
+        (D.dtype, D.shape, D.stride(), D.get_device(), records and D.requires_grad),
+    )
 
 
 def make_operator_key(arguments: Sequence) -> list:

@@ -125,7 +125,7 @@ def fast(Q, D, q_mask=None, q_weight=None):
     (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
     c = PackedArgs(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
     plan = sm90_quantized.find_plan(c, D.kept())
-    found = sm90_quantized.forward(plan, c, D.kept()) if plan else None
+    found = plan.forward(Q, D.kept(), q_mask, q_weight) if plan else None
     assert found is not None
     return found
 

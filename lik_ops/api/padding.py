@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..core.arrays import share_arrays
+from ..core.arrays import share_token_arrays
 from .packing import PackedSequences, copy_from_host, is_sequences, lengths_to_mask, pack_side, pack_weights
 
 
@@ -36,8 +36,7 @@ def make_dense(
         TypeError: an element of a list is not a tensor or an array, or the dtypes differ.
         ValueError: the shapes or devices in a list differ, or a list has a mask.
     """
-    names = {"Q": Q, documents: D, "q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
-    Q, D, q_mask, d_mask, q_weight = share_arrays(op, **names)
+    Q, D, q_mask, d_mask, q_weight = share_token_arrays(op, (Q, D, q_mask, d_mask, q_weight), documents)
     has_features = documents == "D"  # hidden states have another number of features than queries
     Q, q_mask, q_weight = pad_queries(op, Q, q_mask, q_weight, D if has_features else None)
     if is_sequences(D):

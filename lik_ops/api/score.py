@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .._ops import ops as lik
 from ..core.arguments import Backward, Save, check_dense, check_options, check_save, check_types
-from ..core.arrays import share_arrays
+from ..core.arrays import share_token_arrays
 from ..formats.index import Index
 from ..formats.quantized import Quantized
 from ..ops import maxsim as operators
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["maxsim", "maxsim_pairs", "maxsim_with_argmax"]
 
-_TENSORS = "Q", "D", "q_mask", "d_mask", "q_weight"
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -104,8 +103,7 @@ def maxsim(
     # Compiled code guards on everything that is read below. The common case is therefore checked first, and reads few
     # names.
     if not (isinstance(Q, Tensor) and isinstance(D, Tensor) and q_mask is None and d_mask is None and q_weight is None):
-        given = Q, D, q_mask, d_mask, q_weight
-        Q, D, q_mask, d_mask, q_weight = share_arrays("maxsim", **dict(zip(_TENSORS, given, strict=True)))
+        Q, D, q_mask, d_mask, q_weight = share_token_arrays("maxsim", (Q, D, q_mask, d_mask, q_weight))
     if not (isinstance(Q, Tensor) and isinstance(D, Tensor)) or Q.is_nested or D.is_nested:
         if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
             return _score_sequences("maxsim", (Q, D, q_mask, d_mask, q_weight), normalize, backward, recompute)[0]
@@ -134,7 +132,7 @@ def _check_save_option(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> N
 def _score_saved(given: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
     """Return the scores of dense tensors, with the documents saved for the backward as int8."""
     _check_save_option("maxsim", given[0], given[1], recompute, save)
-    given = share_arrays("maxsim", **dict(zip(_TENSORS, given, strict=True)))
+    given = share_token_arrays("maxsim", given)
     check_types("maxsim", *given)
     check_options("maxsim", normalize, backward, recompute)
     return operators.call_dispatched("maxsim", saved.forward_saving_int8, given, normalize, backward)[0]
@@ -179,8 +177,7 @@ def maxsim_pairs(
     """
     if save is not None:
         _check_save_option("maxsim_pairs", Q, D, recompute, save)
-    given = Q, D, q_mask, d_mask, q_weight
-    Q, D, q_mask, d_mask, q_weight = share_arrays("maxsim_pairs", **dict(zip(_TENSORS, given, strict=True)))
+    Q, D, q_mask, d_mask, q_weight = share_token_arrays("maxsim_pairs", (Q, D, q_mask, d_mask, q_weight))
     if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         options: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute}
         g = prepare_args("maxsim_pairs", Q, D, q_mask=q_mask, d_mask=d_mask, q_weight=q_weight, **options)
@@ -272,7 +269,7 @@ def maxsim_with_argmax(
     found = eager.try_maxsim_with_argmax(given, (normalize, backward, recompute))
     if found is not None:
         return found
-    tensors: Any = share_arrays(op, **dict(zip(_TENSORS, given, strict=True)))
+    tensors: Any = share_token_arrays(op, given)
     Q, D = tensors[:2]
     if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         return _score_sequences(op, tensors, normalize, backward, recompute, with_argmax=True)

@@ -85,11 +85,12 @@ def check_flag(op: str, name: str, x: Any) -> None:
 
 def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
     """Raise TypeError or ValueError, naming the argument, unless it is one of the strings `choices`."""
+    if isinstance(x, str) and x in choices:
+        return
     expected = f"{op}: {name}: expected one of {', '.join(choices)}, got"
     if not isinstance(x, str):
         raise TypeError(f"{expected} {describe_type(x)}")
-    if x not in choices:
-        raise ValueError(f"{expected} {reprlib.repr(x)}")
+    raise ValueError(f"{expected} {reprlib.repr(x)}")
 
 
 def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
@@ -204,7 +205,7 @@ def check_floats(op: str, name: str, x: Any) -> None:
 def _has_rank(t: Tensor, shape: str) -> bool:
     """Return whether `t` has the rank of a shape such as ``"[Nq, Lq, d]"`` or ``"[..., L, d]"``."""
     rank = shape.count(",") + 1
-    return t.dim() >= rank - 1 if "..." in shape else t.dim() == rank
+    return t.dim() == rank or ("..." in shape and t.dim() >= rank - 1)
 
 
 def check_tokens(
@@ -223,7 +224,10 @@ def check_tokens(
     for name, t, shapes, hint in (("Q", Q, q_shapes, hints[0]), ("D", D, d_shapes, hints[1])):
         check_tensor(op, name, t)
         check_strided(op, name, t)
-        if not any(_has_rank(t, shape) for shape in shapes):
+        for shape in shapes:
+            if _has_rank(t, shape):
+                break
+        else:
             expected = " or ".join([", ".join(shapes[:-1]), shapes[-1]] if len(shapes) > 1 else shapes)
             raise ValueError(f"{op}: {name}: expected {expected}{hint}, got {format_shape(t)}")
         if t.dtype not in DTYPES:
@@ -325,6 +329,8 @@ def check_per_token(
     op: str, Q: Tensor, D: Tensor, q_mask: Any, d_mask: Any, q_weight: Any, mask_dtypes: Sequence = MASK_DTYPES
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the masks and weights fit Q and D."""
+    if q_mask is None and d_mask is None and q_weight is None:
+        return
     check_mask(op, "q_mask", q_mask, "Q", Q, mask_dtypes)
     check_mask(op, "d_mask", d_mask, "D", D, mask_dtypes)
     check_weight(op, q_weight, Q)

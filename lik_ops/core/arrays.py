@@ -33,6 +33,14 @@ def share_array(x: Any) -> Any:
         raise TypeError(f"expected an array of numbers, got {x.dtype}") from None
 
 
+def share_token_arrays(op: str, given: tuple, documents: str = "D") -> tuple[Any, ...]:
+    """Return Q, D, q_mask, d_mask and q_weight as `share_arrays` does. Messages name the documents `documents`."""
+    if all([x is None or isinstance(x, Tensor) for x in given]):
+        return given
+    names = "Q", documents, "q_mask", "d_mask", "q_weight"
+    return share_arrays(op, **dict(zip(names, given, strict=True)))
+
+
 def share_arrays(op: str, **given: Any) -> tuple[Any, ...]:
     """Return arguments with each array, alone or in a list, as a tensor that shares its memory.
 

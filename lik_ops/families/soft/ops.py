@@ -64,6 +64,8 @@ class SoftArgs(NamedTuple):
 
 def check_temperature(op: str, temperature: Any, Q: Tensor) -> None:
     """Raise ValueError or TypeError unless the temperature is a number above 0, or a 0-d tensor that fits `Q`."""
+    if type(temperature) is float and 0 < temperature <= sys.float_info.max:
+        return
     if not isinstance(temperature, Tensor):
         if isinstance(temperature, bool) or not isinstance(temperature, (int, float, torch.SymFloat)):
             raise TypeError(f"{op}: temperature: expected a float or a 0-dim Tensor, got {describe_type(temperature)}")
@@ -188,7 +190,8 @@ def score_soft(given: tuple, temperature: Any, normalize: bool) -> Tensor:
     """
     functional.reject_transforms("maxsim_soft", functional.is_differentiating)
     tau = temperature if isinstance(temperature, Tensor) else None
-    functional.reject_forward_ad(tau)
+    if tau is not None:
+        functional.reject_forward_ad(tau)
     number = 1.0 if tau is not None else float(temperature)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:

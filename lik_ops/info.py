@@ -21,9 +21,11 @@ from .core.settings import (
     BACKEND_VARIABLE,
     CAPTURE_VARIABLE,
     KERNEL_VARIABLE,
+    REHEARSAL_VARIABLE,
     get_forced_kernel,
     get_requested_backend,
     is_capturing,
+    is_rehearsing,
 )
 from .formats.table import FORMATS
 from .portable import backend as portable
@@ -254,6 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"backend  {_describe_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
     print(f"kernel   {_describe_switch(get_forced_kernel)} ({KERNEL_VARIABLE})")
     print(f"capture  {_describe_switch(is_capturing)} ({CAPTURE_VARIABLE})")
+    print(f"rehearse {_describe_switch(is_rehearsing)} ({REHEARSAL_VARIABLE})")
     for device, name in _describe_devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:

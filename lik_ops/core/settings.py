@@ -2,7 +2,8 @@
 
 ``LIK_OPS_BACKEND`` and `use_backend` select the backend. ``LIK_OPS_CHECKS`` and `checks` turn checks of values on.
 ``LIK_OPS_NORM_WARNING`` and `norm_warning` turn the warning for tokens that look unnormalized on or off.
-``LIK_OPS_CAPTURE`` and ``LIK_OPS_KERNEL`` are for debugging. They are read once, because plans depend on them.
+``LIK_OPS_CAPTURE``, ``LIK_OPS_KERNEL`` and ``LIK_OPS_REHEARSAL`` are for debugging. The first two are read once,
+because plans depend on them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BACKENDS = ("auto", "triton", "portable")
 # The generic kernels serve every call. The sm_90 kernels serve the calls that `lik_ops.gpu.supports` describes.
 KERNELS = ("auto", "generic", "sm90")
 BACKEND_VARIABLE, CHECKS_VARIABLE, NORM_VARIABLE = "LIK_OPS_BACKEND", "LIK_OPS_CHECKS", "LIK_OPS_NORM_WARNING"
-CAPTURE_VARIABLE, KERNEL_VARIABLE = "LIK_OPS_CAPTURE", "LIK_OPS_KERNEL"
+CAPTURE_VARIABLE, KERNEL_VARIABLE, REHEARSAL_VARIABLE = "LIK_OPS_CAPTURE", "LIK_OPS_KERNEL", "LIK_OPS_REHEARSAL"
 
 # The dictionary behind os.environ. A lookup in os.environ itself costs most of a microsecond in every call.
 _environment = getattr(os.environ, "_data", None)
@@ -101,6 +102,11 @@ def _read_flag(variable: str, default: bool) -> bool:
 def is_capturing() -> bool:
     """Return whether the launches of repeated calls are captured: ``LIK_OPS_CAPTURE``, else True. Read once."""
     return _read_flag(CAPTURE_VARIABLE, True)
+
+
+def is_rehearsing() -> bool:
+    """Return whether a call that lacks a compiled kernel is rehearsed: ``LIK_OPS_REHEARSAL``, else True."""
+    return _read_flag(REHEARSAL_VARIABLE, True)
 
 
 @functools.cache

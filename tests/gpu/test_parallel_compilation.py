@@ -114,6 +114,15 @@ def test_a_failing_rehearsal_leaves_compilation_to_the_launches(compiler, monkey
     assert compiler.threads == {threading.get_ident()}
 
 
+def test_without_a_rehearsal_each_launch_compiles_its_kernel(compiler, monkeypatch):
+    monkeypatch.setenv("LIK_OPS_REHEARSAL", "0")
+    ran, collect = [], launcher.collect_launches
+    monkeypatch.setattr(launcher, "collect_launches", lambda: ran.append(1) or collect())
+    step()[1]()
+    assert compiler.compiled == [name for name, *_ in compiler.launched] == [FORWARD, LISTS, DOCUMENTS, QUERIES]
+    assert compiler.counts == {0, 1, 2, 3} and compiler.threads == {threading.get_ident()} and not ran
+
+
 def test_random_calls_compile_what_they_launch(compiler):
     together = 0
     for name, call in random_calls(3, 40):

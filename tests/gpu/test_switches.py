@@ -63,6 +63,9 @@ def test_values_that_are_not_accepted_are_errors(switch):
         assert settings.is_capturing() == expected
     switch("LIK_OPS_KERNEL", "")
     assert settings.get_forced_kernel() == "auto"
+    switch("LIK_OPS_REHEARSAL", "2")
+    with pytest.raises(ValueError, match="LIK_OPS_REHEARSAL: expected 0 or 1, got '2'"):
+        settings.is_rehearsing()
 
 
 COUNT = """

@@ -121,3 +121,4 @@ def test_a_report_has_the_switches(capsys):
     info.main([])
     printed = capsys.readouterr().out
     assert "kernel   auto (LIK_OPS_KERNEL)" in printed and "capture  True (LIK_OPS_CAPTURE)" in printed
+    assert "rehearse True (LIK_OPS_REHEARSAL)" in printed

@@ -38,6 +38,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from ...core.settings import is_rehearsing
 from ...csrc_triton.common.arguments import UNIT_STRIDES, VECTOR_STRIDES
 from .. import triton_versions
 
@@ -376,7 +377,8 @@ def run_first(rehearsal: Callable[[], Any], function: Callable, *arguments: Any)
     """Return ``function(*arguments)``, and compile its kernels in parallel.
 
     If a kernel is missing, `rehearsal` runs once without launches, and all kernels that it would launch are compiled at
-    the same time. A launch that is not in the rehearsal compiles its kernel alone.
+    the same time. A launch that is not in the rehearsal compiles its kernel alone. ``LIK_OPS_REHEARSAL=0`` turns the
+    rehearsal off.
 
     Args:
         rehearsal: repeats the call, and may go on with calls that follow it, such as the backward.
@@ -396,7 +398,7 @@ def run_first(rehearsal: Callable[[], Any], function: Callable, *arguments: Any)
 def _compile_rehearsed() -> None:
     """Compile the kernels of the present rehearsal, if there is one."""
     rehearsal, thread_state.rehearsal = thread_state.rehearsal, None
-    if rehearsal is None or thread_state.active_recorder is not None:
+    if rehearsal is None or thread_state.active_recorder is not None or not is_rehearsing():
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return

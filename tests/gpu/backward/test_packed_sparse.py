@@ -120,6 +120,7 @@ SHARED = {
 
 @pytest.mark.parametrize("case", SHARED)
 def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch):
+    monkeypatch.setenv("LIK_OPS_REHEARSAL", "0")
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     marks = shared_tiles(monkeypatch)
     documents, met, together = SHARED[case]
@@ -129,8 +130,7 @@ def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch)
     upstream = torch.randn(scores.shape, device=scores.device)
     found = gradients(p, upstream, argmax)[1]
     assert gradient_error(p, found, upstream, False) < GRADIENT_TOLERANCE[torch.float16]
-    marks.clear()  # the first call may have collected launches to compile their kernels
-    assert all(torch.equal(found, gradients(p, upstream, argmax)[1]) for _ in range(2))
+    assert torch.equal(found, gradients(p, upstream, argmax)[1])
     tiles = -(-len(p.r.D) // TILE)
     assert [listed(m, tiles) for m in marks] == [together] * 2
 

@@ -15,8 +15,7 @@ raw_stream: Callable = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # t
 # The allocator of inductor's generated code. It is microseconds faster than torch.empty and does not fill memory for
 # deterministic algorithms.
 allocate_cuda = getattr(getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None)
-# The C function behind `torch.are_deterministic_algorithms_enabled`, because each replay calls it.
-is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+is_deterministic = torch.are_deterministic_algorithms_enabled
 Allocator = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 

@@ -55,6 +55,7 @@ CASES = (
     Head("384 to 128, 1 x 1000", 1, 1000, **SHAPE, width=384),
     Head("768 to 64, 1 x 1000", 1, 1000, **SHAPE, d=64),
     Head("1024 to 128, 1 x 1000, Ld 180", 1, 1000, 32, 180, width=1024),
+    Head("2560 to 320, 1 x 100, Ld 1024", 1, 100, 32, 1024, d=320, width=2560),
     *(Head(f"not normalized, {n} x 1000", n, 1000, **SHAPE, unit=False) for n in (1, 4, 16)),
     Head("step 32 x 32", 32, 32, **SHAPE, what="step"),
     Head("step 128 x 128", 128, 128, **SHAPE, what="step"),

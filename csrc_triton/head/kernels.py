@@ -118,18 +118,20 @@ def _locate_hidden_rows(x, r, Ld):
 
 
 @triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
-def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl.constexpr):
-    """Store document tokens and their norms, BN rows for each program.
+def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, stride, rows, Ld, C: tl.constexpr):
+    """Store document tokens and their norms, or sums of some features and their squares, BN rows for each program.
 
     Args:
         H: `DocumentArgs` of hidden states.
         W: `LinearArgs`.
         tiles: Tensor descriptor of hidden states, see `HeadOperands`, or None.
         steps: Tensor descriptor of W, see `HeadOperands`, or None.
-        out: Output `[rows, d]`, contiguous.
+        out: Output `[rows, d]`. With `squares` in fp32 and not normalized.
         norms: Output fp32 `[rows]`, or None.
+        squares: Output fp32 `[rows]`, the sum of the squares of the `d` features, or None.
         width: Hidden features.
-        d: Features of a token.
+        d: Features of a token, or of a part of it.
+        stride: Stride of `out` between rows.
         rows: Number of tokens.
         Ld: Tokens of a document.
         C: Compile-time choices, a `HeadConfig`.
@@ -145,13 +147,17 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, width, d, rows, Ld, C: tl
         # Wait as in the fused loop. Products of narrower tiles stay in flight.
         if C.BD > 128:
             u = _compiler_barrier_sums(u, C)
-    tokens, norm = _finish_tokens(u, x, C)
+    if squares is None:
+        tokens, norm = _finish_tokens(u, x, C)
+    else:
+        tokens = u
+        tl.store(squares + r, tl.sum(square(u), axis=1), mask=ok)
     n = tl.arange(0, C.BD)
     if C.EVEN_D:
         at = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
         tl.store(at, tokens, mask=ok[:, None])
     else:
-        at = out + (row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :]))
+        at = out + (row.to(tl.int64) * stride + (tl.arange(0, C.BN)[:, None] * stride + n[None, :]))
         tl.store(at, tokens, mask=ok[:, None] & (n < d)[None, :])
     if norms is not None:
         tl.store(norms + r, norm, mask=ok)

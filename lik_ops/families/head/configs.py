@@ -22,7 +22,7 @@ from ...gpu.tuning.architectures import (
 )
 from ...gpu.tuning.tables import HALF_DTYPES, TableRow, select_row
 
-MAX_FEATURES = 256  # a program holds all features of a token in fp32
+MAX_FEATURES = 256  # of a program, which holds them in fp32
 # Query rows that a tile of tokens is scored against, part by part. With 128 rows, storing the tokens first is faster.
 MAX_QUERY_ROWS = 96
 # Query rows of a part. More rows would leave no registers for the similarities.
@@ -79,9 +79,16 @@ _TOKENS_TABLE = (
 
 @functools.lru_cache(maxsize=1024)
 def configure_tokens(
-    arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool
+    arch: Architecture,
+    dtype: torch.dtype,
+    d: int,
+    width: int,
+    normalize: bool,
+    wide: int,
+    tf32: bool,
+    whole: bool = True,
 ):
-    """Return the launch of the token kernel."""
+    """Return the launch of the token kernel for `d` features, all features of a token if `whole`."""
     BD = max(next_power_of_2(d), 16)
     loads = 1 if supports_vector_loads(width, wide) else 2
     step = select_row(_TOKENS_TABLE, arch, dtype, 1, d, normalize, loads)
@@ -96,7 +103,7 @@ def configure_tokens(
         WIDE_OFFSETS=wide,
         PRECISION=choose_precision(dtype, arch, tf32),
         FUSED_LOOP=arch.unit in ("wgmma", "interpreter"),
-        EVEN_D=d == BD,
+        EVEN_D=whole and d == BD,
         WAIT_EACH_STEP=arch.unit == "wgmma",
     )
     return HeadLaunchConfig(config, num_warps=step.warps, num_stages=step.stages, max_registers=arch.registers)

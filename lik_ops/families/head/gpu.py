@@ -6,6 +6,7 @@ documents at a time are stored, and scored by the forward of stored tokens.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TypeAlias
 
@@ -30,7 +31,7 @@ from ...gpu.runtime.arguments import (
     use_device,
 )
 from ...gpu.tuning.architectures import Architecture, cdiv
-from ...portable.blocks import MiB
+from ...portable.blocks import NORM_EPS, MiB, split_range, split_to_fit
 from . import configs as head_configs
 from .portable import (
     HeadArgs,
@@ -44,6 +45,7 @@ from .portable import (
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
+_MAX_PART_BYTES = 16 * MiB  # fp32 sums of tokens of many features; one document may have more
 Tiles: TypeAlias = TensorDescriptor | None
 
 
@@ -76,32 +78,48 @@ def _make_descriptors(H: Tensor, most: int, W: Tensor, arch: Architecture, confi
 
 def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
     """Return the results of `project_tokens`, computed by a kernel that holds whole tokens."""
-    (n, L, width), d = H.shape, head.W.shape[0]
-    rows = n * L
-    if d > head_configs.MAX_FEATURES or rows > _INT32_MAX - head_configs.MAX_TILE_ROWS:
+    (n, L, _), d = H.shape, head.W.shape[0]
+    if n * L > _INT32_MAX - head_configs.MAX_TILE_ROWS:
         return project_tokens(H, head)
-    arch, tf32 = architecture(H.device), is_tf32_allowed(H.dtype)
-    launch = head_configs.configure_tokens(
-        arch, H.dtype, d, width, head.normalize, _choose_offset_width(H, head.W), tf32
-    )
     out = H.new_empty((n, L, d))
     norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
+    if d <= head_configs.MAX_FEATURES:
+        _launch_tokens(H, head, out, norms)
+    elif norms is None:
+        _launch_parts(H, head, out, None)
+    else:
+        for own in split_to_fit(n, 4 * L * d, _MAX_PART_BYTES):
+            sums = out[own].new_empty(out[own].shape, dtype=torch.float32)
+            squares = sums.new_empty((cdiv(d, head_configs.MAX_FEATURES), *norms[own].shape))
+            _launch_parts(H[own], head, sums, squares)
+            total = functools.reduce(torch.add, squares.unbind())  # in order
+            torch.clamp(total.sqrt_(), min=NORM_EPS, out=norms[own])
+            out[own] = sums.mul_(norms[own].reciprocal())
+    return out, norms
+
+
+def _launch_parts(H: Tensor, head: HeadArgs, out: Tensor, squares: Tensor | None) -> None:
+    """Compute tokens of many features, without normalization, as many features at a time as a program holds.
+
+    With `squares` ``[parts, ...]``, `out` is fp32, and each part has its sums of squares.
+    """
+    for n, own in enumerate(split_range(0, out.shape[-1], head_configs.MAX_FEATURES)):
+        part = HeadArgs(head.W[own], None if head.b is None else head.b[own], False)
+        _launch_tokens(H, part, out[..., own], None, None if squares is None else squares[n])
+
+
+def _launch_tokens(H: Tensor, head: HeadArgs, out: Tensor, norms: Tensor | None, squares: Tensor | None = None) -> None:
+    """Launch `maxsim_head_tokens`. The rows of `out` are evenly spaced."""
+    (n, L, width), d, stride = H.shape, head.W.shape[0], out.stride(-2)
+    arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
+    launch = head_configs.configure_tokens(
+        arch, H.dtype, d, width, head.normalize, wide, is_tf32_allowed(H.dtype), whole=stride == d
+    )
     with use_device(H.device):
         tiles = _make_descriptors(H, n, head.W, arch, launch.config)
-        args = (
-            make_document_args(H, None),
-            _make_linear_args(head),
-            *tiles,
-            out,
-            norms,
-            width,
-            d,
-            rows,
-            L,
-            launch.config,
-        )
-        launcher.launch(maxsim_head_tokens, check_grid(cdiv(rows, launch.config.BN)), args, launch.options(arch))
-    return out, norms
+        groups = make_document_args(H, None), _make_linear_args(head), *tiles, out, norms, squares
+        args = *groups, width, d, stride, n * L, L, launch.config
+        launcher.launch(maxsim_head_tokens, check_grid(cdiv(n * L, launch.config.BN)), args, launch.options(arch))
 
 
 def _compute_slopes(

@@ -35,9 +35,10 @@ class Case:
     normalize: bool = True
     masks: bool = False
     wide: int = 1
+    part: bool = False  # some features of a token: fp32 sums and their squares, or without `normalize` rounded
 
     def __str__(self) -> str:
-        flags = [name for name in ("bias", "normalize", "masks") if getattr(self, name)]
+        flags = [name for name in ("bias", "normalize", "masks", "part") if getattr(self, name)]
         return f"{_NAMES[self.dtype]}-{self.width}to{self.d}-{self.Nq}x{self.Lq}-" + "-".join([*flags, str(self.wide)])
 
 
@@ -45,7 +46,8 @@ def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLau
     same = case.normalize, case.wide
     if fused:
         return head_configs.configure_scores(arch, case.dtype, case.Nq, case.Lq, case.d, case.width, *same)
-    return head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, False)
+    same = (case.normalize and not case.part), case.wide
+    return head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, False, whole=not case.part)
 
 
 def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
@@ -78,10 +80,11 @@ def _compiled(case: Case, arch: Architecture, fused: bool):
     if fused:
         arguments |= {"scores": "*fp32", "sizes": SizeArgs(*["i32"] * 4), "width": "i32", "d": "i32"}
     else:
-        norms = "*fp32" if case.normalize else "constexpr"
-        arguments |= {"out": "*" + _NAMES[case.dtype], "norms": norms} | dict.fromkeys(
-            ("width", "d", "rows", "Ld"), "i32"
-        )
+        of_sums = case.part and case.normalize
+        arguments |= {"out": "*fp32" if of_sums else "*" + _NAMES[case.dtype]}
+        arguments |= {"norms": "*fp32" if case.normalize and not case.part else "constexpr"}
+        arguments |= {"squares": "*fp32" if of_sums else "constexpr"}
+        arguments |= dict.fromkeys(("width", "d", "stride", "rows", "Ld"), "i32")
     names = [*arguments, "C"]
     constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
     aligned: list[tuple[int, ...]] = []
@@ -94,7 +97,7 @@ def _compiled(case: Case, arch: Architecture, fused: bool):
             aligned += [(at, n) for n in strides[name] if features % 16 == 0]
         elif kind == "constexpr":
             constants[(at,)] = None
-        elif isinstance(kind, str) and kind.startswith("*"):
+        elif isinstance(kind, str) and (kind.startswith("*") or (name == "stride" and case.d % 16 == 0)):
             aligned.append((at,))
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     kernel = maxsim_forward_head if fused else maxsim_head_tokens
@@ -135,6 +138,9 @@ FEW = [
     Case(_FP16, d=200, width=90, Nq=4),
 ]
 TOKENS = [Case(), Case(_FP32), Case(_FP16, d=256), Case(_FP32, d=256, width=100), Case(d=96, width=100, wide=2)]
+TOKENS += [
+    Case(dtype, d, part=True, normalize=norm) for dtype in (_BF16, _FP32) for d, norm in ((256, True), (64, False))
+]
 MORE = [
     Case(dtype, d, width, Nq, Lq, bias, normalize, masks)
     for dtype, d, width in ((_BF16, 64, 1024), (_FP16, 200, 768), (_BF16, 48, 312), (_FP16, 128, 90))

@@ -43,6 +43,9 @@ PROBLEMS = [
     Hidden(Ld=70, width=48, d_mask="holes", weight=True),
     Hidden(Nq=9, Lq=7, Nd=4, Ld=90, d=32, q_mask="holes", d_mask="empty_some"),
     Hidden(Nq=1, Lq=20, Nd=3, Ld=100, d=20, width=50, bias=False, normalize=False, strides="transposed"),
+    # More features than a program holds.
+    Hidden(Nq=1, Nd=3, Lq=3, Ld=11, d=300, width=20, d_mask="empty_some", weight=True),
+    Hidden(Nq=1, Nd=2, Lq=2, Ld=9, d=513, width=24, normalize=False, strides="sliced"),
 ]
 
 
@@ -256,7 +259,7 @@ def test_tokens_without_a_norm(place):
 
 
 @at_places
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 9, 10, 11])
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13])
 def test_a_score_does_not_depend_on_its_batch(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)
@@ -344,6 +347,21 @@ def test_few_queries_have_the_bits_of_many(dtype, Nq, Lq, Ld, width, d):
         doubles = [None if t is None else t.double() for t in (Q, H[-n:], W, bias)]
         expected = reference.maxsim_from_hidden(*doubles, None, last, normalize=normalize)
         assert float((few[:, -n:] - expected).abs().max()) <= TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+
+
+@at_places
+def test_tokens_of_many_features_do_not_depend_on_the_workspace(place, monkeypatch):
+    if place.backend == "portable":
+        pytest.skip("the portable backend has no such workspace")
+    from lik_ops.families.head import gpu as gpu_head
+
+    for dtype in place.some_dtypes(0):
+        x, W, b = draw(replace(PROBLEMS[12], dtype=dtype), place.device)
+        with place.use():
+            expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
+            monkeypatch.setattr(gpu_head, "_MAX_PART_BYTES", 1)
+            assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
+            monkeypatch.undo()
 
 
 @at_places

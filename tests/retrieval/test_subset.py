@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import lik_ops
 from lik_ops import Corpus
+from lik_ops.formats import table as formats
 from lik_ops.retrieval import _retrieve, sources, subset, two_stage
 
 from ..support.residual import random_codec
@@ -15,9 +16,11 @@ from .test_retrieve import DEVICES
 
 pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
 NQ, ND, LD, D = 3, 40, 5, 16
-FORMATS = ["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary", "rq2", "codes"]
+FORMATS = [*formats.FORMATS, "codes"]
+SLOW = ("rq4", "rq1")  # read as rq2 and binary are
 KINDS = ["dense", "mask", "strided", "packed", "packed int32", "list", "nested", "array", "packed array", "corpus"]
 KINDS += [f"{format} {layout}" for format in FORMATS for layout in ("dense", "packed", "corpus")]
+kinds = pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.slow] * x.startswith(SLOW)) for x in KINDS])
 LENGTHS = [(7 * i) % (LD + 1) for i in range(ND)]
 
 
@@ -93,7 +96,7 @@ def as_indices(chosen):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("which", CHOSEN)
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_a_subset_for_all_queries(kind, which, device, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 900)
     chosen, x, Q = CHOSEN[which](), tokens(), torch.randn(NQ, 4, D)
@@ -124,7 +127,7 @@ def _on(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 def test_a_subset_for_each_query(kind, device, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 900)
     x, Q, at = tokens(), torch.randn(4, 4, D), _on(device)

@@ -29,6 +29,7 @@ FORMATS = [
     ("binary", "token"),
     ("rq4", "document"),
     "codes",
+    *(pytest.param((name, "token"), marks=pytest.mark.slow) for name in ("fp8_e5m2", "rq2", "rq1")),
 ]
 
 

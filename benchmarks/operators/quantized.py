@@ -4,7 +4,9 @@
 
 "x int8" marks documents whose queries are rounded to int8 (``query="int8"``).
 
-``quantized`` rows hold median device times, each call on a flushed L2 cache. Peers are tuned for each shape. `error`
+``quantized`` rows hold median device times, each call on a flushed L2 cache. Peers are tuned for each shape.
+``quantize_ms`` are the times of `lik_ops.quantize`. Rows of pooled documents have as many tokens as a document of 180
+tokens after `lik_ops.pool_tokens`. `error`
 is the largest difference from fp64 scores of full precision, relative to the largest score. `spearman` is the rank
 correlation with these scores, and ``recall`` is the share of the best 10 or 100 that is found. They use the documents
 of one query, at most `LOOKED_AT`. `fidelity.py` has the same figures for real tokens.
@@ -55,7 +57,10 @@ FORMATS = {
     "uint8": ("uint8", "token", "half"),
     "fp8_e4m3": ("fp8_e4m3", "token", "half"),
     "binary": ("binary", "token", "half"),
+    **{format: (format, "token", "half") for format in ("rq4", "rq2", "rq1")},
 }
+RATIO_GOALS = {"rq4": ("int8", 1.3), "rq1": ("binary", 1.0)}  # the time of a format, divided by the time of another
+POOLED, FACTORS = ("rq2",), (2, 3, 4, 8)  # formats of pooled documents, and the tokens of each pooled token
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Row:
 
     case: Case
     goals: dict[str, float] = field(default_factory=dict)
+    formats: tuple[str, ...] = tuple(FORMATS)
 
 
 def _goals(document: float, token: float) -> dict[str, float]:
@@ -81,6 +87,7 @@ ROWS = (
     Row(Case("quantized 4x1k", 4, 1000, 32, 300)),
     Row(Case("quantized 16x1k", 16, 1000, 32, 300), _goals(0.042, 0.047)),
     Row(Case("quantized pages 64x64", 64, 64, **PAGES), _goals(0.82, 0.95)),
+    *(Row(Case(f"quantized pool {n} 1x100k", 1, 100_000, 32, 180 // n), formats=POOLED) for n in FACTORS),
 )
 
 
@@ -143,10 +150,11 @@ def measure(
     row: Row, timer: gpu.Timer, device: str = "cuda", own: bool = False, call_seconds: float = CALL_SECONDS
 ) -> dict:
     x = Inputs(row.case, device)
-    made = {name: lik_ops.quantize(x.D, *how, query=query) for name, (*how, query) in FORMATS.items()}
+    formats = {name: FORMATS[name] for name in row.formats}
+    made = {name: lik_ops.quantize(x.D, *how, query=query) for name, (*how, query) in formats.items()}
     functions: dict[str, Callable[[], object]] = {"full": lambda: lik_ops.maxsim(x.Q, x.D)}
     functions |= {name: (lambda D=D: lik_ops.maxsim(x.Q, D)) for name, D in made.items()}
-    functions |= {} if own else _peers(x)
+    functions |= {} if own or row.formats == POOLED else _peers(x)
     contenders.forget_tuning()  # it is from another shape
     failed: dict[str, str] = {}
     for name, function in list(functions.items()):
@@ -162,7 +170,10 @@ def measure(
     quality = {name: quality_of(function(), exact) for name, function in functions.items()}
     bytes_each = {name: D.nbytes for name, D in made.items()} | {"full": x.D.numel() * x.D.element_size()}
     record = {"case": asdict(row.case), "goals": row.goals, "ms": ms, "quality": quality, "bytes": bytes_each}
-    return record | {"failed": failed}
+    encoders = {
+        name: partial(lik_ops.quantize, x.D, *how) for name, (*how, query) in formats.items() if query == "half"
+    }
+    return record | {"failed": failed, "quantize_ms": timer.compare(encoders)}
 
 
 def drawn(tokens: str, documents: int, device: str) -> tuple[Tensor, Tensor]:
@@ -222,7 +233,9 @@ def report(r: dict, goals: dict[str, float]) -> None:
         goal = f", goal {goals[name]:.3f}" if name in goals else ""
         q = r.get("quality", {}).get(name)
         text = f"; {q['error']:.1e}, {q['spearman']:.4f}, recall {q['recall10']:.2f} {q['recall100']:.2f}" if q else ""
-        print(f"  {name:36} {ms:.4f} ms{goal}{text}", flush=True)
+        other, most = RATIO_GOALS.get(name, ("", 0.0))
+        ratio = f", {ms / r['ms'][other]:.2f} of {other}, goal {most}" if other in r["ms"] else ""
+        print(f"  {name:36} {ms:.4f} ms{goal}{ratio}{text}", flush=True)
     if "rescored" in r:
         print(f"  rescored {r['rescored']:.4%}, recall of int8 alone {r['recall']:.2f}", flush=True)
 

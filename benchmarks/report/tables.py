@@ -444,6 +444,16 @@ def retrieve(results: Path = RESULTS) -> str:
         header = ["documents", "queries", "number", "roofline", OURS, "of roofline", "of sustained", "of read", "goal"]
         header += COLUMNS[1:4]
         parts.append(table(header, retrieve_rows(document["records"])))
+        shares = [
+            f"{ours['ms'] / record['full_ms']:.2f} ({name.removeprefix(OURS).strip()}, queries: {record['case']['Nq']})"
+            for record in document["records"]
+            for name, ours in record["contenders"].items()
+            if "full_ms" in record and "ms" in ours
+        ]
+        if shares:
+            parts.append(
+                f"Searches of a tenth of the documents need these parts of a full search: {', '.join(shares)}."
+            )
     for path in sorted(results.glob("retrieve_gpus*.json")):
         parts += gpus(load(path.stem, results))
     return "\n\n".join(parts) or "Not measured yet (`benchmarks/retrieval/retrieve.py`)."
@@ -494,6 +504,7 @@ def options(results: Path = RESULTS) -> str:
 
 
 FORMATS = ("full", "int8", "int8 document", "int8 x int8", "int8 document x int8", "uint8", "fp8_e4m3", "binary")
+FORMATS = (*FORMATS, "rq4", "rq2", "rq1")
 SEARCHES = ("full", "int8", "both", "full on the host", "both, full on the host")
 
 
@@ -517,10 +528,14 @@ def formats(results: Path = RESULTS) -> str:
     columns = ["tokens", "documents", "full", "int8", "two stages", "full, on the host", "two stages, on the host"]
     text = (
         f"{machine(document, 'torch', 'triton', 'flash-maxsim', 'late-interaction-kernels')}. Median device"
-        " milliseconds on a flushed L2 cache, random unit tokens; shapes are `Nq x Nd, Lq, Ld, d`; `full` is bf16.\n\n"
+        " milliseconds on a flushed L2 cache, random unit tokens; shapes are `Nq x Nd, Lq, Ld, d`; `full` is bf16;"
+        " `-` was not run.\n\n"
         f"{table(header, rows)}\n\nLargest error divided by the largest score, and Spearman's correlation, with"
         f" fp64 scores of full precision:\n\n{table(header, quality)}"
     )
+    if rates := [row for record in document["records"] if (row := _rate_row(record))]:
+        text += "\n\nMillion tokens that `quantize` encodes per second:\n\n"
+        text += table(["shape", *FORMATS[1:]], rates)
     if not searches:
         return text + "\n\nSearches are not measured yet (`--only search`)."
     return (
@@ -528,6 +543,13 @@ def formats(results: Path = RESULTS) -> str:
         " among bf16 documents of 180 tokens, by the wall clock. `rescored`: the part of the documents that the second"
         f" stage scores; `recall`: that of int8 alone.\n\n{table([*columns, 'rescored', 'recall'], searches)}"
     )
+
+
+def _rate_row(record: dict) -> list[str]:
+    """Return the rates of quantizing of a record, or nothing if they were not measured."""
+    case, ms = record["case"], record.get("quantize_ms", {})
+    tokens = case["Nd"] * case["Ld"] if ms else 0
+    return [shape(case), *(number(tokens / ms[x] / 1e3 if x in ms else None, 0) for x in FORMATS[1:])] if ms else []
 
 
 SHOWN_FORMATS = {
@@ -557,7 +579,7 @@ def fidelity(results: Path = RESULTS) -> str:
         return "Not measured yet (`benchmarks/retrieval/fidelity.py`)."
     document = load("fidelity", results)
     of = {"random": "random unit tokens", "hashed": "the demo's encoder", "trained": "`train_colbert.py`'s"}
-    columns = {"mrr": ".3f", "error": ".1e", "spearman": ".4f", "recall10": ".3f", "recall100": ".3f"}
+    columns = {"rate": ".2f", "mrr": ".3f", "error": ".1e", "spearman": ".4f", "recall10": ".3f", "recall100": ".3f"}
     rows = [
         [of[record["case"]["name"]], name, f"{r['bytes']:.0f}"]
         + [format(r[key], digits) if key in r else "-" for key, digits in columns.items()]
@@ -568,8 +590,18 @@ def fidelity(results: Path = RESULTS) -> str:
         f"{machine(document, 'torch')}. 1,000 documents; docstrings searched by their first paragraphs as in the demo"
         f" ({document['settings']['queries']} queries), scores of the CPU. Compared with full precision: the largest"
         " error divided by the largest score, Spearman's correlation of all scores, the part of its best that is found."
+        " `rate`: million random tokens that `quantize` encodes in a second on one thread."
     )
-    header = ["tokens", "format", "bytes a token", "MRR@10", "error", "Spearman", *(f"recall@{k}" for k in (10, 100))]
+    header = [
+        "tokens",
+        "format",
+        "bytes a token",
+        "rate",
+        "MRR@10",
+        "error",
+        "Spearman",
+        *(f"recall@{k}" for k in (10, 100)),
+    ]
     return f"{text}\n\n{table(header, rows)}"
 
 

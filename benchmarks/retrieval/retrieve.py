@@ -10,6 +10,9 @@ Documents have 180 unit tokens of d 128 in bf16, drawn on the GPU in seeded part
   with the same clock and alternating with the contenders. Calls of 16 or more queries are long enough to reach the
   power limit, which the short product of the ceilings does not. ``sustained`` covers this: plain bf16 products of 8192
   rows with the operations of the case, also alternating with the contenders.
+- ``subset``: a search of a tenth of the resident corpus, as a random mask (``scattered``) and as a range (``range``).
+  ``full`` is a search of the whole corpus, timed alternating, and the goal is a fifth of its time. Results must have
+  the bits of a search of these documents alone.
 - ``streamed``: the corpus is in pinned or pageable host memory, or a `lik_ops.Corpus` on disk (in the page cache after
   the first read). ``floor`` is its bytes at the copy rate from one pinned buffer, measured in the same run.
 - ``gpus``: one process per GPU. Each holds the whole corpus and searches one part. Efficiency is the time of one GPU
@@ -51,6 +54,8 @@ from . import retrieve_gpus
 LQ, LD, DIMENSION, TOP_K, ITEMSIZE = 32, 180, 128, 100, 2
 PLAN = (  # slowest last
     ("resident", 1),
+    ("subset", 1),
+    ("subset", 16),
     ("streamed", 1),
     ("streamed", 16),
     ("disk", 1),
@@ -60,6 +65,7 @@ PLAN = (  # slowest last
 )
 TUNED = (1, 64)  # query counts that the peers tune for; 16 and 256 reuse that tuning
 GOALS = {("resident", 1): 0.97, ("resident", 64): 0.90, ("streamed", 1): 0.90, ("streamed", 16): 0.90}
+SUBSET, SUBSET_GOAL = 0.1, 0.2  # the part of the documents that is searched, and the goal for its part of the time
 PART = 20_000  # documents drawn at a time
 PEER_CHUNK = 50_000  # documents, below the 2^31 elements that late-interaction-kernels can address
 EAGER_BYTES = 2 * 2**30  # bytes of the similarities of a chunk
@@ -287,6 +293,8 @@ def measure(
         for other in ("read", "sustained"):
             if f"{other}_ms" in record:
                 entries[name][f"of_{other}"] = record[f"{other}_ms"] / ms
+        if "full_ms" in record:
+            entries[name]["share_of_full"] = ms / record["full_ms"]
     return record | {"contenders": entries}
 
 
@@ -310,6 +318,30 @@ def resident(
     if len(Q) >= SUSTAINED_QUERIES:
         ceilings["sustained"] = Products(record["operations"], str(Q.device))
     return measure(record, found, check, rounds, end, ceilings)
+
+
+def subset(Q: Tensor, D: Tensor, ceiling: dict[str, float], rounds: int, end: float) -> dict:
+    """Measure searches of a tenth of the documents next to a search of all."""
+    k, count = min(TOP_K, len(D)), max(1, round(SUBSET * len(D)))
+    record = new_record("subset", len(Q), count, k) | {"most_of_full": SUBSET_GOAL}
+    record["floor_ms"] = max(record["operations"] / ceiling["tflops"] / 1e9, record["bytes"] / ceiling["gbs"] / 1e6)
+    places = torch.randperm(len(D), generator=torch.Generator().manual_seed(4))[:count]
+    found: dict[str, Contender] = {}
+    check: dict[str, Callable[[Best], dict]] = {}
+    for name, rows in {"scattered": places.sort().values, "range": torch.arange(count)}.items():
+        chosen = torch.zeros(len(D), dtype=torch.bool).index_fill_(0, rows, True).to(D.device)
+        rows = rows.to(D.device)
+        scores, indices = lik_ops.retrieve(Q, D[rows], k)
+        best = scores, torch.where(indices < 0, -1, rows[indices])
+
+        def bits(found: Best, best: Best = best) -> dict:
+            same = same_bits(tuple(x[:, : best[0].shape[1]] for x in found), best)  # type: ignore[arg-type]
+            return {"exact": True} if same else {"failed": "wrong: not the bits of a search of these documents"}
+
+        found[f"lik_ops {name}"] = partial(lik_ops.retrieve, Q, D, k, subset=chosen)
+        check[f"lik_ops {name}"] = bits
+    check[""] = bits
+    return measure(record, found, check, rounds, end, {"full": lambda: lik_ops.retrieve(Q, D, k)})
 
 
 def copy_gbs(host: Tensor, device: str) -> float:
@@ -362,9 +394,9 @@ def on_disk(Q: Tensor, pinned: Tensor, expected: Best, gbs: float, rounds: int, 
 def report(record: dict) -> None:
     case = record["case"]
     print(f"{case['name']} x {case['Nd']}: floor {record['floor_ms']:.3f} ms", end="")
-    for other in ("read", "sustained"):
+    for other in ("read", "sustained", "full"):
         print(f", {other} {record[f'{other}_ms']:.3f} ms" if f"{other}_ms" in record else "", end="")
-    print(f" (goal {record['goal']})")
+    print(f" (goal {record['goal'] or record.get('most_of_full')})")
     for name, r in record["contenders"].items():
         more = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in r.items())
         print(f"  {name:26} {more}", flush=True)
@@ -406,6 +438,10 @@ class Run:
     def resident(self, Nq: int) -> dict:
         Q, D = draw_queries(Nq, self.device), self.D[: self.args.documents]
         return resident(Q, D, self.ceiling, self.read if self.timer else None, self.args.rounds, self.end)
+
+    def subset(self, Nq: int) -> dict:
+        Q, D = draw_queries(Nq, self.device), self.D[: self.args.documents]
+        return subset(Q, D, self.ceiling, self.args.rounds, self.end)
 
     def streamed(self, Nq: int) -> dict:
         Q, host = draw_queries(Nq, self.device), {"pinned": self.pinned, "pageable": self.pageable}

@@ -80,12 +80,12 @@ def cast(dtype: torch.dtype) -> Search:
     return lambda texts, top_k: search_plain(texts.to(dtype), top_k)
 
 
-def pool(factor: int) -> Search:
+def pool(factor: int, search_pooled: Search = search_plain) -> Search:
     """Return a search of documents with `factor` tokens in each pooled token."""
 
     def search(texts: EncodedTexts, top_k: int) -> Found:
         D, cu_seqlens = lik_ops.pool_tokens(texts.D, factor, cu_seqlens_d=texts.cu_seqlens, normalize=True)
-        return search_plain(replace(texts, D=D, cu_seqlens=cu_seqlens, codecs={}), top_k)
+        return search_pooled(replace(texts, D=D, cu_seqlens=cu_seqlens, codecs={}), top_k)
 
     return search
 
@@ -154,7 +154,11 @@ FORMATS: dict[str, Search] = {
     **{format: encode(format) for format in ("rq4", "rq2", "rq1")},
     **{f"residual{nbits}": encode(f"residual{nbits}") for nbits in (8, 4, 2, 1)},
 }
-POOLING: dict[str, Search] = {f"pool {factor}": pool(factor) for factor in (2, 3, 4, 8)}
+FACTORS = (2, 3, 4, 8)
+POOLING: dict[str, Search] = {
+    **{f"pool {factor}": pool(factor) for factor in FACTORS},
+    **{f"pool {factor}, rq2": pool(factor, encode("rq2")) for factor in FACTORS},
+}
 STAGES: dict[str, Search] = {
     "int8, then full": rescore("int8"),
     f"binary, {CANDIDATES} in full": rescore("binary", CANDIDATES),

@@ -208,6 +208,22 @@ def test_records_of_searches(monkeypatch):
     assert retrieve.on_disk(Q, D, expected, 1.0, 2, end)["contenders"]["lik_ops Corpus"]["exact"]
 
 
+def test_a_record_of_subsets(monkeypatch):
+    """Results have the bits of a search of these documents, and their time is compared with a full search."""
+    for name, size in (("TOP_K", 5), ("LQ", 4), ("LD", 12), ("DIMENSION", 16)):
+        monkeypatch.setattr(retrieve, name, size)
+    Q, D = retrieve.draw_queries(2, "cpu"), retrieve.draw(200, "cpu")
+    end, ceiling = time.monotonic() + 60, {"tflops": 1.0, "gbs": 1.0}
+    record = retrieve.subset(Q, D, ceiling, 2, end)
+    assert record["case"]["Nd"] == 20 and set(record["contenders"]) == {"lik_ops scattered", "lik_ops range"}
+    for ours in record["contenders"].values():
+        assert ours["exact"] and ours["share_of_full"] == ours["ms"] / record["full_ms"]
+    search = retrieve.lik_ops.retrieve
+    monkeypatch.setattr(retrieve.lik_ops, "retrieve", lambda *args, subset=None: search(*args))
+    entries = retrieve.subset(Q, D, ceiling, 2, end)["contenders"]
+    assert all(ours["failed"].startswith("wrong: not the bits") for ours in entries.values())
+
+
 def test_products_have_the_operations_of_the_case(monkeypatch):
     for name, size in (("PRODUCT", 16), ("TOP_K", 5), ("LQ", 4), ("LD", 12), ("DIMENSION", 16)):
         monkeypatch.setattr(retrieve, name, size)
@@ -377,12 +393,17 @@ def test_a_record_of_fidelity(monkeypatch):
     assert fidelity.measure("random", asked)["formats"]["int8"]["mrr"] == 1
 
 
-def test_a_record_of_formats(monkeypatch):
+def test_a_record_of_formats(monkeypatch, capsys):
     monkeypatch.setattr(quantized, "_peers", lambda x: {"peer": lambda: x.Q.new_zeros(len(x.Q), len(x.D))})
     row = quantized.Row(small(), {"int8": 1.0})
     record = quantized.measure(row, Clock(), "cpu")
     assert list(record["ms"]) == ["full", *quantized.FORMATS, "peer"]
     assert list(quantized.measure(row, Clock(), "cpu", own=True)["ms"]) == ["full", *quantized.FORMATS]
+    assert list(record["quantize_ms"]) == [x for x in quantized.FORMATS if "x int8" not in x]
+    pooled = quantized.Row(small(), formats=quantized.POOLED)
+    assert list(quantized.measure(pooled, Clock(), "cpu")["ms"]) == ["full", "rq2"]
+    quantized.report(record | {"ms": {"int8": 2.0, "rq4": 3.0}}, {})
+    assert "3.0000 ms, 1.50 of int8, goal 1.3; " in capsys.readouterr().out
     assert record["quality"]["full"]["error"] < 1e-6 < record["quality"]["int8"]["error"] < 0.02
     assert record["bytes"]["int8"] < record["bytes"]["full"]
 

@@ -311,22 +311,25 @@ def test_tables_of_formats(tmp_path):
     each = {"error": 1e-3, "spearman": 0.99986, "recall10": 1.0, "recall100": 0.99}
     ms = {"full": 0.5, "int8": 0.25, "flash-maxsim int8 x int8": 0.75, "flash-maxsim int8 x half": 1.0}
     whole = {"case": dataclasses.asdict(quantized.ROWS[0].case), "ms": ms, "quality": dict.fromkeys(ms, each)}
+    whole["quantize_ms"] = {"int8": 2.0}
     found = {"case": {"name": "search topics 100000", "tokens": "topics", "documents": 100_000}}
     found |= {"ms": {"full": 1.0, "int8": 0.5, "both": 0.6}, "rescored": 0.00123, "recall": 0.9}
     written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
     text = tables.formats(tmp_path).splitlines()
     row = "| 1 x 1000, 32, 300, 128 |"
-    assert f"{row} 0.5000 | 0.2500 | - | - | - | - | - | - | 0.7500 (flash-maxsim int8 x int8) |" in text
-    assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | - | - | - | - | - | - | 1e-03, 0.9999 |" in text
+    gaps = " | ".join("-" * 9)
+    assert f"{row} 0.5000 | 0.2500 | {gaps} | 0.7500 (flash-maxsim int8 x int8) |" in text
+    assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | {gaps} | 1e-03, 0.9999 |" in text
+    assert f"{row} 150 | {gaps} |" in text
     assert text[-1] == "| topics | 100,000 | 1.00 | 0.50 | 0.60 | - | - | 0.123% | 0.90 |"
     record = {
         "case": {"name": "hashed"},
-        "formats": {"full": {"bytes": 256, "mrr": 0.5}, "int8": {"bytes": 132, **each}},
+        "formats": {"full": {"bytes": 256, "mrr": 0.5}, "int8": {"bytes": 132, "rate": 1.25, **each}},
     }
     written(tmp_path, "fidelity", [record], queries=300)
     assert tables.fidelity(tmp_path).splitlines()[-2:] == [
-        "| the demo's encoder | full | 256 | 0.500 | - | - | - | - |",
-        "| the demo's encoder | int8 | 132 | - | 1.0e-03 | 0.9999 | 1.000 | 0.990 |",
+        "| the demo's encoder | full | 256 | - | 0.500 | - | - | - | - |",
+        "| the demo's encoder | int8 | 132 | 1.25 | - | 1.0e-03 | 0.9999 | 1.000 | 0.990 |",
     ]
 
 

@@ -47,6 +47,7 @@ SELECTED = [
     "residual2",
     "pool 2",
     "pool 4",
+    "pool 2, rq2",
     "int8, then full",
 ]
 

@@ -134,12 +134,11 @@ def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
     if fp32:
         terms = generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.FP32_TERMS
         first = argmax or masked or not supports_descriptor(D)
-        found = sm90_configs.configure_fp32_split(
-            arch, *sizes, d, terms=terms or 2, argmax=argmax, masked=masked, first=first
-        )
+        chosen = {"argmax": argmax, "masked": masked, "first": first}
+        found = sm90_configs.configure_fp32_split(arch, sizes, d, terms=terms or 2, **chosen)
         reason = supports.supports_fp32_split(Q, D, terms > 0, argmax or masked, found)
         return reason or supports.prefers_fp32_split(sizes, arch, found) or found
-    found = sm90_configs.configure_sm90(arch, *sizes, d, normalize=normalize, argmax=argmax, masked=masked)
+    found = sm90_configs.configure_sm90(arch, sizes, d, normalize=normalize, argmax=argmax, masked=masked)
     reason = supports.supports_sm90(Q, D, normalize, argmax, found)
     return reason or supports.prefers_sm90(sizes, d, normalize, arch, found) or found
 
@@ -189,7 +188,7 @@ def choose_int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Archit
         return reason
     sizes = make_size_args(Q, data)
     each_token = scale.shape[1] > 1
-    found = sm90_configs.configure_int8(arch, Q.dtype, *sizes, Q.shape[-1], each_token=each_token, terms=terms)
+    found = sm90_configs.configure_int8(arch, Q.dtype, sizes, Q.shape[-1], each_token=each_token, terms=terms)
     reason = supports.supports_encoded(Q, data, scale, found)
     return reason or supports.prefers_encoded(sizes.K, arch, found) or found
 
@@ -200,7 +199,7 @@ def choose_fp8(Q: Tensor, data: Tensor, scale: Tensor, kept: str, arch: Architec
     if reason:
         return reason
     sizes = make_size_args(Q, data)
-    found = sm90_configs.configure_fp8(arch, *sizes, Q.shape[-1], kept=kept)
+    found = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], kept=kept)
     reason = supports.supports_encoded(Q, data, scale, found)
     return reason or supports.prefers_encoded(sizes.K, arch, found) or found
 

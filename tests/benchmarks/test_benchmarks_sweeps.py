@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="the GPU benchmarks import triton")
 
 from benchmarks.sweeps import sweep, tables
+from lik_ops.csrc_triton.common.arguments import SizeArgs
 from lik_ops.gpu.tuning import architectures, sm90_configs
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -26,7 +27,7 @@ def test_patches_name_existing_entries(name):
 
 
 def test_an_alternative_replaces_the_choice_of_the_table():
-    call = architectures.ARCHITECTURES["sm_90"], 1, 1000, 32, 300, 128
+    call = architectures.ARCHITECTURES["sm_90"], SizeArgs(1, 1000, 32, 300), 128
 
     def choose():
         found = sm90_configs.configure_sm90(*call, normalize=True, argmax=False)

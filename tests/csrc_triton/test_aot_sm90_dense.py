@@ -29,7 +29,7 @@ def source(
 ) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax}
     Nq = max(1, 256 // Lq) if normalize and not given else 256  # precomputed norms are read from 6 row tiles on
-    choice = sm90_configs.configure_sm90(SM_90, Nq, 256, Lq, Ld, d, **chosen)
+    choice = sm90_configs.configure_sm90(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, **chosen)
     assert choice is not None and choice.config.PRECOMPUTED_SCALES is given
     C = choice.config
     element = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
@@ -87,7 +87,7 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
 
 def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
     chosen = {"each_token": each_token, "terms": terms}
-    choice = sm90_configs.configure_int8(SM_90, dtype, Nq, 256, Lq, Ld, d, **chosen)
+    choice = sm90_configs.configure_int8(SM_90, dtype, SizeArgs(Nq, 256, Lq, Ld), d, **chosen)
     return numbers_source(choice, dtype, d, options, each_token)
 
 
@@ -115,7 +115,7 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
 
 
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
-    choice = sm90_configs.configure_fp8(SM_90, Nq, 256, Lq, Ld, d, kept=kept)
+    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept=kept)
     return numbers_source(choice, dtype, d, options, False)
 
 
@@ -145,7 +145,7 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
     [(128, 64, 1024, False), (128, 256, 32, False), (96, 64, 100, True), (64, 64, 20, True), (128, 16, 32, False)],
 )
 def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
-    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d, terms=terms)
+    choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, terms=terms)
     assert (Nq > 16) == choice.config.PRECOMPUTED_TERMS
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
@@ -160,7 +160,7 @@ def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
 )
 def test_fp32_rows_with_argmax_or_mask_compile_as_meant(d, Nq, Lq, options, argmax, masked, terms, tmp_path):
     chosen = {"terms": terms, "argmax": argmax, "masked": masked, "first": True}
-    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d, **chosen)
+    choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, **chosen)
     assert choice.config.PRECOMPUTED_TERMS
     source = numbers_source(choice, torch.float32, d, options, False)
     check(compile_as_launched(source, GPUTarget("cuda", 90, 32)), tmp_path, products=True)
@@ -169,7 +169,7 @@ def test_fp32_rows_with_argmax_or_mask_compile_as_meant(d, Nq, Lq, options, argm
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
 def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
-    choice = sm90_configs.configure_fp32_split(SM_90, Nq, 256, Lq, 300, d, terms=terms)
+    choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, terms=terms)
     compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
     assert "f32.f16.f16" in compiled.asm["ptx"]
     check(compiled, tmp_path)
@@ -231,7 +231,7 @@ def wide_source(
     dtype: torch.dtype, d: int, Lq: int, Ld: int, options: bool, normalize: bool, masked: bool, argmax: bool
 ) -> GluonASTSource:
     chosen = {"normalize": normalize, "argmax": argmax, "masked": masked}
-    choice = sm90_configs.configure_sm90(SM_90, 256, 256, Lq, Ld, d, **chosen)
+    choice = sm90_configs.configure_sm90(SM_90, SizeArgs(256, 256, Lq, Ld), d, **chosen)
     assert choice is not None
     C, features = choice.config, fw.STEP_FEATURES.value
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))

@@ -13,6 +13,7 @@ from lik_ops import reference
 from ..support.common import INTERPRETING
 
 pytest.importorskip("triton", reason="without Triton there is nothing to fall back from")
+from lik_ops.csrc_triton.common.arguments import SizeArgs
 from lik_ops.gpu import triton_versions
 from lik_ops.gpu.forward import sm90_dense as cuda_specialized
 from lik_ops.gpu.forward import sm90_packed as cuda_rows
@@ -75,7 +76,7 @@ def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
         monkeypatch.setattr(cuda_rows, "_launch_row_maxima", does_not_compile)
         monkeypatch.setattr(found, "score_part", does_not_compile)
     else:
-        choice = sm90_configs.configure_sm90(SM_90, 256, 256, 32, 300, 16, normalize=False, argmax=winners)
+        choice = sm90_configs.configure_sm90(SM_90, SizeArgs(256, 256, 32, 300), 16, normalize=False, argmax=winners)
         found = cuda_specialized.Sm90Plan(choice, Q, D, argmax_dtype)
         monkeypatch.setattr(found, "_launch", does_not_compile)
     argmax = found.allocate_argmax() if winners else None

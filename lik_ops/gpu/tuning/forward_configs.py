@@ -471,12 +471,10 @@ def _needs_squares(kind: KernelKey, stored: Any) -> bool:
     return not kind.half if stored else kind.normalize
 
 
-def get_packed_tree_rows(
-    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, stored: Any, normalize: bool = False, wide: int = 0
-) -> int:
-    """Return the rows of a query whose maxima packed layouts add as one tree."""
-    squares = _needs_squares(KernelKey(arch, dtype, d, False, normalize, wide), stored)
-    return select_tiles(arch, dtype, Lq, d, squares, wide)[-1].rows
+def get_packed_tree_rows(arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, stored: Any) -> int:
+    """Return the rows of a query whose maxima packed layouts add as one tree, without `normalize`."""
+    squares = _needs_squares(KernelKey(arch, dtype, d, False, False, 0), stored)
+    return select_tiles(arch, dtype, Lq, d, squares, 0)[-1].rows
 
 
 def configure_packed_forward(

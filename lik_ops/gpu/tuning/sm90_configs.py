@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...csrc_triton.common.arguments import Sm90Config, Sm90LargeDConfig
+from ...csrc_triton.common.arguments import SizeArgs, Sm90Config, Sm90LargeDConfig
 from . import forward_configs
 from .architectures import Architecture, cdiv, next_power_of_2
 
@@ -208,18 +208,10 @@ def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> Sm90Til
 
 
 def configure_sm90(
-    arch: Architecture,
-    Nq: int,
-    K: int,
-    Lq: int,
-    Ld: int,
-    d: int,
-    *,
-    normalize: bool,
-    argmax: bool,
-    masked: bool = False,
+    arch: Architecture, sizes: SizeArgs, d: int, *, normalize: bool, argmax: bool, masked: bool = False
 ) -> Sm90Choice:
     """Return the configuration of an sm_90 kernel for half-precision documents, without a mask up to 128 features."""
+    Nq, K, Lq, Ld = sizes
     config: Sm90Config | Sm90LargeDConfig
     few = 0
     if d > 128:
@@ -247,10 +239,7 @@ def configure_sm90(
 
 def configure_fp32_split(
     arch: Architecture,
-    Nq: int,
-    K: int,
-    Lq: int,
-    Ld: int,
+    sizes: SizeArgs,
     d: int,
     *,
     terms: int,
@@ -258,20 +247,11 @@ def configure_fp32_split(
     masked: bool = False,
     first: bool = False,
 ) -> Sm90Choice:
-    """Return the configuration for fp32 tokens that are split into fp16 terms.
+    """Return the configuration for fp32 tokens that are split into fp16 terms: one if TF32 is allowed, else two.
 
-    Args:
-        arch: architecture that runs the kernel.
-        Nq: number of queries.
-        K: number of documents.
-        Lq: number of tokens of a query.
-        Ld: number of tokens of a document.
-        d: number of features.
-        terms: 1 if TF32 is allowed, else 2.
-        argmax: whether the call returns an argmax.
-        masked: whether documents have a mask.
-        first: whether a launch has to split the documents first. Otherwise it does so with many query rows.
+    A launch splits the documents first if there are many query rows, or if `first` requires it.
     """
+    Nq, K, Lq, Ld = sizes
     tree = forward_configs.get_packed_tree_rows(arch, torch.float32, Lq, d, stored="")
     few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
     tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if few else _SPLIT_TILES[terms]
@@ -308,21 +288,13 @@ def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) ->
 
 
 def configure_int8(
-    arch: Architecture, dtype: torch.dtype, Nq: int, K: int, Lq: int, Ld: int, d: int, *, each_token: bool, terms: int
+    arch: Architecture, dtype: torch.dtype, sizes: SizeArgs, d: int, *, each_token: bool, terms: int
 ) -> Sm90Choice:
     """Return the configuration of an sm_90 kernel for dense int8 documents without a mask.
 
-    Args:
-        arch: architecture that runs the kernel.
-        dtype: dtype of the queries.
-        Nq: number of queries.
-        K: number of documents.
-        Lq: number of tokens of a query.
-        Ld: number of tokens of a document.
-        d: number of features.
-        each_token: whether each token has its own scale.
-        terms: number of int8 terms of a query row.
+    Each query row of `dtype` has so many int8 `terms`. `each_token` says whether each token has its own scale.
     """
+    Nq, K, Lq, Ld = sizes
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
     few = _count_small_m_rows(Nq, Lq, _MAX_SMALL_M_ROWS // terms) if next_power_of_2(Lq) <= tree else 0
     slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 2 * rows, tree)
@@ -335,8 +307,9 @@ def configure_int8(
     return _make_choice(arch, _make_config(tile, slot, d, few, **options), Nq, K, Lq, tree // slot)
 
 
-def configure_fp8(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, kept: str) -> Sm90Choice:
+def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str) -> Sm90Choice:
     """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`."""
+    Nq, K, Lq, Ld = sizes
     few, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
     tile = _select_least_waste(tiles if few == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if few else _TILE
     options = {"ARGMAX": False, "PRECOMPUTED_SCALES": True, "ENCODING": kept}

@@ -21,18 +21,9 @@ from .onnx import onnx_translations
 __all__ = ["onnx_translations", "open_operators", "package"]
 
 
-def _compute_blocked(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    argmax_dtype: torch.dtype | None,
-    backward: str,
-) -> tuple[Tensor, Tensor]:
+def _compute_blocked(Q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Compute `lik::maxsim_fwd` with a loop over blocks."""
-    scores, argmax = blocked.forward_blocked(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
+    scores, argmax = blocked.forward_blocked(Q, *args[:-1])
     return scores, Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
 

@@ -77,22 +77,26 @@ def forward_quantized(
 
 @limit_threads
 def backward_ragged(
-    grad_scores: Tensor, tensors: Sequence, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
+    grad_scores: Tensor,
+    tensors: Sequence,
+    argmax: Tensor,
+    normalize: bool,
+    needs: list[bool],
+    unified: bool,
+    stored: EncodedTokens | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of Q, D and q_weight of a ragged operator, each empty if not needed."""
+    """Return the gradients of Q, D and q_weight of a ragged operator, each empty if not needed.
+
+    `unified` has no effect. Encoded documents, `stored`, have no gradient.
+    """
     c = PackedArgs.of(tensors, argmax.shape[1])
-    grads = packed_backward.backward_ragged(grad_scores, c.ragged(), argmax, normalize, needs, unified)
+    grads = packed_backward.backward_ragged(grad_scores, c.ragged(), argmax, normalize, needs, stored)
     shapes = c.Q.shape, c.D.shape, c.Q.shape[:-1]
     return tuple(g.view(shape) if need else g for g, shape, need in zip(grads, shapes, needs, strict=True))
 
 
-@limit_threads
 def backward_quantized(
     grad_scores: Tensor, tensors: Sequence, stored: EncodedTokens, argmax: Tensor, normalize: bool, needs: list[bool]
 ) -> tuple[Tensor, ...]:
     """Return the gradients of Q and q_weight for quantized documents, each empty if not needed."""
-    c = PackedArgs.of(tensors, argmax.shape[1])
-    wanted = [needs[0], False, needs[1]]
-    found = packed_backward.backward_ragged(grad_scores, c.ragged(), argmax, normalize, wanted, False, stored)[::2]
-    shapes = c.Q.shape, c.Q.shape[:-1]
-    return tuple(g.view(shape) if need else g for g, shape, need in zip(found, shapes, needs, strict=True))
+    return backward_ragged(grad_scores, tensors, argmax, normalize, [needs[0], False, needs[1]], False, stored)[::2]

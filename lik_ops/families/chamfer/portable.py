@@ -58,21 +58,7 @@ def backward_chamfer(
     metric: str,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor]:
-    """Compute `lik::chamfer_bwd`: the gradients of P and R.
-
-    Args:
-        of_P: upstream gradients ``[B, N]``, or None.
-        of_R: upstream gradients ``[B, M]``, or None.
-        P: points ``[B, N, d]``.
-        R: points ``[B, M, d]``.
-        nearest: indices ``[B, N]`` into R, -1 for none.
-        nearest_R: indices ``[B, M]`` into P, -1 for none.
-        metric: ``"sqeuclidean"`` or ``"l1"``.
-        needs: whether the gradients of P and R are wanted.
-
-    Returns:
-        The two gradients, each ``[0]`` if it is not wanted.
-    """
+    """Return the results of `lik::chamfer_bwd`."""
     return sum_point_gradients(
         (of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _compute_slopes, backward_lowmem
     )

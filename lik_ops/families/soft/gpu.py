@@ -67,20 +67,7 @@ def forward_soft(
     normalize: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return scores ``[Nq, Nd]`` or ``[Nq, K]``, and soft maxima in the shape of `lik::maxsim_soft_fwd`.
-
-    The soft maxima have shape ``[0]`` unless `keep`.
-
-    Args:
-        Q: query tokens `[Nq, Lq, d]`.
-        D: document tokens `[Nd, Ld, d]` or `[Nq, K, Ld, d]`.
-        q_mask: query mask, or None.
-        d_mask: document mask, or None.
-        q_weight: query weights, or None.
-        temperature: a number or a scalar tensor.
-        normalize: whether tokens are normalized.
-        keep: whether soft maxima are returned.
-    """
+    """Return the results of `lik::maxsim_soft_fwd`."""
     x = DenseArgs(Q, D, q_mask, d_mask, q_weight)
     tau, number = (temperature, None) if isinstance(temperature, Tensor) else (None, temperature)
     key = (*make_metadata_key(*x), number, normalize, keep, is_tf32_allowed(Q.dtype))

@@ -33,23 +33,7 @@ def forward_soft(
     normalize: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute scores and soft maxima.
-
-    Arguments are validated and have all their axes.
-
-    Args:
-        Q: ``[Nq, Lq, d]``.
-        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
-        q_mask: bool, the shape of Q without d, or None.
-        d_mask: bool, the shape of D without d, or None.
-        q_weight: the shape of Q without d, or None.
-        temperature: a number or a scalar tensor. A tensor that is not above 0 gives NaN.
-        normalize: whether tokens are divided by their norms.
-        keep: whether soft maxima are wanted.
-
-    Returns:
-        Scores ``[Nq, Nd]`` (``[Nq, K]``), and soft maxima ``[Nd, Nq, Lq]`` (``[Nq, K, Lq]``), or ``[0]`` unless `keep`.
-    """
+    """Return the results of `lik::maxsim_soft_fwd`. A temperature tensor that is not above 0 gives NaN."""
     scores, lse, is_trivial = allocate_outputs(Q, D, q_mask, score_dtype(Q.dtype), keep, NEG_INF)
     if not is_trivial:
         layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, scores, lse)
@@ -120,23 +104,7 @@ def backward_soft(
     normalize: bool,
     needs: list[bool],
 ) -> SoftGradients:
-    """Compute the gradients of Q, D, q_weight and the temperature.
-
-    Args:
-        grad_scores: ``[Nq, Nd]`` or ``[Nq, K]``.
-        Q: ``[Nq, Lq, d]``.
-        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
-        lse: soft maxima of the forward.
-        q_mask: bool, the shape of Q without d, or None.
-        d_mask: bool, the shape of D without d, or None.
-        q_weight: the shape of Q without d, or None.
-        temperature: a number or a scalar tensor.
-        normalize: whether tokens are divided by their norms.
-        needs: whether each of the four gradients is wanted.
-
-    Returns:
-        The four gradients, each ``[0]`` if it is not wanted.
-    """
+    """Return the gradients of Q, D, q_weight and the temperature, as `lik::maxsim_soft_bwd` defines them."""
     layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, grad_scores, lse)
     return SoftBackward(layout, Q, D, normalize, _mask_wrong_temperature(temperature), needs).gradients()
 

@@ -321,38 +321,29 @@ def backward_cut(
         scales = stored.scale, stored.minimum, *stored[4:]
         key += (stored.format, *(None if x is None else (x.shape, x.stride(), x.dtype) for x in scales))
         tensors += scales
-    arguments = grad_scores, c, argmax, normalize, needs, unified, stored
-    return captured_calls.run(key, tensors, c.Q.device, _run_backward, *arguments)
 
-
-def _run_backward(
-    grad_scores: Tensor,
-    c: PackedArgs,
-    argmax: Tensor,
-    normalize: bool,
-    needs: list[bool],
-    unified: bool,
-    stored: EncodedTokens | None,
-) -> Gradients:
-    """Return the gradients of `backward_cut`, without capture."""
-    trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
-    outputs = grad_Q, grad_D, grad_weight = allocate_gradients(c.Q, c.D, needs, trivial)
-    if trivial or not any(needs):
+    def compute() -> Gradients:
+        """Return the gradients, without capture."""
+        trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
+        outputs = grad_Q, grad_D, grad_weight = allocate_gradients(c.Q, c.D, needs, trivial)
+        if trivial or not any(needs):
+            return outputs
+        with use_device(c.Q.device):
+            packed = _PackedGradientCall(grad_scores, c, argmax, normalize, stored)
+            if needs[0] or needs[2]:
+                packed.group_by_query().write_query_gradients(
+                    grad_Q if needs[0] else None, grad_weight if needs[2] else None
+                )
+            if needs[1] and unified:
+                sum_D = torch.zeros((1, 1, c.Td, c.D.shape[-1]), dtype=torch.float32, device=c.D.device)
+                call = packed.group_by_query()
+                call.scatter(None, sum_D)
+                call.write_gradients(call.documents, sum_D, grad_D, None, call.wide, False)
+            elif needs[1]:
+                packed.write_packed_gradients(grad_D)
         return outputs
-    with use_device(c.Q.device):
-        packed = _PackedGradientCall(grad_scores, c, argmax, normalize, stored)
-        if needs[0] or needs[2]:
-            packed.group_by_query().write_query_gradients(
-                grad_Q if needs[0] else None, grad_weight if needs[2] else None
-            )
-        if needs[1] and unified:
-            sum_D = torch.zeros((1, 1, c.Td, c.D.shape[-1]), dtype=torch.float32, device=c.D.device)
-            call = packed.group_by_query()
-            call.scatter(None, sum_D)
-            call.write_gradients(call.documents, sum_D, grad_D, None, call.wide, False)
-        elif needs[1]:
-            packed.write_packed_gradients(grad_D)
-    return outputs
+
+    return captured_calls.run(key, tensors, c.Q.device, compute)
 
 
 def backward_ragged(

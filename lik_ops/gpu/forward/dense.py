@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,17 +29,7 @@ def forward_plan(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> DensePlan:
-    """Return the cached plan for validated arguments that have all their axes.
-
-    Args:
-        Q: query tokens `[Nq, Lq, d]`.
-        D: document tokens `[Nd, Ld, d]` or `[Nq, K, Ld, d]`.
-        q_mask: query mask, or None.
-        d_mask: document mask, or None.
-        q_weight: query weights, or None.
-        normalize: whether tokens are normalized.
-        argmax_dtype: dtype of the argmax, or None without an argmax.
-    """
+    """Return the cached plan for arguments of `lik::maxsim_fwd`, which are validated."""
     tf32 = is_tf32_allowed(Q.dtype)
     key = ("DensePlan", *make_metadata_key(Q, D, q_mask, d_mask, q_weight), normalize, argmax_dtype, tf32)
     return plans.get(key) or plans.store(key, make_plan(Q, D, d_mask, normalize, argmax_dtype))
@@ -59,15 +51,7 @@ def make_plan(
     return (Sm90LargeDPlan if choice.has_large_d else Sm90Plan)(choice, Q, D, argmax_dtype)
 
 
-def forward(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    normalize: bool,
-    argmax_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return fp32 scores `[Nq, Nd]` or `[Nq, K]`, and the argmax, which is empty if `argmax_dtype` is None."""
-    plan = forward_plan(Q, D, q_mask, d_mask, q_weight, normalize, argmax_dtype)
-    return plan.forward(plan.scores_shape, (Q, D, q_mask, d_mask, q_weight), True)[0]
+def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the scores and the argmax of `lik::maxsim_fwd` for the arguments of `forward_plan`."""
+    plan = forward_plan(*arguments)
+    return plan.forward(plan.scores_shape, arguments[:5], True)[0]

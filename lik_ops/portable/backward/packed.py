@@ -1,8 +1,7 @@
 """The portable backward of packed tokens: each row of a gradient sums its contributions in a fixed order.
 
 Gradients are computed for a window of rows at a time. The cells that contribute to the window are processed in order, a
-bounded number of argmax elements at once. Their products are summed by destination. `unified` has no effect here
-either.
+bounded number of argmax elements at once. Their products are summed by destination.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def backward_ragged(
     argmax: Tensor,
     normalize: bool,
     needs: list[bool],
-    unified: bool,
     stored: EncodedTokens | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `Q`, `D` and `q_weight`, bitwise reproducible.
@@ -38,7 +36,6 @@ def backward_ragged(
         argmax: the argmax of the forward.
         normalize: whether tokens are divided by their norms.
         needs: whether the gradients of Q, D and q_weight are wanted.
-        unified: ignored.
         stored: encoded documents, which have no gradient. If given, ``r.D`` is a placeholder.
 
     Returns:

@@ -199,20 +199,7 @@ def forward_blocked(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute scores and argmax with a `while_loop` of standard operators.
-
-    Args:
-        Q: ``[Nq, Lq, d]``.
-        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
-        q_mask: bool, the shape of Q without d, or None.
-        d_mask: bool, the shape of D without d, or None.
-        q_weight: the shape of Q without d, or None.
-        normalize: whether tokens are divided by their norms.
-        argmax_dtype: an integer dtype, or None for no argmax.
-
-    Returns:
-        Scores ``[Nq, Nd]`` (``[Nq, K]``), and argmax ``[Nd, Nq, Lq]`` (``[Nq, K, Lq]``) or None.
-    """
+    """Return the scores and the argmax, or None, of `lik::maxsim_fwd`, with a `while_loop` of standard operators."""
     # `torch.while_loop` would start another compiler.
     from torch._higher_order_ops.while_loop import while_loop_op
 

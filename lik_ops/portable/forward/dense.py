@@ -27,23 +27,7 @@ def forward(
     normalize: bool,
     argmax_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute scores and argmax of dense arguments.
-
-    Arguments are validated and have all their axes.
-
-    Args:
-        Q: ``[Nq, Lq, d]``.
-        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
-        q_mask: bool, the shape of Q without d, or None.
-        d_mask: bool, the shape of D without d, or None.
-        q_weight: the shape of Q without d, or None.
-        normalize: whether tokens are divided by their norms.
-        argmax_dtype: an integer dtype, or None for no argmax.
-
-    Returns:
-        Scores ``[Nq, Nd]`` (``[Nq, K]``), fp32 (fp64 for fp64 inputs). Argmax ``[Nd, Nq, Lq]`` (``[Nq, K, Lq]``), or
-        ``[0]`` if `argmax_dtype` is None.
-    """
+    """Return the scores and the argmax of `lik::maxsim_fwd` for its arguments, which are validated."""
     dtype = torch.int32 if argmax_dtype is None else argmax_dtype
     scores, argmax, is_trivial = allocate_outputs(Q, D, q_mask, dtype, argmax_dtype is not None, -1)
     if is_trivial:

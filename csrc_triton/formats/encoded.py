@@ -5,7 +5,7 @@
 - "int8".
 - "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion.
 - "number": another type that Triton converts.
-- "bits1" to "bits4" and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`.
+- "bits1" to "bits4", "bits1_half", "bits1_int8", and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`.
 - "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
 - A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
@@ -15,8 +15,8 @@ Every encoded value is exact in fp16 and bf16. Similarities are dequantized afte
 S[s, t] = <q[s], x[t]> * scale[t] + minimum[t] * sum(q[s])
 ```
 
-**int8 terms.** A conversion costs more than a product. For int8 documents, query rows are split into int8 terms
-instead:
+**int8 terms.** A conversion costs more than a product. For int8 documents, "bits1_half" and "bits1_int8", query rows
+are split into int8 terms instead:
 
 ```text
 q = scale * (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)

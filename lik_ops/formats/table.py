@@ -150,7 +150,8 @@ FORMATS: dict[str, Format] = {
     "uint8": Format(torch.uint8, 255, affine=True),
     "fp8_e4m3": Format(torch.float8_e4m3fn, 448, kernel="e4m3", decode=partial(_decode_fp8, "fp8_e4m3")),
     "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decode_fp8, "fp8_e5m2")),
-    "binary": _make_odd(1, size=_mean_abs),
+    # The kernel "bits1_half" multiplies query rows as two int8 terms. It has not been measured yet.
+    "binary": _make_odd(1, size=_mean_abs, kernel="bits1"),
     # bf16 scales have the range of fp32, and are more precise than the numbers.
     **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2, 1)},
 }
@@ -159,10 +160,20 @@ RESIDUAL_FORMATS: dict[str, Format] = {
 }
 # Iterates over `FORMATS`, then `RESIDUAL_FORMATS`.
 ALL_FORMATS: Mapping[str, Format] = ChainMap(RESIDUAL_FORMATS, FORMATS)
-# The operators' name of "int8" documents with queries that may also be rounded to int8.
-INT8_QUERIES = "int8_int8"
-_QUERY_FORMATS = {INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES)}
+# Precisions of query rows that a format allows besides "half".
+_QUERIES: dict[str, tuple[Query, ...]] = {"int8": ("int8",), "binary": ("int8",)}
+# The operators' names of documents with queries that may also be rounded to int8.
+INT8_QUERIES, BINARY_INT8_QUERIES = "int8_int8", "binary_int8"
+_QUERY_FORMATS = {
+    INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES),
+    BINARY_INT8_QUERIES: FORMATS["binary"]._replace(kernel="bits1_int8"),
+}
 OPERAND_FORMATS: Mapping[str, Format] = ChainMap(_QUERY_FORMATS, RESIDUAL_FORMATS, FORMATS)  # accepted by operators
+
+
+def list_queries(format: Any) -> tuple[Query, ...]:
+    """Return the values of `Quantized.query` that a format allows."""
+    return ("half", *_QUERIES.get(format, ()))
 
 
 class EncodedTokens(NamedTuple):

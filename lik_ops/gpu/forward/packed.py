@@ -25,6 +25,7 @@ from ...csrc_triton.common.arguments import (
 )
 from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.kernel import maxsim_forward_ragged
+from ...formats.table import INT8_QUERIES
 from .. import choose, generic_choices
 from ..generic_choices import SplitChoice
 from ..runtime import launcher
@@ -54,7 +55,7 @@ _INT32_MAX = 2**31 - 1
 _MAX_TILES = 4096
 _MAX_DESCRIPTORS = 64  # cached for each plan
 # Values of `KernelConfig.ENCODING` whose documents descriptors can read.
-_DESCRIPTOR_ENCODINGS = ("", *forward_configs.INT8_TERMS_BY_ENCODING, "number", "fp8", "e4m3", "e5m2")
+_DESCRIPTOR_ENCODINGS = ("", "int8", INT8_QUERIES, "number", "fp8", "e4m3", "e5m2")
 _TERM_ROWS = 16  # rows of a program of `maxsim_query_terms`
 
 

@@ -15,7 +15,7 @@ from ...core.segments import PackedArgs
 from ...core.settings import get_forced_kernel, require_unforced
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
-from ...formats.table import OPERAND_FORMATS, EncodedTokens
+from ...formats.table import BINARY_INT8_QUERIES, INT8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
@@ -29,7 +29,6 @@ from ..runtime.arguments import (
     use_device,
 )
 from ..runtime.capture import Calls
-from ..tuning import forward_configs
 from ..tuning.architectures import Architecture, cdiv, next_power_of_2
 from . import sm90_quantized
 from .packed import ragged_plan
@@ -39,7 +38,7 @@ _TILE_TOKENS, _TILE_FEATURES = 32, 64
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
 _WORD_ENCODINGS = {"codes": "words", "bits": "bitwords"}
 # Formats with a kernel for dense documents.
-_DENSE_FORMATS = (*forward_configs.INT8_TERMS_BY_ENCODING, *choose.FP8_FORMATS)
+_DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, *choose.FP8_FORMATS)
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 

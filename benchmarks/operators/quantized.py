@@ -55,6 +55,8 @@ FORMATS = {
     "uint8": ("uint8", "token", "half"),
     "fp8_e4m3": ("fp8_e4m3", "token", "half"),
     "binary": ("binary", "token", "half"),
+    "binary document": ("binary", "document", "half"),
+    "binary document x int8": ("binary", "document", "int8"),
 }
 
 

@@ -57,7 +57,7 @@ def source(
 
 
 def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bool):
-    """Return the kernel source for 8-bit or fp32 documents. If `scales`, a descriptor reads the token scales."""
+    """Return the kernel source for encoded or fp32 documents. If `scales`, a descriptor reads the token scales."""
     assert choice is not None
     C = choice.config
     scales |= C.PRECOMPUTED_TERMS
@@ -65,9 +65,12 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     element, kept = ("fp32", "float32") if C.FP32_TERMS else ("i8", "int8")
     if C.PRECOMPUTED_TERMS:
         element, kept = "fp16", "float16"
+    block = [C.BN, C.BD]
+    if C.ENCODING == "bits1":
+        block, element, kept = [C.BN * C.BD // 32], "i32", "int32"
     signature = {
         "Q": QueryArgs(*queries),
-        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{make_tile_layout([C.BN, C.BD], kept)!r}>",
+        "D": f"tensordesc<{element}[{','.join(map(str, block))}],{make_tile_layout(block, kept)!r}>",
         "norms": described_norms(C.BN) if scales else "constexpr",
         "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.FP32_TERMS else "*fp32", "i32", "i32"),
         "out": OutputArgs("*fp32", "*i16" if C.ARGMAX else "constexpr"),
@@ -112,6 +115,33 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
     compiled = compile_as_launched(int8_source(dtype, d, Nq, Lq, Ld, options, each_token, terms), target)
     assert "s32.s8.s8" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)
+
+
+@pytest.mark.parametrize("each_token", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "Nq", "Lq", "Ld", "options", "terms"),
+    [
+        (torch.bfloat16, 1, 32, 180, False, 2),
+        (torch.float32, 2, 16, 300, True, 1),
+        (torch.float16, 2, 32, 64, True, 2),
+        (torch.bfloat16, 256, 32, 300, False, 1),
+        (torch.float16, 64, 1024, 1024, True, 2),
+    ],
+    ids=str,
+)
+def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, terms, each_token, tmp_path):
+    chosen = {"each_token": each_token, "terms": terms, "bits": True}
+    choice = sm90_configs.configure_int8(SM_90, dtype, Nq, 256, Lq, Ld, 128, **chosen)
+    C = choice.config
+    assert choice.programs == min(132 * C.PROGRAMS_PER_SM, 256) if C.SMALL_M else C.PROGRAMS_PER_SM == 1
+    source = numbers_source(choice, dtype, 128, options, each_token and C.SMALL_M)
+    compiled = compile_as_launched(source, GPUTarget("cuda", 90, 32), choice.launch_options)
+    assert "s32.s8.s8" in compiled.asm["ptx"] and "prmt.b32" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
+    registers, _ = cuda_resources(compiled.asm["cubin"])
+    threads = 12 * 32 if C.SMALL_M else 16 * 32
+    assert registers * threads * C.PROGRAMS_PER_SM <= 65536
+    assert compiled.metadata.shared * C.PROGRAMS_PER_SM <= SM_90.shared_memory_bytes
 
 
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):

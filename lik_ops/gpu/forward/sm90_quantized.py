@@ -1,4 +1,4 @@
-"""Dense int8 and FP8 documents on sm_90.
+"""Dense int8, FP8 and binary documents on sm_90.
 
 `maxsim_forward_specialized` multiplies the documents by query rows of int8 terms or of fp16.
 """
@@ -13,8 +13,9 @@ from torch import Tensor
 from ...core.arguments import make_metadata_key
 from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
-from ...csrc_triton.common.arguments import EncodedDocumentArgs
-from ...formats.table import EncodedTokens
+from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
+from ...csrc_triton.formats.bits import get_code_bits
+from ...formats.table import OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, use_device
@@ -43,7 +44,12 @@ class QuantizedPlan(Sm90Plan):
 
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, data: Tensor) -> None:
         super().__init__(choice, Q, data, None)
-        self.each_token = choice.config.PRECOMPUTED_SCALES and not choice.config.ENCODING  # type: ignore[union-attr]
+        C = choice.config
+        assert isinstance(C, Sm90Config)
+        self.bits = get_code_bits(C.ENCODING) > 0
+        self.each_token = C.PRECOMPUTED_SCALES and (C.SMALL_M if self.bits else not C.ENCODING)
+        if self.bits:
+            self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
 
     def forward(self, x: QuantizedArgs) -> Tensor | None:  # type: ignore[override]
         """Return the scores, or None if another kernel has to serve."""
@@ -66,6 +72,11 @@ class QuantizedPlan(Sm90Plan):
     def _part(self, x: Any, part: slice) -> Any:
         return x._replace(D=x.D[part], scale=x.scale[part])
 
+    def _tokens(self, D: Tensor, sizes: Any) -> Any:
+        if not self.bits:
+            return super()._tokens(D, sizes)
+        return self.tiles.of(D, [D.numel()], [1])  # words
+
     def _norms(self, x: Any, sizes: Any) -> tuple[Any, Tensor | None]:
         if not self.each_token:
             return None, None
@@ -77,8 +88,12 @@ class QuantizedPlan(Sm90Plan):
         return EncodedDocumentArgs(x.D, x.scale, *x.scale.stride())
 
 
-def _view_bytes(data: Tensor) -> Tensor:
-    """Return encoded documents as int8."""
+def _view_for_kernel(stored: EncodedTokens) -> Tensor | None:
+    """Return encoded documents as int8, or binary documents as words, or None if these are not aligned."""
+    data = stored.data
+    if get_code_bits(OPERAND_FORMATS[stored.format].kernel):
+        whole = data.is_contiguous() and data.shape[-1] % 4 == 0 and data.data_ptr() % 4 == 0
+        return data.view(torch.int32) if whole and data.storage_offset() % 4 == 0 else None
     return data if data.dtype == torch.int8 else data.view(torch.int8)
 
 
@@ -91,7 +106,9 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
         c: the call.
         stored: the documents with their axes.
     """
-    data, scale = _view_bytes(stored.data), stored.scale
+    data, scale = _view_for_kernel(stored), stored.scale
+    if data is None:
+        return False
     metadata = make_metadata_key(c.Q, data, c.q_mask, None, c.q_weight)
     key = ("QuantizedPlan", *metadata, scale.shape, scale.stride(), stored.format)
     plan = plans.get(key)
@@ -104,6 +121,7 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
 
 def forward(plan: QuantizedPlan, c: PackedArgs, stored: EncodedTokens) -> Tensor | None:
     """Return the scores of a call with its plan, or None if `maxsim_forward_ragged` has to serve."""
-    data, scale = _view_bytes(stored.data), stored.scale
+    data, scale = _view_for_kernel(stored), stored.scale
+    assert data is not None
     each = scale if scale.shape == data.shape[:2] else scale.expand(data.shape[:2])
     return plan.forward(QuantizedArgs(c.Q, data, c.q_mask, c.q_weight, each))

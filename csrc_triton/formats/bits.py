@@ -2,7 +2,7 @@
 
 A code c of n bits is the number ``2 c - (2^n - 1)``, such as -1 and 1 for one bit. The first feature of a byte is in
 its lowest bits. `KernelConfig.ENCODING` is "bits1", "bits2" or "bits4", or "bits1_half" or "bits1_int8" if query rows
-are two int8 terms or one.
+are two int8 terms or one, or "bits1_binary" if they are signs.
 
 For half-precision queries, codes may also be read as words of eight features, "bitwords1" to "bitwords4". The bits of a
 code become bits of the mantissa of a number whose last place is 1, and a subtraction removes the rest:
@@ -29,6 +29,12 @@ def get_code_bits(stored):
         if isinstance(stored, str) and stored.startswith(prefix):
             return int(stored[len(prefix)])
     return 0
+
+
+@triton.constexpr_function
+def has_sign_queries(stored):
+    """Return whether the features of query rows are -1 and +1."""
+    return stored == "bits1_binary"
 
 
 @triton.constexpr_function

@@ -5,7 +5,8 @@
 - "int8".
 - "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion.
 - "number": another type that Triton converts.
-- "bits1" to "bits4", "bits1_half", "bits1_int8", and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`.
+- "bits1" to "bits4", "bits1_half", "bits1_int8", "bits1_binary", and "bitwords1" to "bitwords4": codes of odd numbers,
+  see `bits`.
 - "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
 - A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
@@ -15,8 +16,8 @@ Every encoded value is exact in fp16 and bf16. Similarities are dequantized afte
 S[s, t] = <q[s], x[t]> * scale[t] + minimum[t] * sum(q[s])
 ```
 
-**int8 terms.** A conversion costs more than a product. For int8 documents, "bits1_half" and "bits1_int8", query rows
-are split into int8 terms instead:
+**int8 terms.** A conversion costs more than a product. For int8 documents, "bits1_half", "bits1_int8" and
+"bits1_binary", query rows are split into int8 terms instead:
 
 ```text
 q = scale * (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)
@@ -46,7 +47,7 @@ from ..common.primitives import (
     nan_max,
     sum_in_order_across_warps,
 )
-from .bits import get_code_bits, load_bits
+from .bits import get_code_bits, has_sign_queries, load_bits
 from .residual import get_bucket_bits, load_decoded_tokens
 
 INT8_LOW_SCALE = tl.constexpr(254)
@@ -160,9 +161,10 @@ def _round_to_integer(x):
 
 
 @triton.jit
-def split_int8_terms(q):
+def split_int8_terms(q, C: tl.constexpr):
     """Return the terms hi and lo of fp32 rows, and their scales, which are negative for rows that are not exact.
 
+    Signs are their own terms hi, so that their products are exact, and the scale of hi is 1.
     Products are rounded separately from additions. Fused operations would make the terms depend on the compiled kernel.
     """
     most = tl.max(tl.abs(q), axis=1)
@@ -176,6 +178,9 @@ def split_int8_terms(q):
     hi = _round_to_integer(x)
     lo = _round_to_integer(tl.fma(x - hi, zero + INT8_LOW_SCALE, zero))
     scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * INT8_LOW_SCALE)))
+    if has_sign_queries(C.ENCODING):
+        hi = tl.where(plain[:, None], q, 0.0)
+        scale = tl.where(plain, 1.0 / INT8_LOW_SCALE, scale)
     return hi, lo, tl.where(plain, scale, -1.0)
 
 
@@ -201,7 +206,7 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     ok = row < rows
     columns = tl.arange(0, C.BD)
     q = load_rows(locate_rows(Q, 0 * row, row), ok, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
-    hi, lo, scale = split_int8_terms(q)
+    hi, lo, scale = split_int8_terms(q, C)
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi.to(tl.int8), mask=ok[:, None])
     tl.store(places + rows.to(tl.int64) * C.BD, lo.to(tl.int8), mask=ok[:, None])

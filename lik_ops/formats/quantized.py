@@ -61,7 +61,8 @@ class Quantized:
         codec: for residual codes, the codec that decodes them, on the device of `data`. None for other formats.
         query: ``"half"`` rounds query rows to 1/64516 of their largest feature in products with ``"int8"`` documents.
             ``"int8"`` lets a GPU round them to 1/254, which needs about half the time if there are many queries. Only
-            ``"int8"`` and ``"binary"`` documents allow ``"int8"``.
+            ``"int8"`` and ``"binary"`` documents allow ``"int8"``. Only ``"binary"`` documents allow ``"binary"``. It
+            replaces each query feature by its sign, on every device.
 
     Raises:
         TypeError: a dtype or type is wrong.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .rotation import rotate
 
-Query: TypeAlias = Literal["half", "int8"]
+Query: TypeAlias = Literal["half", "int8", "binary"]
 FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary", "rq4", "rq2", "rq1"]
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
 _MAX_ROWS_BYTES = 32 << 20  # size of the rows that are processed at a time
@@ -161,12 +161,13 @@ RESIDUAL_FORMATS: dict[str, Format] = {
 # Iterates over `FORMATS`, then `RESIDUAL_FORMATS`.
 ALL_FORMATS: Mapping[str, Format] = ChainMap(RESIDUAL_FORMATS, FORMATS)
 # Precisions of query rows that a format allows besides "half".
-_QUERIES: dict[str, tuple[Query, ...]] = {"int8": ("int8",), "binary": ("int8",)}
-# The operators' names of documents with queries that may also be rounded to int8.
-INT8_QUERIES, BINARY_INT8_QUERIES = "int8_int8", "binary_int8"
+_QUERIES: dict[str, tuple[Query, ...]] = {"int8": ("int8",), "binary": ("int8", "binary")}
+# The operators' names of documents with queries that may also be rounded to int8, or that are signs.
+INT8_QUERIES, BINARY_INT8_QUERIES, BINARY_QUERIES = "int8_int8", "binary_int8", "binary_binary"
 _QUERY_FORMATS = {
     INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES),
     BINARY_INT8_QUERIES: FORMATS["binary"]._replace(kernel="bits1_int8"),
+    BINARY_QUERIES: FORMATS["binary"]._replace(kernel="bits1_binary"),
 }
 OPERAND_FORMATS: Mapping[str, Format] = ChainMap(_QUERY_FORMATS, RESIDUAL_FORMATS, FORMATS)  # accepted by operators
 
@@ -220,8 +221,14 @@ class EncodedTokens(NamedTuple):
             x = x.add_(self.centroids.index_select(0, torch.where(inside, codes, 0)))
         return torch.mul(x, torch.where(inside, scale, torch.nan).unsqueeze(-1), out=out)
 
-    def rotate_queries(self, Q: Tensor, inverse: bool = False) -> Tensor:
-        """Return query tokens ``[..., d]`` as these documents are multiplied by them, or apply the inverse."""
+    def transform_queries(self, Q: Tensor, inverse: bool = False) -> Tensor:
+        """Return query tokens ``[..., d]`` as these documents are multiplied by them, or apply the inverse.
+
+        They are rotated for a rotated format. For binary queries, a feature becomes 1 if it is above 0, else -1, or
+        stays NaN. The inverse of this rounding returns its input.
+        """
+        if self.format == BINARY_QUERIES and not inverse:
+            return torch.where(Q > 0, 1.0, torch.where(Q == Q, -1.0, torch.nan)).to(Q.dtype)
         return rotate(Q, inverse) if OPERAND_FORMATS[self.format].rotated else Q
 
 

@@ -176,7 +176,7 @@ def choose_row_maxima(
 
 
 def choose_int8(
-    Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture, bits: bool = False
+    Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture, kept: str = ""
 ) -> Sm90Choice | str:
     """Choose an sm_90 kernel for dense int8 or binary documents, or return the reason why not.
 
@@ -186,7 +186,7 @@ def choose_int8(
         scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
         terms: number of int8 terms of a query row.
         arch: architecture that runs the kernel.
-        bits: whether documents are binary.
+        kept: encoding of binary documents, else "".
     """
     reason = supports.supports_sm90_call(Q, data, arch)
     if reason:
@@ -194,7 +194,7 @@ def choose_int8(
     sizes = make_size_args(Q, data)
     each_token = scale.shape[1] > 1
     found = sm90_configs.configure_int8(
-        arch, Q.dtype, *sizes, Q.shape[-1], each_token=each_token, terms=terms, bits=bits
+        arch, Q.dtype, *sizes, Q.shape[-1], each_token=each_token, terms=terms, kept=kept
     )
     reason = supports.supports_encoded(Q, data, scale, found)
     return reason or supports.prefers_encoded(sizes.K, arch, found) or found
@@ -292,7 +292,7 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
     if c.d_mask is not None or a.normalize or a.argmax:
         return "documents have a mask" if c.d_mask is not None else "`normalize`" if a.normalize else "argmax"
     if terms:
-        return choose_int8(c.Q, data, scale, terms, a.arch, get_code_bits(kernel) > 0)
+        return choose_int8(c.Q, data, scale, terms, a.arch, kernel if get_code_bits(kernel) else "")
     if data.dtype != torch.int8:
         data = data.view(torch.int8)
     return choose_fp8(c.Q, data, scale, FORMATS[format].kernel, a.arch)

@@ -223,6 +223,8 @@ def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tens
         raise ValueError(
             f"{_OP}: coarse: expected {expected} documents of d = {shape[-1]} as in D, got {count} of d = {coarse.d}"
         )
+    if coarse.query == "binary":
+        raise ValueError(f"{_OP}: coarse: expected query 'half' or 'int8', because signs bound no score, got 'binary'")
     if coarse.error is None or coarse.norm is None or coarse.error.shape != (count,):
         raise ValueError(f"{_OP}: coarse: expected the errors of {count} documents, as `quantize` finds them")
     return Q, q_weight

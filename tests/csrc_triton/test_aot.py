@@ -35,7 +35,7 @@ COMMON, OTHERS = common_and_others()
 
 
 # int8 and binary documents, with query rows as two int8 terms or one.
-BY_TERMS = ("*i8", INT8_QUERIES, "bits1_half", "bits1_int8")
+BY_TERMS = ("*i8", INT8_QUERIES, "bits1_half", "bits1_int8", "bits1_binary")
 
 
 def _matrix_unit(case: Case, name: str) -> str:

@@ -66,7 +66,7 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     if C.PRECOMPUTED_TERMS:
         element, kept = "fp16", "float16"
     block = [C.BN, C.BD]
-    if C.ENCODING == "bits1":
+    if C.ENCODING.startswith("bits"):
         block, element, kept = [C.BN * C.BD // 32], "i32", "int32"
     signature = {
         "Q": QueryArgs(*queries),
@@ -130,7 +130,7 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
     ids=str,
 )
 def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, terms, each_token, tmp_path):
-    chosen = {"each_token": each_token, "terms": terms, "bits": True}
+    chosen = {"each_token": each_token, "terms": terms, "kept": "bits1_half" if terms == 2 else "bits1_binary"}
     choice = sm90_configs.configure_int8(SM_90, dtype, Nq, 256, Lq, Ld, 128, **chosen)
     C = choice.config
     assert choice.programs == min(132 * C.PROGRAMS_PER_SM, 256) if C.SMALL_M else C.PROGRAMS_PER_SM == 1

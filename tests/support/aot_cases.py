@@ -185,7 +185,7 @@ STORED = [
     *(Case(FORWARD, dtype, Nq=1, ragged=True, stored="*fp8e4nv") for dtype in (_BF16, _FP16)),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=INT8_QUERIES, **_EVERYTHING) for Nq in (1, 256)),
     Case(FORWARD, _FP32, Lq=1024, ragged=True, stored=INT8_QUERIES, **_ALL_OPTIONS),
-    *(Case(FORWARD, Nq=Nq, ragged=True, stored=f"bits1_{query}") for query in ("half", "int8") for Nq in (1, 256)),
+    *(Case(FORWARD, Nq=Nq, ragged=True, stored=f"bits1_{query}") for query in ("half", "binary") for Nq in (1, 256)),
     *(Case(FORWARD, dtype, Nq=16, ragged=True, stored="bits1_int8", **_EVERYTHING) for dtype in (_FP16, _FP32)),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),
     Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),

@@ -54,7 +54,7 @@ def store_query_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout:
     ok = load_query_mask(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     pointers = locate_rows(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
     q = gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0).to(gl.float32)
-    hi, lo, scale = split_int8_terms(q)
+    hi, lo, scale = split_int8_terms(q, C)
     if get_code_bits(C.ENCODING) > 0:
         hi = order_features(hi, C.SMALL_M)
         lo = order_features(lo, C.SMALL_M)

@@ -15,7 +15,7 @@ from ...core.segments import PackedArgs
 from ...core.settings import get_forced_kernel, require_unforced
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
-from ...formats.table import BINARY_INT8_QUERIES, INT8_QUERIES, OPERAND_FORMATS, EncodedTokens
+from ...formats.table import BINARY_INT8_QUERIES, BINARY_QUERIES, INT8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
@@ -38,7 +38,7 @@ _TILE_TOKENS, _TILE_FEATURES = 32, 64
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
 _WORD_ENCODINGS = {"codes": "words", "bits": "bitwords"}
 # Formats with a kernel for dense documents.
-_DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, *choose.FP8_FORMATS)
+_DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, *choose.FP8_FORMATS)
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -56,7 +56,7 @@ def forward_quantized(
         max_seqlen_q: maximum number of tokens of a query.
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
-    c = PackedArgs.of((stored.rotate_queries(tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
+    c = PackedArgs.of((stored.transform_queries(tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
     scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
     return scores, c.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
@@ -81,7 +81,7 @@ def forward_quantized_cut(
         argmax_dtype: dtype of the argmax, or None without an argmax.
         plan: the result of `find_quantized_plan`, if known.
     """
-    c = c._replace(Q=stored.rotate_queries(c.Q))  # before the capture, which records launches of this project only
+    c = c._replace(Q=stored.transform_queries(c.Q))  # before the capture, which records launches of this project only
     if plan is None:
         plan = find_quantized_plan(c, stored, normalize, argmax_dtype)
     if plan:

@@ -46,7 +46,7 @@ _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
 _INT8_MMA_FEATURES = 32  # features of one tensor core instruction
 # int8 terms of a query row, by `KernelConfig.ENCODING`.
-INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1, "bits1_half": 2, "bits1_int8": 1}
+INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1, "bits1_half": 2, "bits1_int8": 1, "bits1_binary": 1}
 _MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
 # With so many documents, most SMs of an H200 have two programs or fewer.
 _FEW_DOCUMENTS = 5 * MEASURED_SMS // 2

@@ -328,7 +328,7 @@ def configure_int8(
     *,
     each_token: bool,
     terms: int,
-    bits: bool = False,
+    kept: str = "",
 ) -> Sm90Choice:
     """Return the configuration of an sm_90 kernel for dense int8 or binary documents without a mask.
 
@@ -342,7 +342,7 @@ def configure_int8(
         d: number of features.
         each_token: whether each token has its own scale.
         terms: number of int8 terms of a query row.
-        bits: whether documents are binary.
+        kept: encoding of binary documents, else "".
     """
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
     few = _count_small_m_rows(Nq, Lq, _MAX_SMALL_M_ROWS // terms) if next_power_of_2(Lq) <= tree else 0
@@ -354,9 +354,9 @@ def configure_int8(
     tile = _select_least_waste(SMALL_M_TILES["int8"], Ld) if few else _INT8_LARGE_TILE if large else _INT8_TILE
     options: dict[str, Any] = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token}
     options |= {"MMA_ROWS": rows, "INT8_TERMS": terms}
-    if bits:
+    if kept:
         tile = SMALL_M_TILES["bits"][0] if few else _INT8_TILE
-        options |= {"ENCODING": "bits1", "PROGRAMS_PER_SM": 2 if few == _MIN_SMALL_M_ROWS else 1}
+        options |= {"ENCODING": kept, "PROGRAMS_PER_SM": 2 if few == _MIN_SMALL_M_ROWS else 1}
     return _make_choice(arch, _make_config(tile, slot, d, few, **options), Nq, K, Lq, tree // slot)
 
 

@@ -9,7 +9,7 @@ import torch
 import lik_ops
 from lik_ops import Quantized
 from lik_ops.core.plan_cache import plans
-from lik_ops.formats.table import ALL_FORMATS, BINARY_INT8_QUERIES, FORMATS, INT8_QUERIES, EncodedTokens
+from lik_ops.formats.table import ALL_FORMATS, BINARY_INT8_QUERIES, BINARY_QUERIES, FORMATS, INT8_QUERIES, EncodedTokens
 from lik_ops.ops.fast_path import eager
 from lik_ops.ops.topk import SearchArgs
 from lik_ops.portable import backend as portable
@@ -84,6 +84,25 @@ def test_binary_documents_and_two_terms(place, mode, d, scale, options, monkeypa
         scores, argmax = p.forward()
         assert_right(p, scores, argmax, False)
         assert_near_portable(p, scores, False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "d", "scale"),
+    [("cross", 128, "token"), ("candidates", 96, "tensor"), ("pairs", 20, "token"), ("cross", 300, "token")],
+)
+def test_signs_of_queries_score_like_queries_of_signs(place, mode, d, scale):
+    """Their products are exact in half precision, too."""
+    for dtype in dtypes(place):
+        p = problem(mode, dtype, d, "binary", scale, options=True)
+        p.r.Q[0, :3] = 0
+        Q = torch.where(p.r.Q.isnan(), p.r.Q, torch.where(p.r.Q > 0, 1, -1).to(dtype))
+        signs = dataclasses.replace(p, r=p.r._replace(Q=Q)).to(place.device)
+        p.stored = p.stored._replace(format=BINARY_QUERIES)
+        for found, expected in zip(p.to(place.device).forward(), signs.forward(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            p.forward(portable)[0], signs.to("cpu").forward(portable)[0], rtol=0, atol=0, equal_nan=True
+        )
 
 
 def test_a_wrong_scale_would_be_seen(place):

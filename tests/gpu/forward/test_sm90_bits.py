@@ -17,9 +17,10 @@ from lik_ops.formats.table import FORMATS
 from lik_ops.gpu import choose, supports
 from lik_ops.gpu.tuning import architectures
 
-from .test_sm90_int8 import SCALES, SM_90, bound, fast, packed
+from . import test_sm90_int8 as dense
+from .test_sm90_int8 import SCALES, SM_90, packed
 
-QUERIES = ("half", "int8")
+QUERIES = ("half", "int8", "binary")
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +35,17 @@ def _preferred(monkeypatch):
     backend.forget()
 
 
-def choice(Nq=1, K=1000, Lq=32, Ld=180, d=128, dtype=torch.bfloat16, each_token=False, terms=1, arch=SM_90):
+def choice(
+    Nq=1, K=1000, Lq=32, Ld=180, d=128, dtype=torch.bfloat16, each_token=False, terms=1, arch=SM_90, kept="bits1_int8"
+):
     Q = torch.empty(Nq, Lq, d, dtype=dtype, device="meta")
     data = torch.empty(K, Ld, d // 32, dtype=torch.int32, device="meta")
-    return choose.choose_int8(Q, data, torch.empty(K, Ld if each_token else 1, device="meta"), terms, arch, True)
+    return choose.choose_int8(Q, data, torch.empty(K, Ld if each_token else 1, device="meta"), terms, arch, kept)
 
 
 def test_when_it_is_chosen(monkeypatch):
     assert choice().programs == 264 and choice().config.SMALL_M and choice(Nq=3, terms=2).programs == 132
-    assert choice(Nq=16).config.ENCODING == "bits1" and not choice(Nq=16).config.SMALL_M
+    assert choice(Nq=16).config.ENCODING == "bits1_int8" and not choice(Nq=16).config.SMALL_M
     assert choice(Nq=2).config.PROGRAMS_PER_SM == 1 and choice(terms=2).config.PROGRAMS_PER_SM == 2
     for other in ({"d": 64}, {"d": 96}, {"Ld": 63}, {"Lq": 1}, {"K": 2**23, "Ld": 64}, {"Ld": 181, "each_token": True}):
         assert isinstance(choice(**other), str), other
@@ -114,6 +117,16 @@ def documents(Nd, Ld, scale, seed=0, query="int8", d=128):
     return lik_ops.quantize(D, "binary", scale, query=query).to("cuda")
 
 
+def fast(Q, D, *rest):
+    """Return the scores of the tested kernel, and fail if it is not selected."""
+    return dense.fast(D.stored().transform_queries(Q), D, *rest)
+
+
+def bound(Q, D, *rest):
+    """Return fp64 scores of dequantized tokens, and the error bound for kernels."""
+    return dense.bound(D.stored().transform_queries(Q), D, *rest)
+
+
 CASES = [
     (1, 700, 32, 180),
     (1, 140, 20, 64),
@@ -150,6 +163,9 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, 
         assert torch.equal(scores, packed(Q, D, q_mask, weight))
         exact, off = bound(Q, D, q_mask, weight)
         assert ((scores.double() - exact).abs() <= off).all()
+        if query == "binary" and scale == "tensor" and weight is None:  # integers, times one scale
+            integers = lik_ops.Quantized(D.data, torch.ones_like(D.scale), "binary", 128, D.dtype, query=query)
+            assert torch.equal(fast(Q, integers, q_mask).double(), bound(Q, integers, q_mask, None)[0])
         assert torch.equal(lik_ops.maxsim(Q, D, q_mask, q_weight=weight), scores)
         assert torch.equal(fast(Q, D, q_mask, weight), scores)  # a replayed call
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.operators.quantized [--only pages] [--own] [--rounds 30] [--seconds 400] [--out FILE]
 
-"x int8" marks documents whose queries are rounded to int8 (``query="int8"``).
+"x int8" marks documents whose queries are rounded to int8 (``query="int8"``), and "x fp8" to FP8.
 
 ``quantized`` rows hold median device times, each call on a flushed L2 cache. Peers are tuned for each shape. `error`
 is the largest difference from fp64 scores of full precision, relative to the largest score. `spearman` is the rank
@@ -54,6 +54,7 @@ FORMATS = {
     "int8 document x int8": ("int8", "document", "int8"),
     "uint8": ("uint8", "token", "half"),
     "fp8_e4m3": ("fp8_e4m3", "token", "half"),
+    "fp8_e4m3 x fp8": ("fp8_e4m3", "token", "fp8"),
     "binary": ("binary", "token", "half"),
     "binary document": ("binary", "document", "half"),
     "binary document x int8": ("binary", "document", "int8"),

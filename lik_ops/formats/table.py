@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .rotation import rotate
 
-Query: TypeAlias = Literal["half", "int8", "binary"]
+Query: TypeAlias = Literal["half", "int8", "fp8", "binary"]
 FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary", "rq4", "rq2", "rq1"]
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
 _MAX_ROWS_BYTES = 32 << 20  # size of the rows that are processed at a time
@@ -124,7 +124,7 @@ class Format(NamedTuple):
     scale: torch.dtype = torch.float32  # dtype of the scales
     affine: bool = False  # numbers are offsets from the minimum; else symmetric about 0
     # `KernelConfig.ENCODING`: a name, or a function that loads a tile of numbers. For "e4m3" and "e5m2", GPUs with FP8
-    # use "fp8" instead (`gpu/forward/quantized.py`).
+    # use "fp8" instead, and "fp8_fp8" for "e4m3_fp8" (`gpu/forward/quantized.py`).
     kernel: Any = "number"
     size: Callable[[Tensor], Tensor] = _max_abs  # size of tokens ``[n, d]`` that the scale maps to `largest`
     # Encodes tokens, given the inverse scales. None rounds to the nearest number.
@@ -161,12 +161,14 @@ RESIDUAL_FORMATS: dict[str, Format] = {
 # Iterates over `FORMATS`, then `RESIDUAL_FORMATS`.
 ALL_FORMATS: Mapping[str, Format] = ChainMap(RESIDUAL_FORMATS, FORMATS)
 # Precisions of query rows that a format allows besides "half".
-_QUERIES: dict[str, tuple[Query, ...]] = {"int8": ("int8",), "binary": ("int8", "binary")}
-# The operators' names of documents with queries that may also be rounded to int8, or that are signs.
-INT8_QUERIES, BINARY_INT8_QUERIES, BINARY_QUERIES = "int8_int8", "binary_int8", "binary_binary"
+_QUERIES: dict[str, tuple[Query, ...]] = {"int8": ("int8",), "fp8_e4m3": ("fp8",), "binary": ("int8", "binary")}
+# The operators' names of documents with queries that may also be rounded to int8 or FP8, or that are signs.
+INT8_QUERIES, BINARY_INT8_QUERIES, FP8_QUERIES = "int8_int8", "binary_int8", "fp8_e4m3_fp8"
+BINARY_QUERIES = "binary_binary"
 _QUERY_FORMATS = {
     INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES),
     BINARY_INT8_QUERIES: FORMATS["binary"]._replace(kernel="bits1_int8"),
+    FP8_QUERIES: FORMATS["fp8_e4m3"]._replace(kernel="e4m3_fp8"),
     BINARY_QUERIES: FORMATS["binary"]._replace(kernel="bits1_binary"),
 }
 OPERAND_FORMATS: Mapping[str, Format] = ChainMap(_QUERY_FORMATS, RESIDUAL_FORMATS, FORMATS)  # accepted by operators

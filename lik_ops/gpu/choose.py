@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.segments import PackedArgs
 from ..core.settings import KERNEL_VARIABLE, get_forced_kernel
 from ..csrc_triton.formats.bits import get_code_bits
-from ..formats.table import FORMATS, OPERAND_FORMATS, EncodedTokens
+from ..formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from . import generic_choices, supports
 from .generic_choices import SHORT_DOCUMENTS_REASON, GenericChoice, SplitChoice, has_idle_sms, has_long_documents
 from .runtime.arguments import architecture, has_even_stride, make_size_args, supports_descriptor
@@ -285,7 +285,7 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
     c, data, scale, format = a.c, a.stored.data, a.stored.scale, a.stored.format
     kernel = OPERAND_FORMATS[format].kernel
     terms = forward_configs.INT8_TERMS_BY_ENCODING.get(kernel)
-    if not terms and format not in FP8_FORMATS:
+    if not terms and format not in (*FP8_FORMATS, FP8_QUERIES):
         return f"documents are encoded as {format}"
     if any(x is not None for x in (c.cu_seqlens_q, c.offsets, c.pairs)) or c.candidates:
         return "tokens are packed, or each query has its own candidates"
@@ -295,7 +295,8 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
         return choose_int8(c.Q, data, scale, terms, a.arch, kernel if get_code_bits(kernel) else "")
     if data.dtype != torch.int8:
         data = data.view(torch.int8)
-    return choose_fp8(c.Q, data, scale, FORMATS[format].kernel, a.arch)
+    rounded = format == FP8_QUERIES and c.Q.dtype != torch.float32
+    return choose_fp8(c.Q, data, scale, "fp8_fp8" if rounded else kernel.removesuffix("_fp8"), a.arch)
 
 
 def _choose_generic(a: DenseChoiceArgs) -> GenericChoice:

@@ -299,6 +299,8 @@ def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
     """Return the relative L2 error of one operand of a product on a GPU."""
     if coarse.query == "int8":  # query rows are rounded to 1/254 of their largest feature, and |x|_1 <= sqrt(d) |x|_2
         return coarse.d**0.5 / 253
+    if coarse.query == "fp8":  # query features are rounded to 4 bits, and sums to 14 bits
+        return 1 / 16 + 1 / 64 + coarse.d**0.5 / 2**17
     if OPERAND_FORMATS[coarse.format].kernel in ("int8", "bits1_half"):  # query rows are rounded to 1/64,516
         return coarse.d**0.5 / 64_000
     if ALL_FORMATS[coarse.format].rotated:  # rotated queries are rounded to their dtype

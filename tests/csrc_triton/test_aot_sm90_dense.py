@@ -63,6 +63,7 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     scales |= C.PRECOMPUTED_TERMS
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     element, kept = ("fp32", "float32") if C.FP32_TERMS else ("i8", "int8")
+    element = "fp8e4nv" if C.ENCODING == "fp8_fp8" else element
     if C.PRECOMPUTED_TERMS:
         element, kept = "fp16", "float16"
     block = [C.BN, C.BD]
@@ -167,6 +168,24 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
     assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "Nq", "Lq", "Ld", "options"),
+    [
+        (torch.bfloat16, 128, 64, 1024, 1024, False),
+        (torch.float16, 96, 16, 32, 300, True),
+        (torch.bfloat16, 128, 1, 32, 300, False),
+        (torch.float16, 64, 4, 32, 180, True),
+    ],
+    ids=str,
+)
+def test_fp8_queries_compile_as_meant(dtype, d, Nq, Lq, Ld, options, tmp_path):
+    choice = sm90_configs.configure_fp8(SM_90, Nq, 256, Lq, Ld, d, kept="fp8_fp8")
+    source = numbers_source(choice, dtype, d, options, True)
+    compiled = compile_as_launched(source, GPUTarget("cuda", 90, 32))
+    assert "f32.e4m3.e4m3" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
 
 
 @pytest.mark.parametrize("terms", [1, 2])

@@ -9,6 +9,7 @@ from lik_ops.core.segments import RaggedArgs
 from lik_ops.formats.rotation import make_rotation
 from lik_ops.formats.table import (
     ALL_FORMATS,
+    FP8_QUERIES,
     INT8_QUERIES,
     OPERAND_FORMATS,
     RESIDUAL_FORMATS,
@@ -153,6 +154,9 @@ def bounds_of(p, q, x, tokens, normalize):
     if s.codes is not None and s.centroids.dtype == torch.float16:
         largest = s.weights.double().abs().amax()
         bound = bound + 2.0**-11 * (q.abs() @ ((n + largest) * scale[:, None]).T)
+    if s.format == FP8_QUERIES and p.r.Q.dtype != torch.float32 and q.shape[1] <= 128:
+        # Half a step of 4 bits, or of the smallest numbers, and sums of 14 bits on FP8 tensor cores.
+        bound = bound + sizes * (1 / 16 + 1 / 64) + q.abs().amax(1, keepdim=True) * (n.sum(1) * scale) * 2.0**-17
     if step := half_a_step(p):
         bound = bound + step * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
     if normalize:

@@ -159,12 +159,12 @@ def convert_documents(raw, ring, numbers, begin, end, sizes, C: gl.constexpr):
 def convert_queries(q, layout: gl.constexpr, C: gl.constexpr):
     """Return query rows in the dtype of the product, and the factors of their maxima in `layout`.
 
-    bf16 rows become fp16 rows divided by a power of two, and the factors are these powers. Other rows are unchanged,
-    and the factor is 0.
+    bf16 rows become fp16 rows divided by a power of two, and the factors are these powers. FP8 queries are divided in
+    the same way. Other rows are unchanged, and the factor is 0.
     """
     powers = 0
     if needs_power_scaling(q.dtype, C.ENCODING):
-        over = choose_powers(find_largest(q))
-        q = divide_by_powers(q, over)
+        over = choose_powers(find_largest(q), C)
+        q = divide_by_powers(q, over, C)
         powers = gl.convert_layout(over, layout)
     return q, powers

@@ -207,7 +207,7 @@ def _copy_tile(D, norms, ring, spans, k, K, row, length, t0, stage, phase, C: gl
     full = open_stage(ring, stage, phase, TILES * D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
     start = row + choose_tile_start(spans, t0, length, C)
     if HAS_SCALES:
-        at = start if D.dtype == gl.int8 or BITS else k * gl.cdiv(length, C.BN) * C.BN + t0
+        at = start if D.dtype == gl.int8 or C.ENCODING != "" else k * gl.cdiv(length, C.BN) * C.BN + t0
         async_load(norms, [at], full, ring.norms.inverse.index(stage))
     if BITS:
         async_load(D, [start * (C.BD // WORD_BITS)], full, ring.tiles.index(stage))

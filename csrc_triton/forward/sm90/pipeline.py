@@ -82,7 +82,9 @@ def make_tile_layout(block: list[int], dtype: str):
 @triton.constexpr_function
 def has_conversion_warps(C):
     """Return whether conversion warps make fp16 or int8 tiles of the documents (many query rows)."""
-    return C.ENCODING != "" or (C.FP32_TERMS > 0 and not C.PRECOMPUTED_TERMS)
+    if C.ENCODING != "":
+        return C.ENCODING != "fp8_fp8"
+    return C.FP32_TERMS > 0 and not C.PRECOMPUTED_TERMS
 
 
 @triton.constexpr_function
@@ -93,7 +95,7 @@ def copies_scales(C):
     """
     if get_code_bits(C.ENCODING):
         return C.SMALL_M
-    return C.ENCODING == "" and (C.FP32_TERMS == 0 or C.PRECOMPUTED_TERMS)
+    return C.ENCODING in ("", "fp8_fp8") and (C.FP32_TERMS == 0 or C.PRECOMPUTED_TERMS)
 
 
 @triton.constexpr_function

@@ -110,6 +110,12 @@ def _count_columns(C):
 
 
 @triton.constexpr_function
+def converts_tokens(C):
+    """Return whether registers hold tokens that are converted to fp16: FP8 next to other queries, and fp32."""
+    return C.FP32_TERMS > 0 or (is_fp8(C.ENCODING) and C.ENCODING != "fp8_fp8")
+
+
+@triton.constexpr_function
 def get_small_m_registers(C):
     """Return the registers per thread of the second consumer and of the producer.
 
@@ -126,7 +132,7 @@ def make_small_m_pipeline(D, norms, C: gl.constexpr):
         The `TilePipeline`, with token scales if they are precomputed, and the shared memory of the query rows. Each
         warp group has its own copy of the query rows.
     """
-    CONVERTED: gl.constexpr = C.ENCODING != "" or C.FP32_TERMS > 0
+    CONVERTED: gl.constexpr = converts_tokens(C) or get_code_bits(C.ENCODING) > 0
     DTYPE: gl.constexpr = get_converted_dtype(C) if CONVERTED else D.dtype
     OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2) if CONVERTED else D.layout
     TILE: gl.constexpr = D.layout
@@ -182,7 +188,7 @@ def _prefetch_scales(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexp
         The scales, or 0 if documents are not FP8, then the document and the first token of that tile.
     """
     scale = 0
-    if is_fp8(C.ENCODING):
+    if converts_tokens(C) and C.FP32_TERMS == 0:
         k, t0 = _advance_tile(k, t0, sizes.Ld, C)
         scale = load_tile_scales(numbers, gl.minimum(k, sizes.K - 1), t0, sizes.Ld, layout, C)
     return scale, k, t0
@@ -222,7 +228,7 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
     mbarrier.wait(ring.full.index(slot), phase)
     tile = ring.tiles.index(slot)
     odd = 0
-    if is_fp8(C.ENCODING) or C.FP32_TERMS > 0:
+    if converts_tokens(C):
         a = tile.load(gl.DotOperandLayout(0, S.type.layout, 2))
         mbarrier.arrive(ring.empty.index(slot), count=1)
         if C.FP32_TERMS > 0:

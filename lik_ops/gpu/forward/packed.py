@@ -55,7 +55,7 @@ _INT32_MAX = 2**31 - 1
 _MAX_TILES = 4096
 _MAX_DESCRIPTORS = 64  # cached for each plan
 # Values of `KernelConfig.ENCODING` whose documents descriptors can read.
-_DESCRIPTOR_ENCODINGS = ("", "int8", INT8_QUERIES, "number", "fp8", "e4m3", "e5m2")
+_DESCRIPTOR_ENCODINGS = ("", "int8", INT8_QUERIES, "number", "fp8", "e4m3", "e5m2", "fp8_fp8", "e4m3_fp8")
 _TERM_ROWS = 16  # rows of a program of `maxsim_query_terms`
 
 

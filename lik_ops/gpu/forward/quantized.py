@@ -15,7 +15,14 @@ from ...core.segments import PackedArgs
 from ...core.settings import get_forced_kernel, require_unforced
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
-from ...formats.table import BINARY_INT8_QUERIES, BINARY_QUERIES, INT8_QUERIES, OPERAND_FORMATS, EncodedTokens
+from ...formats.table import (
+    BINARY_INT8_QUERIES,
+    BINARY_QUERIES,
+    FP8_QUERIES,
+    INT8_QUERIES,
+    OPERAND_FORMATS,
+    EncodedTokens,
+)
 from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
@@ -38,7 +45,8 @@ _TILE_TOKENS, _TILE_FEATURES = 32, 64
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
 _WORD_ENCODINGS = {"codes": "words", "bits": "bitwords"}
 # Formats with a kernel for dense documents.
-_DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, *choose.FP8_FORMATS)
+_DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, *choose.FP8_FORMATS, FP8_QUERIES)
+_MAX_FP8_QUERY_FEATURES = 128
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -116,7 +124,7 @@ def _run_packed(
         call = choose.QuantizedChoiceArgs(c, stored, normalize, bool(argmax_dtype), architecture(c.Q.device))
         choose.apply_rules(choose.QUANTIZED_RULES, call)
         require_unforced("a tensor does not start at a multiple of 16 bytes, or the kernel does not compile")
-    stored = stored.flat()
+    stored = _choose_query_format(stored.flat(), c.Q)
     data, kept = view_for_kernel(c.D, stored.format, architecture(c.Q.device))
     c, counts = c._replace(D=data), make_dequant_args(stored)
     if normalize:
@@ -126,11 +134,17 @@ def _run_packed(
     return ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
 
 
+def _choose_query_format(stored: EncodedTokens, Q: Tensor) -> EncodedTokens:
+    """Return the tokens in a format whose kernel reads Q. Only half-precision rows of few features become FP8."""
+    whole = Q.dtype == torch.float32 or Q.shape[-1] > _MAX_FP8_QUERY_FEATURES
+    return stored._replace(format="fp8_e4m3") if whole and stored.format == FP8_QUERIES else stored
+
+
 def view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
     """Return the encoded data as the kernel reads it, and `KernelConfig.ENCODING`."""
     kept = OPERAND_FORMATS[format]
     if kept.dtype.is_floating_point and arch.name in FP8_ARCHITECTURES:
-        return data.view(kept.dtype), "fp8"
+        return data.view(kept.dtype), "fp8_fp8" if format == FP8_QUERIES else "fp8"
     return data, kept.kernel
 
 

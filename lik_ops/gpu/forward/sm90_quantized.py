@@ -15,7 +15,7 @@ from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
 from ...csrc_triton.formats.bits import get_code_bits
-from ...formats.table import OPERAND_FORMATS, EncodedTokens
+from ...formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, use_device
@@ -47,7 +47,7 @@ class QuantizedPlan(Sm90Plan):
         C = choice.config
         assert isinstance(C, Sm90Config)
         self.bits = get_code_bits(C.ENCODING) > 0
-        self.each_token = C.PRECOMPUTED_SCALES and (C.SMALL_M if self.bits else not C.ENCODING)
+        self.each_token = C.PRECOMPUTED_SCALES and (C.SMALL_M if self.bits else C.ENCODING in ("", "fp8_fp8"))
         if self.bits:
             self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
 
@@ -88,12 +88,17 @@ class QuantizedPlan(Sm90Plan):
         return EncodedDocumentArgs(x.D, x.scale, *x.scale.stride())
 
 
-def _view_for_kernel(stored: EncodedTokens) -> Tensor | None:
-    """Return encoded documents as int8, or binary documents as words, or None if these are not aligned."""
+def _view_for_kernel(stored: EncodedTokens, dtype: torch.dtype) -> Tensor | None:
+    """Return encoded documents as the kernel reads them for queries of a dtype, or None if words are not aligned.
+
+    They are int8, words of binary documents, or FP8 next to FP8 queries.
+    """
     data = stored.data
     if get_code_bits(OPERAND_FORMATS[stored.format].kernel):
         whole = data.is_contiguous() and data.shape[-1] % 4 == 0 and data.data_ptr() % 4 == 0
         return data.view(torch.int32) if whole and data.storage_offset() % 4 == 0 else None
+    if stored.format == FP8_QUERIES and dtype != torch.float32:
+        return data.view(torch.float8_e4m3fn)
     return data if data.dtype == torch.int8 else data.view(torch.int8)
 
 
@@ -106,7 +111,7 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
         c: the call.
         stored: the documents with their axes.
     """
-    data, scale = _view_for_kernel(stored), stored.scale
+    data, scale = _view_for_kernel(stored, c.Q.dtype), stored.scale
     if data is None:
         return False
     metadata = make_metadata_key(c.Q, data, c.q_mask, None, c.q_weight)
@@ -121,7 +126,7 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
 
 def forward(plan: QuantizedPlan, c: PackedArgs, stored: EncodedTokens) -> Tensor | None:
     """Return the scores of a call with its plan, or None if `maxsim_forward_ragged` has to serve."""
-    data, scale = _view_for_kernel(stored), stored.scale
+    data, scale = _view_for_kernel(stored, c.Q.dtype), stored.scale
     assert data is not None
     each = scale if scale.shape == data.shape[:2] else scale.expand(data.shape[:2])
     return plan.forward(QuantizedArgs(c.Q, data, c.q_mask, c.q_weight, each))

@@ -361,8 +361,13 @@ def configure_int8(
 
 
 def configure_fp8(arch: Architecture, Nq: int, K: int, Lq: int, Ld: int, d: int, *, kept: str) -> Sm90Choice:
-    """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`."""
+    """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`.
+
+    With "fp8_fp8", query rows are FP8, too.
+    """
     few, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
     tile = _select_least_waste(tiles if few == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if few else _TILE
+    if kept == "fp8_fp8":
+        tile = SMALL_M_TILES["int8"][0] if few else _INT8_TILE
     options = {"ARGMAX": False, "PRECOMPUTED_SCALES": True, "ENCODING": kept}
     return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, few, **options), Nq, K, Lq)

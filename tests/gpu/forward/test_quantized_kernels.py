@@ -9,7 +9,15 @@ import torch
 import lik_ops
 from lik_ops import Quantized
 from lik_ops.core.plan_cache import plans
-from lik_ops.formats.table import ALL_FORMATS, BINARY_INT8_QUERIES, BINARY_QUERIES, FORMATS, INT8_QUERIES, EncodedTokens
+from lik_ops.formats.table import (
+    ALL_FORMATS,
+    BINARY_INT8_QUERIES,
+    BINARY_QUERIES,
+    FORMATS,
+    FP8_QUERIES,
+    INT8_QUERIES,
+    EncodedTokens,
+)
 from lik_ops.ops.fast_path import eager
 from lik_ops.ops.topk import SearchArgs
 from lik_ops.portable import backend as portable
@@ -103,6 +111,47 @@ def test_signs_of_queries_score_like_queries_of_signs(place, mode, d, scale):
         torch.testing.assert_close(
             p.forward(portable)[0], signs.to("cpu").forward(portable)[0], rtol=0, atol=0, equal_nan=True
         )
+
+
+@pytest.mark.parametrize(
+    ("mode", "d", "scale", "options", "normalize"),
+    [
+        ("cross", 128, "token", False, False),
+        ("candidates", 96, "tensor", True, False),
+        ("pairs", 100, "token", True, True),
+        ("cross", 300, "token", False, False),
+    ],
+)
+def test_queries_of_fp8_are_within_their_rounding(place, mode, d, scale, options, normalize):
+    for dtype in dtypes(place):
+        p = problem(mode, dtype, d, "fp8_e4m3", scale, options)
+        p.r.Q[0] *= 1e-3
+        p.r.Q[1, :5] *= 2.0**-14  # below the normal numbers of FP8
+        p = p.to(place.device)
+        rounded = dataclasses.replace(p, stored=p.stored._replace(format=FP8_QUERIES))
+        scores, argmax = rounded.forward(normalize=normalize)
+        assert_right(rounded, scores, argmax, normalize)
+        if dtype == torch.float32 or d > 128:  # not rounded
+            torch.testing.assert_close(scores, p.forward(normalize=normalize)[0], rtol=0, atol=0, equal_nan=True)
+        else:
+            with pytest.raises(AssertionError):
+                assert_right(p, scores, None, normalize)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 6e4, 6e-8])
+def test_odd_rows_next_to_fp8_queries(place, value):
+    p = problem("cross", torch.float16, 96, "fp8_e4m3", queries=(1, 1), documents=(5, 9))
+    plain = dataclasses.replace(p, stored=p.stored._replace(format=FP8_QUERIES)).to(place.device).forward()[0]
+    p.r.Q[0] = 0
+    p.r.Q[0, 3] = value
+    p = p.to(place.device)
+    rounded = dataclasses.replace(p, stored=p.stored._replace(format=FP8_QUERIES))
+    scores, argmax = rounded.forward()
+    assert torch.equal(scores[1], plain[1])
+    if abs(value) < float("inf"):  # powers of two and their neighbors are exact in FP8
+        assert_right(rounded, scores, argmax, False)
+    else:
+        assert scores[0].isnan().all()
 
 
 def test_a_wrong_scale_would_be_seen(place):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.operators.quantized [--only pages] [--own] [--rounds 30] [--seconds 400] [--out FILE]
 
-"x int8" marks documents whose queries are rounded to int8 (``query="int8"``).
+"x int8" marks documents whose queries are rounded to int8 (``query="int8"``), and "x fp8" to FP8.
 
 ``quantized`` rows hold median device times, each call on a flushed L2 cache. Peers are tuned for each shape.
 ``quantize_ms`` are the times of `lik_ops.quantize`. Rows of pooled documents have as many tokens as a document of 180
@@ -56,7 +56,10 @@ FORMATS = {
     "int8 document x int8": ("int8", "document", "int8"),
     "uint8": ("uint8", "token", "half"),
     "fp8_e4m3": ("fp8_e4m3", "token", "half"),
+    "fp8_e4m3 x fp8": ("fp8_e4m3", "token", "fp8"),
     "binary": ("binary", "token", "half"),
+    "binary document": ("binary", "document", "half"),
+    "binary document x int8": ("binary", "document", "int8"),
     **{format: (format, "token", "half") for format in ("rq4", "rq2", "rq1")},
 }
 RATIO_GOALS = {"rq4": ("int8", 1.3), "rq1": ("binary", 1.0)}  # the time of a format, divided by the time of another

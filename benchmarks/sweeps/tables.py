@@ -127,6 +127,63 @@ def few_tiles(case: tuple) -> dict[str, Patches]:
     return {f"{tokens} x {stages}": patches(Sm90Tile(tokens, stages)) for tokens, stages in FEW_TILES}
 
 
+# encoded: tiles in the pipeline, and programs of an SM, of the sm_90 kernels of binary documents and of FP8 queries.
+# The tables do not prefer them, because no GPU has run them yet. Next to binary documents, half-precision query rows
+# become two int8 terms.
+ENCODED_SHAPES = ((1, 100_000, 32, 180), (1, 1000, 32, 300), (16, 1000, 32, 300), (1, 1000, 1024, 1024))
+ENCODED_SHAPES += ((64, 64, 1024, 1024),)  # Nq, Nd, Lq, Ld
+# Format, query, scale.
+ENCODED = (
+    *(("binary", query, scale) for query in ("half", "int8", "binary") for scale in ("document", "token")),
+    ("fp8_e4m3", "fp8", "token"),
+)
+_FEW_STAGES, _MANY_STAGES = {"binary": (8, 16, 32), "fp8_e4m3": (3, 6, 10)}, (4, 6, 8)
+_UNMEASURED: Patches = {
+    "gpu.supports.prefers_encoded": put(lambda *_: None),
+    "gpu.tuning.forward_configs.INT8_TERMS_BY_ENCODING": lambda present: present | {"bits1": 2},
+}
+
+
+def encoded_cases() -> dict[str, tuple]:
+    return {f"{' '.join(how)} {shape}": (*how, *shape) for how, shape in itertools.product(ENCODED, ENCODED_SHAPES)}
+
+
+def encoded_call(case: tuple) -> Call:
+    kept, query, scale, Nq, Nd, Lq, Ld = case
+    x = Inputs(Case("encoded", Nq, Nd, Lq, Ld), "cuda")
+    D: Any = lik_ops.quantize(x.D, kept, scale, query=query)
+    return lambda: lik_ops.maxsim(x.Q, D)
+
+
+def encoded_tiles(case: tuple) -> dict[str, Patches]:
+    def programs(n: int) -> Callable[[Any], Any]:
+        def patch(present: Callable[..., Any]) -> Callable[..., Any]:
+            def choose(arch: Any, *args: Any, **kwargs: Any) -> Any:
+                found = present(arch, *args, **kwargs)
+                config = found.config._replace(PROGRAMS_PER_SM=n)
+                return found._replace(config=config, programs=min(found.programs, n * arch.processors))
+
+            return choose
+
+        return patch
+
+    kept, _, _, Nq, _, Lq, _ = case
+    if Nq * Lq > 32:
+        tiles = {stages: Sm90Tile(64, stages, in_registers=True) for stages in _MANY_STAGES}
+        return {
+            f"{stages} stages": {**_UNMEASURED, "gpu.tuning.sm90_configs._INT8_TILE": put(tile)}
+            for stages, tile in tiles.items()
+        }
+    found: dict[str, Patches] = {}
+    for stages, n in itertools.product(_FEW_STAGES[kept], (1, 2) if kept == "binary" else (1,)):
+        tile = {"bits" if kept == "binary" else "int8": (Sm90Tile(64, stages),)}
+        found[f"{stages} stages, {n} programs"] = _UNMEASURED | {
+            _SMALL_M: lambda present, tile=tile: present | tile,
+            "gpu.tuning.sm90_configs.configure_int8": programs(n),
+        }
+    return found
+
+
 # pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
 _NEVER = 10**9
 _PER_SM, _WHOLE, _LARGE_D = (
@@ -334,6 +391,7 @@ def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
 SWEEPS = {
     "forward": Sweep(forward_cases, forward_call, forward_tiles),
     "few": Sweep(few_cases, few_call, few_tiles),
+    "encoded": Sweep(encoded_cases, encoded_call, encoded_tiles, exact=False),
     "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
     "head": Sweep(head_cases, head_call, head_tiles),
     "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),

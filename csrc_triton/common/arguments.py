@@ -267,7 +267,8 @@ class KernelConfig(NamedTuple):
     ENCODING: Any = ""
     # Forward: soft maxima. With SHORT_DOCUMENTS, no TOKENS_FIRST, no FP32_TERMS, not PERSISTENT.
     SOFT: bool = False
-    INT8_TERMS: int = 0  # with "int8" and SINGLE_STEP: int8 terms of a query row. 0: rows stay whole
+    # With SINGLE_STEP and int8 numbers ("int8" and binary documents): int8 terms of a query row. 0: rows stay whole.
+    INT8_TERMS: int = 0
     EVEN_D: bool = False  # residual codes that are read as words: BD divides d
     # Packed forward, or SOFT: a program scores a split of a document. Without SOFT no CANDIDATES, not PERSISTENT.
     SPLIT_DOCUMENTS: bool = False
@@ -290,14 +291,17 @@ class Sm90Config(NamedTuple):
     MMA_ROWS: int = 64  # query rows of a product
     # At most MMA_ROWS query rows, no OPERAND_IN_REGISTERS. Each warp group has its own documents.
     SMALL_M: bool = False
-    INT8_TERMS: int = 0  # int8 documents: int8 terms of a query row. A product has 64 of them unless SMALL_M
+    # int8 or binary documents: int8 terms of a query row. A product has 64 of them unless SMALL_M.
+    INT8_TERMS: int = 0
     # fp16 terms of fp32 tokens: 2, or 1 if TF32 is allowed. 0: half precision, or encoded documents. No NORMALIZE. With
     # ARGMAX or MASK only if PRECOMPUTED_TERMS. Query rows in registers unless SMALL_M.
     FP32_TERMS: int = 0
     PRECOMPUTED_TERMS: bool = False  # `split_tokens` split the documents, otherwise conversion warps do
     MASK: bool = False  # PRECOMPUTED_TERMS with scales that are 0 for masked tokens
-    # With PRECOMPUTED_SCALES: FP8 documents, "e4m3" or "e5m2". Bytes are converted to fp16.
+    # With PRECOMPUTED_SCALES: FP8 documents, "e4m3" or "e5m2". Bytes are converted to fp16. With INT8_TERMS and BD 128:
+    # binary documents, "bits1" to "bits1_binary" as in `KernelConfig`. Words are decoded to int8.
     ENCODING: str = ""
+    PROGRAMS_PER_SM: int = 1  # with SMALL_M: 2 programs have fewer registers. The launch has to limit them, too
 
 
 class RowMaximaOutputArgs(NamedTuple):

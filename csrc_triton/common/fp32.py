@@ -21,6 +21,7 @@ on that row alone, so no score depends on its batch.
 import triton
 import triton.language as tl
 
+from ..formats.bits import get_code_bits, load_code
 from ..formats.encoded import load_token_scales
 from .primitives import NO_TOKEN, load_rows, load_tokens, nan_max, to_int64
 
@@ -121,7 +122,10 @@ def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
         scale = load_token_scales(x.counts, document.row + t)
     for k in tl.range(0, x.d, num_stages=1):
         q = tl.load(rows.ptr + to_int64(k) * x.Q.stride_d, mask=rows.ok, other=0.0)
-        y = tl.load(tokens + to_int64(k) * x.D.stride_d)
+        if get_code_bits(C.ENCODING) > 0:
+            y = load_code(tokens, k, C)
+        else:
+            y = tl.load(tokens + to_int64(k) * x.D.stride_d)
         if C.INT8_TERMS > 0:
             # Scale first. Unscaled codes times queries near the largest fp32 number would be infinite.
             q = q.to(tl.float32)

@@ -8,6 +8,7 @@ from ..formats.encoded import (
     convert_encoded,
     dequantize_similarities,
     divide_by_powers,
+    has_fp8_queries,
     load_encoded_tile,
     multiply_terms,
     needs_power_scaling,
@@ -37,7 +38,7 @@ def load_query_tile(x, rows, columns, C: tl.constexpr):
     """Load features `columns` of query rows."""
     q = load_rows(rows.ptr, rows.ok, columns, x.d, x.Q.stride_d, C.WIDE_OFFSETS)
     if needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
-        q = divide_by_powers(q, rows.scale)
+        q = divide_by_powers(q, rows.scale, C)
     return q
 
 
@@ -47,7 +48,14 @@ def add_product(S, q, x, C: tl.constexpr):
     if C.PRECISION == "tf32":
         q = round_to_tf32(q)
         x = round_to_tf32(x)
-    if C.TOKENS_FIRST:
+    if has_fp8_queries(C.ENCODING):
+        # FP8 tensor cores add with fewer bits than fp32. All features are one step, so that bits are always the same.
+        tl.static_assert(C.SINGLE_STEP)
+        if C.TOKENS_FIRST:
+            S = tl.dot(x, tl.trans(q))
+        else:
+            S = tl.dot(q, tl.trans(x))
+    elif C.TOKENS_FIRST:
         S = tl.dot(x, tl.trans(q), S, input_precision=C.PRECISION)
     else:
         S = tl.dot(q, tl.trans(x), S, input_precision=C.PRECISION)

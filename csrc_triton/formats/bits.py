@@ -1,7 +1,8 @@
 """Codes of 1, 2 or 4 bits, which are decoded to odd numbers while a tile of tokens is loaded.
 
 A code c of n bits is the number ``2 c - (2^n - 1)``, such as -1 and 1 for one bit. The first feature of a byte is in
-its lowest bits. `KernelConfig.ENCODING` is "bits1", "bits2" or "bits4".
+its lowest bits. `KernelConfig.ENCODING` is "bits1", "bits2" or "bits4", or "bits1_half" or "bits1_int8" if query rows
+are two int8 terms or one, or "bits1_binary" if they are signs.
 
 For half-precision queries, codes may also be read as words of eight features, "bitwords1" to "bitwords4". The bits of a
 code become bits of the mantissa of a number whose last place is 1, and a subtraction removes the rest:
@@ -24,7 +25,16 @@ from ..common.primitives import load_tokens
 @triton.constexpr_function
 def get_code_bits(stored):
     """Return the bits of a code, or 0 for other formats."""
-    return int(stored[-1]) if isinstance(stored, str) and stored.startswith(("bits", "bitwords")) else 0
+    for prefix in ("bitwords", "bits"):
+        if isinstance(stored, str) and stored.startswith(prefix):
+            return int(stored[len(prefix)])
+    return 0
+
+
+@triton.constexpr_function
+def has_sign_queries(stored):
+    """Return whether the features of query rows are -1 and +1."""
+    return stored == "bits1_binary"
 
 
 @triton.constexpr_function
@@ -71,6 +81,14 @@ def _decode_words(words, dtype: tl.constexpr, C: tl.constexpr):
     low = x.to(tl.uint16).to(dtype, bitcast=True)
     high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True)
     return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
+def load_code(token, n, C: tl.constexpr):
+    """Load feature n of the tokens at `token`, pointers to bytes, as odd numbers in int32."""
+    NBITS: tl.constexpr = get_code_bits(C.ENCODING)
+    byte = tl.load(token + n * NBITS // 8).to(tl.int32)
+    return ((byte >> (n * NBITS % 8)) & ((1 << NBITS) - 1)) * 2 - ((1 << NBITS) - 1)
 
 
 @triton.jit

@@ -3,9 +3,10 @@
 `KernelConfig.ENCODING` names the encoding of a feature:
 
 - "int8".
-- "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion.
+- "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion. Next to FP8 queries, "fp8_fp8" or "e4m3_fp8".
 - "number": another type that Triton converts.
-- "bits1" to "bits4" and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`.
+- "bits1" to "bits4", "bits1_half", "bits1_int8", "bits1_binary", and "bitwords1" to "bitwords4": codes of odd numbers,
+  see `bits`.
 - "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
 - A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
@@ -15,8 +16,8 @@ Every encoded value is exact in fp16 and bf16. Similarities are dequantized afte
 S[s, t] = <q[s], x[t]> * scale[t] + minimum[t] * sum(q[s])
 ```
 
-**int8 terms.** A conversion costs more than a product. For int8 documents, query rows are split into int8 terms
-instead:
+**int8 terms.** A conversion costs more than a product. For int8 documents, "bits1_half", "bits1_int8" and
+"bits1_binary", query rows are split into int8 terms instead:
 
 ```text
 q = scale * (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)
@@ -32,6 +33,10 @@ or infinity, are multiplied feature by feature, as in `common.fp32`.
 query row is divided by a power of two that brings its largest feature to the upper end of fp16. Features of at least
 2^-32 of the largest are exact, and others are accurate to 2^-40 of it. Rows with an infinity use the largest power, so
 that no other feature becomes infinite.
+
+**FP8 queries.** A row is divided by a power of two that brings its largest feature below 2^8, and rounded to e4m3. The
+error of a feature is at most a 16th of it, or 2^-17 of the largest. FP8 tensor cores multiply both operands in one step
+that covers all features. Infinite features become NaN.
 """
 
 import triton
@@ -46,7 +51,7 @@ from ..common.primitives import (
     nan_max,
     sum_in_order_across_warps,
 )
-from .bits import get_code_bits, load_bits
+from .bits import get_code_bits, has_sign_queries, load_bits
 from .residual import get_bucket_bits, load_decoded_tokens
 
 INT8_LOW_SCALE = tl.constexpr(254)
@@ -57,13 +62,15 @@ _MIN_EXPONENT_BITS, _MAX_EXPONENT_BITS = (
     tl.constexpr(254 << 23),
 )
 _TARGET_EXPONENT_BITS = tl.constexpr(15 << 23)  # fp16 ends below 2^16
+_FP8_TARGET_EXPONENT_BITS = tl.constexpr(7 << 23)  # e4m3 ends at 448
+_E4M3_SMALL = tl.constexpr(1.5 * 2**14)  # the last place of an fp32 number of this size is 2^-9
 _INVERSE_EXPONENT_BITS = tl.constexpr(254 << 23)  # minus the bits of a power of two: the bits of its inverse
 
 
 @triton.jit
 def convert_encoded(tile, dtype: tl.constexpr, C: tl.constexpr):
     """Convert encoded features to `dtype`."""
-    if C.ENCODING == "e4m3":
+    if C.ENCODING == "e4m3" or C.ENCODING == "e4m3_fp8":
         magnitude = tile & 0x7F
         bits = (magnitude.to(tl.uint16) << 7) | ((tile & 0x80).to(tl.uint16) << 8)
         x = bits.to(tl.float16, bitcast=True) * 256.0  # the exponent of fp16 is biased by 8 more
@@ -76,18 +83,26 @@ def convert_encoded(tile, dtype: tl.constexpr, C: tl.constexpr):
 @triton.constexpr_function
 def is_fp8(stored):
     """Return whether an encoding is FP8."""
-    return stored in ("fp8", "e4m3", "e5m2")
+    return stored in ("fp8", "e4m3", "e5m2", "fp8_fp8", "e4m3_fp8")
+
+
+@triton.constexpr_function
+def has_fp8_queries(stored):
+    """Return whether query rows are rounded to FP8, and multiplied as FP8 or with "e4m3_fp8" as fp16."""
+    return stored in ("fp8_fp8", "e4m3_fp8")
 
 
 @triton.constexpr_function
 def needs_power_scaling(query, stored):
-    """Return whether query rows of a dtype are converted to fp16 and divided by powers of two."""
-    return is_fp8(stored) and query == tl.bfloat16
+    """Return whether query rows of a dtype are converted to fp16 or FP8 and divided by powers of two."""
+    return has_fp8_queries(stored) or (is_fp8(stored) and query == tl.bfloat16)
 
 
 @triton.constexpr_function
 def choose_factor_dtype(query, stored):
     """Return the dtype in which encoded features are multiplied with query rows of a dtype."""
+    if stored == "fp8_fp8":
+        return tl.float8e4nv
     return tl.float16 if needs_power_scaling(query, stored) else query
 
 
@@ -101,7 +116,7 @@ def compute_row_powers(x, pointers, ok, C: tl.constexpr):
         for c0 in range(0, x.d, C.BD):
             q = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE_OFFSETS)
             most = tl.maximum(most, find_largest(q))
-    return choose_powers(most)
+    return choose_powers(most, C)
 
 
 @triton.jit
@@ -111,7 +126,7 @@ def find_largest(q):
 
 
 @triton.jit
-def choose_powers(most):
+def choose_powers(most, C: tl.constexpr):
     """Return the powers of two for rows with these largest magnitudes."""
     exponent = most.to(tl.int32, bitcast=True) & _EXPONENT_MASK
     exponent = tl.where(
@@ -119,15 +134,32 @@ def choose_powers(most):
         _MAX_EXPONENT_BITS,
         tl.where(exponent < _MIN_EXPONENT_BITS, _MIN_EXPONENT_BITS, exponent),
     )
-    return (exponent - _TARGET_EXPONENT_BITS).to(tl.float32, bitcast=True)
+    if has_fp8_queries(C.ENCODING):
+        exponent -= _FP8_TARGET_EXPONENT_BITS
+    else:
+        exponent -= _TARGET_EXPONENT_BITS
+    return exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def divide_by_powers(q, powers):
-    """Divide bf16 rows by powers of two and convert them to fp16."""
+def _round_to_e4m3(x):
+    """Round fp32 numbers below 2^8 to the nearest number of e4m3, ties to even. Infinities become NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + (0x7FFFF + ((bits >> 20) & 1))) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + _E4M3_SMALL) - _E4M3_SMALL  # multiples of 2^-9
+    rounded = tl.where(tl.abs(x) < 0.015625, small, normal)
+    return tl.where(tl.abs(x) < float("inf"), rounded, float("nan"))
+
+
+@triton.jit
+def divide_by_powers(q, powers, C: tl.constexpr):
+    """Divide rows by powers of two, and convert bf16 rows to fp16, or all rows to FP8 for FP8 queries."""
     bits = powers.to(tl.int32, bitcast=True)
     inverse = (bits * -1 + _INVERSE_EXPONENT_BITS).to(tl.float32, bitcast=True)
-    return (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
+    x = q.to(tl.float32) * inverse[:, None]
+    if has_fp8_queries(C.ENCODING):
+        x = _round_to_e4m3(x)
+    return x.to(tl.float8e4nv if C.ENCODING == "fp8_fp8" else tl.float16)
 
 
 @triton.constexpr_function
@@ -160,9 +192,10 @@ def _round_to_integer(x):
 
 
 @triton.jit
-def split_int8_terms(q):
+def split_int8_terms(q, C: tl.constexpr):
     """Return the terms hi and lo of fp32 rows, and their scales, which are negative for rows that are not exact.
 
+    Signs are their own terms hi, so that their products are exact, and the scale of hi is 1.
     Products are rounded separately from additions. Fused operations would make the terms depend on the compiled kernel.
     """
     most = tl.max(tl.abs(q), axis=1)
@@ -176,6 +209,9 @@ def split_int8_terms(q):
     hi = _round_to_integer(x)
     lo = _round_to_integer(tl.fma(x - hi, zero + INT8_LOW_SCALE, zero))
     scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * INT8_LOW_SCALE)))
+    if has_sign_queries(C.ENCODING):
+        hi = tl.where(plain[:, None], q, 0.0)
+        scale = tl.where(plain, 1.0 / INT8_LOW_SCALE, scale)
     return hi, lo, tl.where(plain, scale, -1.0)
 
 
@@ -201,7 +237,7 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     ok = row < rows
     columns = tl.arange(0, C.BD)
     q = load_rows(locate_rows(Q, 0 * row, row), ok, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
-    hi, lo, scale = split_int8_terms(q)
+    hi, lo, scale = split_int8_terms(q, C)
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi.to(tl.int8), mask=ok[:, None])
     tl.store(places + rows.to(tl.int64) * C.BD, lo.to(tl.int8), mask=ok[:, None])

@@ -66,6 +66,7 @@ from ..forward.sm90.pipeline import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     advance_stage,
+    make_block,
     make_tile_pipeline,
     open_stage,
 )
@@ -78,7 +79,7 @@ def _make_pipeline(x, C: gl.constexpr):
     """Allocate the pipeline of tiles that descriptor `x` reads, and shared memory for the owned rows of both groups."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
     OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ACCUMULATOR_ROWS, C.BD], x.dtype)
-    ring = make_tile_pipeline(x.dtype, TILE, C.STAGES, 2, C.BN, C.BD)
+    ring = make_tile_pipeline(x.dtype, TILE, C.STAGES, 2, make_block(C.BN, C.BD))
     return ring, gl.allocate_shared_memory(x.dtype, [2, ACCUMULATOR_ROWS, C.BD], OWN)
 
 

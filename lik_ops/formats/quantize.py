@@ -28,6 +28,7 @@ from .table import (
     compute_extremes,
     compute_scales,
     encode_tokens,
+    list_queries,
     select_rows,
     split_rows,
 )
@@ -57,7 +58,7 @@ def quantize(
         d_mask: tokens to keep, the shape of D without d. Masked tokens become zeros, whatever values they hold.
         cu_seqlens_d: int32 or int64 ``[Nd + 1]``. Packed document k has the tokens from ``cu_seqlens_d[k]`` to
             ``cu_seqlens_d[k + 1]``.
-        query: precision of query rows in products with ``"int8"`` documents, see `Quantized`.
+        query: precision of query rows in products with ``"int8"`` or ``"binary"`` documents, see `Quantized`.
 
     Returns:
         A `Quantized`. A token of zeros dequantizes to zeros in every format. All features of a token with NaN or
@@ -77,7 +78,7 @@ def quantize(
     op = "quantize"
     check_no_dtensor(op, D=D)
     _check_quantize_args(op, D, format, scale, d_mask, cu_seqlens_d)
-    check_choice(op, "query", query, get_args(Query) if format == "int8" else ("half",))
+    check_choice(op, "query", query, list_queries(format))
     rows, bounds = D.detach().flatten(0, -2), None if cu_seqlens_d is None else DocumentBounds(cu_seqlens_d, D.shape[0])
     keep = None if d_mask is None else (d_mask != 0).flatten()
     if isinstance(format, ResidualCodec):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ..core.disk import get_path, replace_file, save_tensors
 from ..core.extras import import_extra
 from .residual import ResidualCodec
 from .rotation import rotate
-from .table import ALL_FORMATS, INT8_QUERIES, EncodedTokens, FormatName, Query, Residual, split_rows
+from .table import ALL_FORMATS, EncodedTokens, FormatName, Query, Residual, list_queries, split_rows
 
 _CODEC = "codec."  # prefix of the names of the codec's tensors in a file
 
@@ -60,7 +60,10 @@ class Quantized:
             axis. A document with a code outside the codec scores NaN. None for other formats.
         codec: for residual codes, the codec that decodes them, on the device of `data`. None for other formats.
         query: ``"half"`` rounds query rows to 1/64516 of their largest feature in products with ``"int8"`` documents.
-            ``"int8"`` lets a GPU round them to 1/254, which needs about half the time if there are many queries.
+            ``"int8"`` lets a GPU round them to 1/254, which needs about half the time if there are many queries. Only
+            ``"int8"`` and ``"binary"`` documents allow ``"int8"``. Only ``"binary"`` documents allow ``"binary"``. It
+            replaces each query feature by its sign, on every device. Only ``"fp8_e4m3"`` documents allow ``"fp8"``. It
+            lets a GPU round the features of fp16 and bf16 queries to FP8.
 
     Raises:
         TypeError: a dtype or type is wrong.
@@ -91,7 +94,7 @@ class Quantized:
     def __post_init__(self) -> None:
         op = "Quantized"
         check_choice(op, "format", self.format, tuple(ALL_FORMATS))
-        check_choice(op, "query", self.query, get_args(Query) if self.format == "int8" else ("half",))
+        check_choice(op, "query", self.query, list_queries(self.format))
         kept = ALL_FORMATS[self.format]
         check_tensor(op, "data", self.data)
         check_strided(op, "data", self.data)
@@ -269,8 +272,8 @@ class Quantized:
         """Return the tokens as `EncodedTokens` with all their axes and with FP8 as bytes."""
         data, codec = self.data, self.codec
         coded = () if codec is None else (self.codes, codec.centroids, codec.table)
-        format = INT8_QUERIES if self.query == "int8" else self.format
-        data = data.view(ALL_FORMATS[format].bytes) if data.is_floating_point() else data
+        format = self.format if self.query == "half" else f"{self.format}_{self.query}"
+        data = data.view(ALL_FORMATS[self.format].bytes) if data.is_floating_point() else data
         return EncodedTokens(data, self.scale, self.minimum, format, *coded)
 
     def stored(self) -> EncodedTokens:

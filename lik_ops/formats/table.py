@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .rotation import rotate
 
-Query: TypeAlias = Literal["half", "int8"]
+Query: TypeAlias = Literal["half", "int8", "fp8", "binary"]
 FormatName: TypeAlias = Literal["int8", "uint8", "fp8_e4m3", "fp8_e5m2", "binary", "rq4", "rq2", "rq1"]
 Residual: TypeAlias = Literal["residual1", "residual2", "residual4", "residual8"]
 _MAX_ROWS_BYTES = 32 << 20  # size of the rows that are processed at a time
@@ -124,7 +124,7 @@ class Format(NamedTuple):
     scale: torch.dtype = torch.float32  # dtype of the scales
     affine: bool = False  # numbers are offsets from the minimum; else symmetric about 0
     # `KernelConfig.ENCODING`: a name, or a function that loads a tile of numbers. For "e4m3" and "e5m2", GPUs with FP8
-    # use "fp8" instead (`gpu/forward/quantized.py`).
+    # use "fp8" instead, and "fp8_fp8" for "e4m3_fp8" (`gpu/forward/quantized.py`).
     kernel: Any = "number"
     size: Callable[[Tensor], Tensor] = _max_abs  # size of tokens ``[n, d]`` that the scale maps to `largest`
     # Encodes tokens, given the inverse scales. None rounds to the nearest number.
@@ -150,7 +150,8 @@ FORMATS: dict[str, Format] = {
     "uint8": Format(torch.uint8, 255, affine=True),
     "fp8_e4m3": Format(torch.float8_e4m3fn, 448, kernel="e4m3", decode=partial(_decode_fp8, "fp8_e4m3")),
     "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decode_fp8, "fp8_e5m2")),
-    "binary": _make_odd(1, size=_mean_abs),
+    # The kernel "bits1_half" multiplies query rows as two int8 terms. It has not been measured yet.
+    "binary": _make_odd(1, size=_mean_abs, kernel="bits1"),
     # bf16 scales have the range of fp32, and are more precise than the numbers.
     **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2, 1)},
 }
@@ -159,10 +160,23 @@ RESIDUAL_FORMATS: dict[str, Format] = {
 }
 # Iterates over `FORMATS`, then `RESIDUAL_FORMATS`.
 ALL_FORMATS: Mapping[str, Format] = ChainMap(RESIDUAL_FORMATS, FORMATS)
-# The operators' name of "int8" documents with queries that may also be rounded to int8.
-INT8_QUERIES = "int8_int8"
-_QUERY_FORMATS = {INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES)}
+# Precisions of query rows that a format allows besides "half".
+_QUERIES: dict[str, tuple[Query, ...]] = {"int8": ("int8",), "fp8_e4m3": ("fp8",), "binary": ("int8", "binary")}
+# The operators' names of documents with queries that may also be rounded to int8 or FP8, or that are signs.
+INT8_QUERIES, BINARY_INT8_QUERIES, FP8_QUERIES = "int8_int8", "binary_int8", "fp8_e4m3_fp8"
+BINARY_QUERIES = "binary_binary"
+_QUERY_FORMATS = {
+    INT8_QUERIES: FORMATS["int8"]._replace(kernel=INT8_QUERIES),
+    BINARY_INT8_QUERIES: FORMATS["binary"]._replace(kernel="bits1_int8"),
+    FP8_QUERIES: FORMATS["fp8_e4m3"]._replace(kernel="e4m3_fp8"),
+    BINARY_QUERIES: FORMATS["binary"]._replace(kernel="bits1_binary"),
+}
 OPERAND_FORMATS: Mapping[str, Format] = ChainMap(_QUERY_FORMATS, RESIDUAL_FORMATS, FORMATS)  # accepted by operators
+
+
+def list_queries(format: Any) -> tuple[Query, ...]:
+    """Return the values of `Quantized.query` that a format allows."""
+    return ("half", *_QUERIES.get(format, ()))
 
 
 class EncodedTokens(NamedTuple):
@@ -209,8 +223,14 @@ class EncodedTokens(NamedTuple):
             x = x.add_(self.centroids.index_select(0, torch.where(inside, codes, 0)))
         return torch.mul(x, torch.where(inside, scale, torch.nan).unsqueeze(-1), out=out)
 
-    def rotate_queries(self, Q: Tensor, inverse: bool = False) -> Tensor:
-        """Return query tokens ``[..., d]`` as these documents are multiplied by them, or apply the inverse."""
+    def transform_queries(self, Q: Tensor, inverse: bool = False) -> Tensor:
+        """Return query tokens ``[..., d]`` as these documents are multiplied by them, or apply the inverse.
+
+        They are rotated for a rotated format. For binary queries, a feature becomes 1 if it is above 0, else -1, or
+        stays NaN. The inverse of this rounding returns its input.
+        """
+        if self.format == BINARY_QUERIES and not inverse:
+            return torch.where(Q > 0, 1.0, torch.where(Q == Q, -1.0, torch.nan)).to(Q.dtype)
         return rotate(Q, inverse) if OPERAND_FORMATS[self.format].rotated else Q
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..core.segments import PackedArgs
 from ..core.settings import KERNEL_VARIABLE, get_forced_kernel
-from ..formats.table import FORMATS, EncodedTokens
+from ..csrc_triton.formats.bits import get_code_bits
+from ..formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from . import generic_choices, supports
 from .generic_choices import SHORT_DOCUMENTS_REASON, GenericChoice, SplitChoice, has_idle_sms, has_long_documents
 from .runtime.arguments import architecture, has_even_stride, make_size_args, supports_descriptor
@@ -173,22 +174,27 @@ def choose_row_maxima(
     return reason or supports.prefers_row_maxima(rows, Lq, arch, found) or found
 
 
-def choose_int8(Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture) -> Sm90Choice | str:
-    """Choose an sm_90 kernel for dense int8 documents, or return the reason why not.
+def choose_int8(
+    Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture, kept: str = ""
+) -> Sm90Choice | str:
+    """Choose an sm_90 kernel for dense int8 or binary documents, or return the reason why not.
 
     Args:
         Q: query tokens `[Nq, Lq, d]`.
-        data: int8 documents `[Nd, Ld, d]`.
+        data: int8 documents `[Nd, Ld, d]`, or the bytes or words of binary documents.
         scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
         terms: number of int8 terms of a query row.
         arch: architecture that runs the kernel.
+        kept: encoding of binary documents, else "".
     """
     reason = supports.supports_sm90_call(Q, data, arch)
     if reason:
         return reason
     sizes = make_size_args(Q, data)
     each_token = scale.shape[1] > 1
-    found = sm90_configs.configure_int8(arch, Q.dtype, sizes, Q.shape[-1], each_token=each_token, terms=terms)
+    found = sm90_configs.configure_int8(
+        arch, Q.dtype, sizes, Q.shape[-1], each_token=each_token, terms=terms, kept=kept
+    )
     reason = supports.supports_encoded(Q, data, scale, found)
     return reason or supports.prefers_encoded(sizes.K, arch, found) or found
 
@@ -276,18 +282,20 @@ class QuantizedChoiceArgs(NamedTuple):
 def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
     """Choose an sm_90 kernel for encoded documents, or return the reason why not."""
     c, data, scale, format = a.c, a.stored.data, a.stored.scale, a.stored.format
-    terms = forward_configs.INT8_TERMS_BY_ENCODING.get(format)
-    if not terms and format not in FP8_FORMATS:
+    kernel = OPERAND_FORMATS[format].kernel
+    terms = forward_configs.INT8_TERMS_BY_ENCODING.get(kernel)
+    if not terms and format not in (*FP8_FORMATS, FP8_QUERIES):
         return f"documents are encoded as {format}"
     if any(x is not None for x in (c.cu_seqlens_q, c.offsets, c.pairs)) or c.candidates:
         return "tokens are packed, or each query has its own candidates"
     if c.d_mask is not None or a.normalize or a.argmax:
         return "documents have a mask" if c.d_mask is not None else "`normalize`" if a.normalize else "argmax"
+    if terms:
+        return choose_int8(c.Q, data, scale, terms, a.arch, kernel if get_code_bits(kernel) else "")
     if data.dtype != torch.int8:
         data = data.view(torch.int8)
-    if terms:
-        return choose_int8(c.Q, data, scale, terms, a.arch)
-    return choose_fp8(c.Q, data, scale, FORMATS[format].kernel, a.arch)
+    rounded = format == FP8_QUERIES and c.Q.dtype != torch.float32
+    return choose_fp8(c.Q, data, scale, "fp8_fp8" if rounded else kernel.removesuffix("_fp8"), a.arch)
 
 
 def _choose_generic(a: DenseChoiceArgs) -> GenericChoice:

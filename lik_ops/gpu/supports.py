@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.settings import get_forced_kernel
 from ..csrc_triton.common.arguments import SizeArgs, Sm90Config
+from ..csrc_triton.formats.bits import get_code_bits
 from .runtime.arguments import (
     choose_row_offset_width,
     get_feature_reach,
@@ -174,39 +175,51 @@ def prefers_row_maxima(rows: int, Lq: int, arch: Architecture, found: RowMaximaC
 
 
 def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_specialized` cannot serve dense int8 or FP8 documents, or None.
+    """Return the reason why `maxsim_forward_specialized` cannot serve dense int8, FP8 or binary documents, or None.
 
     The documents have no mask. The call neither normalizes nor returns an argmax, and fits `supports_sm90_call`. TMA
-    reads int8 scales of single tokens, so they have to exist for all tokens. FP8 scales may have any strides.
+    reads scales of single tokens, so they have to exist for all tokens. FP8 scales may have any strides, and so may
+    scales of binary documents with many query rows.
 
     Args:
         Q: query tokens `[Nq, Lq, d]`.
-        data: encoded documents `[Nd, Ld, d]`.
+        data: encoded documents `[Nd, Ld, d]`, or the bytes or words of binary documents.
         scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
         found: the choice of the kernel.
     """
     (Nq, K, Lq, Ld), d, C = make_size_args(Q, data), Q.shape[-1], found.config
-    is_fp8 = isinstance(C, Sm90Config) and bool(C.ENCODING)
-    each_token = not is_fp8 and scale.shape[1] > 1
+    assert isinstance(C, Sm90Config)
+    bits = get_code_bits(C.ENCODING) > 0
+    fp8_queries = C.ENCODING == "fp8_fp8"
+    has_fp8 = C.ENCODING != "" and not bits
+    each_token = scale.shape[1] > 1 and (fp8_queries or not has_fp8) and (C.SMALL_M or not bits)
     odd_scales = each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous())
     counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
-        (is_fp8 and Q.dtype not in HALF_DTYPES, f"FP8 documents with {Q.dtype} queries"),
+        (has_fp8 and Q.dtype not in HALF_DTYPES, f"FP8 documents with {Q.dtype} queries"),
+        (fp8_queries and not each_token, "FP8 queries with a scale that tokens share"),
         (odd_scales, "scales of tokens that are not contiguous, or that documents share"),
         (each_token and Ld % 4, "scales of tokens with Ld no multiple of 4"),
         (Lq < 2, "Lq < 2"),
         (Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (d > 128, "d > 128"),
         (d % 16, "d is no multiple of 16"),
+        (bits and d != 128, "binary documents with d != 128"),
         (max(counts) >= 2**31, "2^31 or more rows, tokens, or (row tile, document) pairs"),
+        (bits and K * Ld >= 2**29, "2^29 or more binary tokens"),  # TMA has 32-bit coordinates of words
         (not supports_descriptor(data), "TMA cannot read D: it is not contiguous"),
     )
 
 
 def prefers_encoded(K: int, arch: Architecture, found: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_ragged` is faster for dense int8 or FP8 documents, or None."""
+    """Return the reason why `maxsim_forward_ragged` is preferred for dense int8, FP8 or binary documents, or None."""
     least = arch.processors // 2
-    return _prefer((found.row_tiles * K < least, f"slower for fewer than {least} {_PAIRS}"))
+    assert isinstance(found.config, Sm90Config)
+    return _prefer(
+        (get_code_bits(found.config.ENCODING) > 0, "binary documents: not measured yet"),
+        (found.config.ENCODING == "fp8_fp8", "FP8 queries: not measured yet"),
+        (found.row_tiles * K < least, f"slower for fewer than {least} {_PAIRS}"),
+    )
 
 
 def supports_soft_gradients(

@@ -207,9 +207,9 @@ def maxsim_quantized_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     backend = lookup_backend(_BWD, args[:-1], tuple(needs), args[1], _check_backward_args, *given)
     functional.reject_forward_ad(grad_scores, args[1], tensors[8])
     # Rotated documents multiply rotated queries, and their gradients rotate back.
-    tensors = (stored.rotate_queries(tensors[0]), *tensors[1:])
+    tensors = (stored.transform_queries(tensors[0]), *tensors[1:])
     grad_Q, grad_weight = backend.backward_quantized(grad_scores, tensors, stored, argmax, normalize, list(needs))
-    return stored.rotate_queries(grad_Q, inverse=True) if needs[0] else grad_Q, grad_weight
+    return stored.transform_queries(grad_Q, inverse=True) if needs[0] else grad_Q, grad_weight
 
 
 @maxsim_quantized_bwd.register_fake

@@ -29,7 +29,7 @@ from ..core.arguments import (
 from ..core.segments import make_segment_rows
 from ..formats.quantize import DocumentBounds
 from ..formats.quantized import Quantized, make_placeholder
-from ..formats.table import ALL_FORMATS
+from ..formats.table import ALL_FORMATS, OPERAND_FORMATS
 from ..ops import topk
 from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast
@@ -223,6 +223,8 @@ def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tens
         raise ValueError(
             f"{_OP}: coarse: expected {expected} documents of d = {shape[-1]} as in D, got {count} of d = {coarse.d}"
         )
+    if coarse.query == "binary":
+        raise ValueError(f"{_OP}: coarse: expected query 'half' or 'int8', because signs bound no score, got 'binary'")
     if coarse.error is None or coarse.norm is None or coarse.error.shape != (count,):
         raise ValueError(f"{_OP}: coarse: expected the errors of {count} documents, as `quantize` finds them")
     return Q, q_weight
@@ -297,7 +299,9 @@ def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
     """Return the relative L2 error of one operand of a product on a GPU."""
     if coarse.query == "int8":  # query rows are rounded to 1/254 of their largest feature, and |x|_1 <= sqrt(d) |x|_2
         return coarse.d**0.5 / 253
-    if coarse.format == "int8":  # query rows are rounded to 1/64,516
+    if coarse.query == "fp8":  # query features are rounded to 4 bits, and sums to 14 bits
+        return 1 / 16 + 1 / 64 + coarse.d**0.5 / 2**17
+    if OPERAND_FORMATS[coarse.format].kernel in ("int8", "bits1_half"):  # query rows are rounded to 1/64,516
         return coarse.d**0.5 / 64_000
     if ALL_FORMATS[coarse.format].rotated:  # rotated queries are rounded to their dtype
         return torch.finfo(Q.dtype).eps

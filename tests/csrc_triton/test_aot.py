@@ -34,7 +34,8 @@ MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v
 COMMON, OTHERS = common_and_others()
 
 
-BY_TERMS = ("*i8", INT8_QUERIES)  # int8 documents, with query rows as two int8 terms or one
+# int8 and binary documents, with query rows as two int8 terms or one.
+BY_TERMS = ("*i8", INT8_QUERIES, "bits1_half", "bits1_int8", "bits1_binary")
 
 
 def _matrix_unit(case: Case, name: str) -> str:

@@ -57,17 +57,21 @@ def source(
 
 
 def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bool):
-    """Return the kernel source for 8-bit or fp32 documents. If `scales`, a descriptor reads the token scales."""
+    """Return the kernel source for encoded or fp32 documents. If `scales`, a descriptor reads the token scales."""
     assert choice is not None
     C = choice.config
     scales |= C.PRECOMPUTED_TERMS
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
     element, kept = ("fp32", "float32") if C.FP32_TERMS else ("i8", "int8")
+    element = "fp8e4nv" if C.ENCODING == "fp8_fp8" else element
     if C.PRECOMPUTED_TERMS:
         element, kept = "fp16", "float16"
+    block = [C.BN, C.BD]
+    if C.ENCODING.startswith("bits"):
+        block, element, kept = [C.BN * C.BD // 32], "i32", "int32"
     signature = {
         "Q": QueryArgs(*queries),
-        "D": f"tensordesc<{element}[{C.BN},{C.BD}],{make_tile_layout([C.BN, C.BD], kept)!r}>",
+        "D": f"tensordesc<{element}[{','.join(map(str, block))}],{make_tile_layout(block, kept)!r}>",
         "norms": described_norms(C.BN) if scales else "constexpr",
         "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.FP32_TERMS else "*fp32", "i32", "i32"),
         "out": OutputArgs("*fp32", "*i16" if C.ARGMAX else "constexpr"),
@@ -114,6 +118,33 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
     check(compiled, tmp_path, products=True)
 
 
+@pytest.mark.parametrize("each_token", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "Nq", "Lq", "Ld", "options", "terms"),
+    [
+        (torch.bfloat16, 1, 32, 180, False, 2),
+        (torch.float32, 2, 16, 300, True, 1),
+        (torch.float16, 2, 32, 64, True, 2),
+        (torch.bfloat16, 256, 32, 300, False, 1),
+        (torch.float16, 64, 1024, 1024, True, 2),
+    ],
+    ids=str,
+)
+def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, terms, each_token, tmp_path):
+    chosen = {"each_token": each_token, "terms": terms, "kept": "bits1_half" if terms == 2 else "bits1_binary"}
+    choice = sm90_configs.configure_int8(SM_90, dtype, SizeArgs(Nq, 256, Lq, Ld), 128, **chosen)
+    C = choice.config
+    assert choice.programs == min(132 * C.PROGRAMS_PER_SM, 256) if C.SMALL_M else C.PROGRAMS_PER_SM == 1
+    source = numbers_source(choice, dtype, 128, options, each_token and C.SMALL_M)
+    compiled = compile_as_launched(source, GPUTarget("cuda", 90, 32), choice.launch_options)
+    assert "s32.s8.s8" in compiled.asm["ptx"] and "prmt.b32" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
+    registers, _ = cuda_resources(compiled.asm["cubin"])
+    threads = 12 * 32 if C.SMALL_M else 16 * 32
+    assert registers * threads * C.PROGRAMS_PER_SM <= 65536
+    assert compiled.metadata.shared * C.PROGRAMS_PER_SM <= SM_90.shared_memory_bytes
+
+
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
     choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept=kept)
     return numbers_source(choice, dtype, d, options, False)
@@ -137,6 +168,24 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
     assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "Nq", "Lq", "Ld", "options"),
+    [
+        (torch.bfloat16, 128, 64, 1024, 1024, False),
+        (torch.float16, 96, 16, 32, 300, True),
+        (torch.bfloat16, 128, 1, 32, 300, False),
+        (torch.float16, 64, 4, 32, 180, True),
+    ],
+    ids=str,
+)
+def test_fp8_queries_compile_as_meant(dtype, d, Nq, Lq, Ld, options, tmp_path):
+    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept="fp8_fp8")
+    source = numbers_source(choice, dtype, d, options, True)
+    compiled = compile_as_launched(source, GPUTarget("cuda", 90, 32))
+    assert "f32.e4m3.e4m3" in compiled.asm["ptx"]
+    check(compiled, tmp_path, products=True)
 
 
 @pytest.mark.parametrize("terms", [1, 2])

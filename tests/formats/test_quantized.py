@@ -327,6 +327,19 @@ def test_how_queries_are_rounded_stays_with_the_documents(tmp_path):
     assert torch.equal(made.dequantize(), plain.dequantize())
 
 
+def test_signs_of_queries_and_documents_have_hamming_distances():
+    """With a scale of 1, a similarity is d - 2 h for the Hamming distance h, and scores are exact integers."""
+    Q, D = tokens(3, 4, 130), tokens(5, 6, 130)
+    Q[0, 0, :5], D[1, 2, :7] = 0, 0  # a feature of 0 has a bit of 0, as -1 has
+    data = lik_ops.quantize(D, "binary").data
+    made = Quantized(data, torch.ones(1, 1), "binary", 130, D.dtype, query="binary")
+    distances = ((Q > 0)[:, None, :, None] != (D > 0)[None, :, None]).sum(-1)
+    expected = (130 - 2 * distances.amin(-1)).sum(-1).float()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert torch.equal(lik_ops.maxsim(Q.to(dtype), made), expected)
+    assert made.stored().format == "binary_binary" and "query='binary'" in repr(made)
+
+
 def test_a_file_takes_the_place_of_the_old_one_once_it_is_whole(tmp_path, monkeypatch):
     safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
     path, link = tmp_path / "documents.safetensors", tmp_path / "link"
@@ -503,6 +516,7 @@ def test_exported_with_documents_as_arguments():
         (lambda D: quantize(D, scale="row"), ValueError, "quantize: scale: expected one of token, .*, got 'row'"),
         (lambda D: lik_ops.quantize(D, query="int4"), ValueError, "query: expected one of half, int8, got 'int4'"),
         (lambda D: lik_ops.quantize(D, "uint8", query="int8"), ValueError, "query: expected one of half, got 'int8'"),
+        (lambda D: lik_ops.quantize(D, query="binary"), ValueError, "query: expected one of half, int8, got 'binary'"),
         (
             lambda D: Quantized(D.char(), D[..., 0], "int8", 8, D.dtype, query="fp8"),
             ValueError,

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
-from lik_ops.formats.table import ALL_FORMATS, INT8_QUERIES
+from lik_ops.formats.table import ALL_FORMATS, FP8_QUERIES, INT8_QUERIES
 from lik_ops.portable import backend as portable
 
 from ..support.common import INTERPRETING, PLACE_IDS, PLACES
@@ -21,7 +21,7 @@ FEATURES = (20, 96, 300) if INTERPRETING else (20, 128, 300)
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 CASES = [
     (format, mode, FEATURES[n % 3], n % 2 == 0, n % 4 > 1)
-    for n, (format, mode) in enumerate(itertools.product((*ALL_FORMATS, INT8_QUERIES), MODES))
+    for n, (format, mode) in enumerate(itertools.product((*ALL_FORMATS, INT8_QUERIES, FP8_QUERIES), MODES))
 ]
 
 
@@ -45,7 +45,8 @@ def expected_gradients(p, argmax, upstream, normalize):
 def test_gradients_are_those_of_the_formula(place, format, mode, d, options, normalize):
     for dtype in dtypes(place) if place.device == "cuda" else [dtypes(place)[len(format) % 2]]:
         scale = ("token", "document", "tensor")[len(mode) % 3]
-        p = problem(mode, dtype, d, "int8" if format == INT8_QUERIES else format, scale, options).to(place.device)
+        kept = {INT8_QUERIES: "int8", FP8_QUERIES: "fp8_e4m3"}.get(format, format)
+        p = problem(mode, dtype, d, kept, scale, options).to(place.device)
         stored, longest = p.stored._replace(format=format), int(p.r.cu_seqlens_q.diff().max())
         Q, rest = p.r.Q.clone().requires_grad_(), p.r[2:8]
         weight = p.r.q_weight if p.r.q_weight is None else p.r.q_weight.clone().requires_grad_()

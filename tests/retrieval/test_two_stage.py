@@ -313,6 +313,11 @@ def _bad(**options):
         (lambda: _bad(coarse=quantize(tokens(3, 5, 8))), ValueError, "coarse: expected 4 documents of d = 8 as in D"),
         (lambda: _bad(coarse=quantize(tokens(4, 5, 9))), ValueError, "coarse: expected 4 documents of d = 8 as in D"),
         (
+            lambda: _bad(coarse=quantize(tokens(4, 5, 8), "binary", query="binary")),
+            ValueError,
+            "coarse: expected query 'half' or 'int8', because signs bound no score, got 'binary'",
+        ),
+        (
             lambda: _bad(coarse=dataclasses.replace(quantize(tokens(4, 5, 8)), error=None)),
             ValueError,
             "coarse: expected the errors of 4 documents",

@@ -67,7 +67,7 @@ _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 _STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "fp8", "*fp8e5": "fp8"}
 _WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
 _WORDS |= {f"bit{name}": kind for name, kind in _WORDS.items()}
-_READ = _WORDS | {INT8_QUERIES: "*i8"}
+_READ = _WORDS | {INT8_QUERIES: "*i8", "fp8_fp8": "*fp8e4nv"}
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ def knows(case: Case, arch: Architecture) -> bool:
     """Return whether this GPU reads the documents in this form: FP8 as FP8 or as bytes, codes as words."""
     if case.stored in _WORDS:
         return not arch.is_amd and not (case.stored == "bitwords1" and arch.unit == "mma")
-    as_fp8, as_bytes = case.stored.startswith("*fp8"), case.stored in ("e4m3", "e5m2")
+    as_fp8 = case.stored.startswith("*fp8") or case.stored == "fp8_fp8"
+    as_bytes = case.stored in ("e4m3", "e5m2", "e4m3_fp8")
     return not (as_bytes if arch.name in quantized.FP8_ARCHITECTURES else as_fp8)
 
 

@@ -9,6 +9,7 @@ from lik_ops.core.segments import RaggedArgs
 from lik_ops.formats.rotation import make_rotation
 from lik_ops.formats.table import (
     ALL_FORMATS,
+    FP8_QUERIES,
     INT8_QUERIES,
     OPERAND_FORMATS,
     RESIDUAL_FORMATS,
@@ -135,7 +136,8 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
 
 def half_a_step(p):
     """Return the error bound of query features relative to the largest feature of a row."""
-    return {"int8": TERMS, INT8_QUERIES: ONE_TERM}.get(p.stored.format, 0) if p.r.Q.shape[1] <= 256 else 0
+    steps = {"int8": TERMS, INT8_QUERIES: ONE_TERM, "bits1_half": TERMS, "bits1_int8": ONE_TERM}
+    return steps.get(OPERAND_FORMATS[p.stored.format].kernel, 0) if p.r.Q.shape[1] <= 256 else 0
 
 
 def bounds_of(p, q, x, tokens, normalize):
@@ -152,6 +154,9 @@ def bounds_of(p, q, x, tokens, normalize):
     if s.codes is not None and s.centroids.dtype == torch.float16:
         largest = s.weights.double().abs().amax()
         bound = bound + 2.0**-11 * (q.abs() @ ((n + largest) * scale[:, None]).T)
+    if s.format == FP8_QUERIES and p.r.Q.dtype != torch.float32 and q.shape[1] <= 128:
+        # Half a step of 4 bits, or of the smallest numbers, and sums of 14 bits on FP8 tensor cores.
+        bound = bound + sizes * (1 / 16 + 1 / 64) + q.abs().amax(1, keepdim=True) * (n.sum(1) * scale) * 2.0**-17
     if step := half_a_step(p):
         bound = bound + step * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
     if normalize:

@@ -1,8 +1,9 @@
-"""FP8 and fp32 documents in the sm_90 kernels: conversion warps, and query rows to match.
+"""FP8, binary and fp32 documents in the sm_90 kernels: conversion warps, and query rows to match.
 
 FP8 tokens are multiplied in fp16 (`formats/encoded.py`). In the dense kernel TMA copies bytes into a raw pipeline. Four
 conversion warps convert each tile into the fp16 pipeline that the consumers multiply, and store the scales of its
-tokens. The conversion overlaps the products of 256 query rows.
+tokens. The conversion overlaps the products of 256 query rows. Words of binary tokens become int8 tiles (`bits.py`) in
+the same way.
 
 Eight conversion warps split fp32 tokens into one or two fp16 terms and a scale (`common/fp32.py`), which is negative
 for fallback tokens. The terms lo of a stage follow C.STAGES tiles after the terms hi.
@@ -14,7 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...common.fp32 import split_rows
+from ...formats.bits import get_code_bits
 from ...formats.encoded import choose_powers, divide_by_powers, find_largest, needs_power_scaling
+from .bits import load_numbers, make_tables
 from .pipeline import advance_stage
 
 _CONVERT_TOKENS = gl.constexpr(32)  # FP8 tokens at a time: more need more registers
@@ -55,28 +58,36 @@ def fp8_to_fp16(x, C: gl.constexpr):
 
 @gluon.jit
 def _convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
-    """Convert every tile of the raw pipeline into the fp16 pipeline (conversion warps).
+    """Convert every FP8 or binary tile of the raw pipeline into a tile of fp16 or int8 (conversion warps).
 
     Scales are loaded one tile ahead.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PARTS: gl.constexpr = C.BN // _CONVERT_TOKENS
+    tables = make_tables(Ld, 4 * C.BN, False) if get_code_bits(C.ENCODING) > 0 else 0
     stage = 0
     phase = 0
     k = begin % K
-    scale = load_tile_scales(numbers, k, 0, Ld, TOKENS, C)
+    scale = load_tile_scales(numbers, k, 0, Ld, TOKENS, C) if C.PRECOMPUTED_SCALES else 0
     for _ in range(begin, end):
         after = gl.where(k + 1 == K, 0, k + 1)
         for t0 in range(0, Ld, C.BN):
             last = t0 + C.BN >= Ld
-            ahead = load_tile_scales(numbers, gl.where(last, after, k), gl.where(last, 0, t0 + C.BN), Ld, TOKENS, C)
+            ahead = 0
+            if C.PRECOMPUTED_SCALES:
+                t1 = gl.where(last, 0, t0 + C.BN)
+                ahead = load_tile_scales(numbers, gl.where(last, after, k), t1, Ld, TOKENS, C)
             mbarrier.wait(raw.full.index(stage), phase)
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            for n in gl.static_range(PARTS):
-                x = raw.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).load(LAYOUT)
-                ring.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).store(fp8_to_fp16(x, C))
-            ring.norms.inverse.index(stage).store(scale)
+            if get_code_bits(C.ENCODING) > 0:
+                ring.tiles.index(stage).store(load_numbers(raw.tiles.index(stage), tables, False))
+            else:
+                for n in gl.static_range(PARTS):
+                    x = raw.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).load(LAYOUT)
+                    ring.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).store(fp8_to_fp16(x, C))
+            if C.PRECOMPUTED_SCALES:
+                ring.norms.inverse.index(stage).store(scale)
             fence_async_shared()
             mbarrier.arrive(ring.full.index(stage), count=1)
             mbarrier.arrive(raw.empty.index(stage), count=1)
@@ -148,12 +159,12 @@ def convert_documents(raw, ring, numbers, begin, end, sizes, C: gl.constexpr):
 def convert_queries(q, layout: gl.constexpr, C: gl.constexpr):
     """Return query rows in the dtype of the product, and the factors of their maxima in `layout`.
 
-    bf16 rows become fp16 rows divided by a power of two, and the factors are these powers. Other rows are unchanged,
-    and the factor is 0.
+    bf16 rows become fp16 rows divided by a power of two, and the factors are these powers. FP8 queries are divided in
+    the same way. Other rows are unchanged, and the factor is 0.
     """
     powers = 0
     if needs_power_scaling(q.dtype, C.ENCODING):
-        over = choose_powers(find_largest(q))
-        q = divide_by_powers(q, over)
+        over = choose_powers(find_largest(q), C)
+        q = divide_by_powers(q, over, C)
         powers = gl.convert_layout(over, layout)
     return q, powers

@@ -18,18 +18,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.arguments import RowMaximaOutputArgs
+from ...formats.encoded import is_fp8
 from .convert import convert_documents, count_conversion_warps, get_conversion_registers
 from .main_loop import ACCUMULATORS, QueryOperands, consume, produce
 from .norms import NORM_CONSUMER_REGISTERS, NORM_PRODUCER_REGISTERS, NORM_REGISTERS, NORM_WARPS, produce_norms
 from .pipeline import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
+    get_tile_block,
     has_conversion_warps,
     make_pipeline,
     make_tile_pipeline,
 )
 from .schedule import DocumentSegments, partition_evenly
-from .small_m import consume_small_m, make_small_m_pipeline
+from .small_m import consume_small_m, get_small_m_registers, make_small_m_pipeline
 
 
 @gluon.jit(do_not_specialize=["parts"])
@@ -63,7 +65,7 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
         ring, q_smem = make_small_m_pipeline(D, norms, C)
     else:
         ring, q_smem = make_pipeline(D, C, norms)
-    x = QueryOperands(Q, None if C.ENCODING != "" and not C.SMALL_M else numbers, parts, d)
+    x = QueryOperands(Q, None if is_fp8(C.ENCODING) and not C.SMALL_M else numbers, parts, d)
     if C.SMALL_M:
         gl.warp_specialize(
             [
@@ -72,11 +74,11 @@ def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl
                 (produce, (D, norms, ring, spans, begin, end, sizes, C)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            get_small_m_registers(C),
         )
     elif has_conversion_warps(C):
         RAW: gl.constexpr = D.layout
-        raw = make_tile_pipeline(D.dtype, RAW, C.STAGES, 1, C.BN, C.BD)
+        raw = make_tile_pipeline(D.dtype, RAW, C.STAGES, 1, get_tile_block(C))
         gl.warp_specialize(
             [
                 (consume, (x, D, norms, ring, q_smem, spans, out, begin, end, sizes, 0, C)),

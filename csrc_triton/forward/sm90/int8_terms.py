@@ -14,8 +14,10 @@ from triton.experimental.gluon import language as gl
 
 from ...common.fp32 import find_exact_rows
 from ...common.primitives import load_query_mask, locate_rows, nan_max
+from ...formats.bits import get_code_bits
 from ...formats.encoded import scale_single_term, split_int8_terms
 from .accumulators import locate_accumulator_rows, map_rows
+from .bits import TOKEN_WORDS, load_number, order_features
 
 
 @gluon.jit
@@ -52,9 +54,13 @@ def store_query_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout:
     ok = load_query_mask(Q, i, s, (i < sizes.Nq) & (s < sizes.Lq))
     pointers = locate_rows(Q, i, s)[:, None] + (columns * Q.stride_d)[None, :]
     q = gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0).to(gl.float32)
-    hi, lo, scale = split_int8_terms(q)
+    hi, lo, scale = split_int8_terms(q, C)
+    if get_code_bits(C.ENCODING) > 0:
+        hi = order_features(hi, C.SMALL_M)
+        lo = order_features(lo, C.SMALL_M)
     if C.INT8_TERMS == 2:
-        place.store(gl.where((m % 16 < 8)[:, None], hi, lo).to(gl.int8))
+        is_hi = gl.convert_layout(m % 16 < 8, gl.SliceLayout(1, hi.type.layout))
+        place.store(gl.where(is_hi[:, None], hi, lo).to(gl.int8))
         scale = gl.reshape(gl.max(gl.reshape(scale, (C.MMA_ROWS // 8, 2, 8)), axis=1), (C.MMA_ROWS,))
     else:
         place.store(hi.to(gl.int8))
@@ -128,13 +134,16 @@ def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes,
         if C.FP32_TERMS == 0:
             each = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
         row = k.to(gl.int64) * sizes.Ld + t
-        tokens = numbers.ptr + row * d
+        tokens = numbers.ptr + row * (TOKEN_WORDS if get_code_bits(C.ENCODING) > 0 else d)
         S = gl.full([C.MMA_ROWS, STEP], 0.0, gl.float32, LAYOUT)
         rows = first_feature
         for n in range(0, d):
             q = gl.load(rows, mask=read, other=0.0).to(gl.float32)
             rows += Q.stride_d
-            y = gl.load(tokens + n).to(gl.float32) * each
+            if get_code_bits(C.ENCODING) > 0:
+                y = load_number(tokens, n).to(gl.float32) * each
+            else:
+                y = gl.load(tokens + n).to(gl.float32) * each
             S += q[:, None] * y[None, :]
         if C.FP32_TERMS > 0:
             use = odd[:, None] | find_fallback_tokens(numbers.ptr, row, d, gl.SliceLayout(0, LAYOUT), C)[None, :]

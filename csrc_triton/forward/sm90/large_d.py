@@ -83,6 +83,7 @@ from .pipeline import (
     PRODUCER_REGISTERS,
     TilePipeline,
     advance_stage,
+    make_block,
     make_tile_pipeline,
     open_stage,
 )
@@ -257,7 +258,7 @@ def maxsim_forward_wide(Q, rows, D, norms, query_norms, out, sizes, d, parts, C:
         inverse = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout)
     LAYOUT: gl.constexpr = D.layout
     q_smem = gl.allocate_shared_memory(D.dtype, [2 * C.STAGES, ACCUMULATOR_ROWS, STEP_FEATURES], LAYOUT)
-    ring = make_tile_pipeline(D.dtype, LAYOUT, C.STAGES, 2, C.BN, STEP_FEATURES)
+    ring = make_tile_pipeline(D.dtype, LAYOUT, C.STAGES, 2, make_block(C.BN, STEP_FEATURES))
     ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, inverse)
     gl.warp_specialize(
         [

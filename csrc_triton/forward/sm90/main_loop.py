@@ -62,7 +62,7 @@ role              warps  present                               work
 consumers 0, 1    4 + 4  always                                products, maxima, epilogue
 producer          1      always                                TMA copies
 norm warps        4      NORMALIZE, not PRECOMPUTED_SCALES     inverse norms of the tokens of a stage
-conversion warps  4      ENCODING (FP8) or FP32_TERMS          FP8 to fp16 or fp32 to fp16 terms, and token scales
+conversion warps  4      ENCODING (FP8, bits) or FP32_TERMS    FP8 to fp16, bits to int8, fp32 to terms, and scales
 mask warps        1 + 1  with a mask                           overwrite masked tokens, 32 of each tile per warp
 ```
 
@@ -123,7 +123,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common.fp32 import FP16_LOW_SCALE, RESCORE_BITS, split_rows
 from ...common.primitives import NO_TOKEN, UNRESOLVED, load_query_mask, load_query_weight, nan_max
-from ...formats.encoded import needs_power_scaling
+from ...formats.bits import get_code_bits
+from ...formats.encoded import is_fp8, needs_power_scaling
 from .accumulators import (
     accumulate_tile,
     compiler_barrier_accumulator,
@@ -137,6 +138,7 @@ from .accumulators import (
     select_argmax,
     sum_accumulators,
 )
+from .bits import WORD_BITS
 from .convert import convert_queries
 from .gluon_names import async_load
 from .int8_terms import dequantize_row_maxima, has_fallback_rows, load_document_scale, store_query_terms
@@ -147,7 +149,7 @@ from .norms import (
     scale_similarities,
     wait_for_tile,
 )
-from .pipeline import ACCUMULATOR_ROWS, advance_stage, make_accumulator_layout, open_stage
+from .pipeline import ACCUMULATOR_ROWS, advance_stage, copies_scales, make_accumulator_layout, open_stage
 from .schedule import (
     choose_tile_start,
     compiler_barrier_value,
@@ -198,15 +200,19 @@ def _copy_tile(D, norms, ring, spans, k, K, row, length, t0, stage, phase, C: gl
     tile. Scales of int8 tokens are stored token by token and shift with the tile. The terms lo of all documents follow
     the terms hi.
     """
-    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and C.ENCODING == "" and (C.FP32_TERMS == 0 or C.PRECOMPUTED_TERMS)
+    HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and copies_scales(C)
+    BITS: gl.constexpr = get_code_bits(C.ENCODING) > 0
     HAS_LOW_TERMS: gl.constexpr = C.PRECOMPUTED_TERMS and C.FP32_TERMS == 2
     TILES: gl.constexpr = 2 if HAS_LOW_TERMS else 1
     full = open_stage(ring, stage, phase, TILES * D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
     start = row + choose_tile_start(spans, t0, length, C)
     if HAS_SCALES:
-        at = start if D.dtype == gl.int8 else k * gl.cdiv(length, C.BN) * C.BN + t0
+        at = start if D.dtype == gl.int8 or C.ENCODING != "" else k * gl.cdiv(length, C.BN) * C.BN + t0
         async_load(norms, [at], full, ring.norms.inverse.index(stage))
-    async_load(D, [start, 0], full, ring.tiles.index(stage))
+    if BITS:
+        async_load(D, [start * (C.BD // WORD_BITS)], full, ring.tiles.index(stage))
+    else:
+        async_load(D, [start, 0], full, ring.tiles.index(stage))
     if HAS_LOW_TERMS:
         async_load(D, [K * length + start, 0], full, ring.tiles.index(stage + C.STAGES))
 
@@ -382,7 +388,7 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
     else:
         a = load_accumulator_queries(x.Q, first, 0, x.parts, sizes, x.d, C)
         b = load_accumulator_queries(x.Q, first, 1, x.parts, sizes, x.d, C)
-        if C.ENCODING != "":
+        if is_fp8(C.ENCODING):
             a, over_a = convert_queries(a, layout, C)
             b, over_b = convert_queries(b, layout, C)
             inverse = over_a, over_b

@@ -24,6 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...formats.bits import get_code_bits
+
 ACCUMULATOR_ROWS = gl.constexpr(64)
 # Registers per thread of kernels without norm or conversion warps.
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -79,15 +81,52 @@ def make_tile_layout(block: list[int], dtype: str):
 
 @triton.constexpr_function
 def has_conversion_warps(C):
-    """Return whether conversion warps make fp16 tiles of the documents (many query rows)."""
-    return C.ENCODING != "" or (C.FP32_TERMS > 0 and not C.PRECOMPUTED_TERMS)
+    """Return whether conversion warps make fp16 or int8 tiles of the documents (many query rows)."""
+    if C.ENCODING != "":
+        return C.ENCODING != "fp8_fp8"
+    return C.FP32_TERMS > 0 and not C.PRECOMPUTED_TERMS
+
+
+@triton.constexpr_function
+def copies_scales(C):
+    """Return whether TMA copies the precomputed scales of tokens into the pipeline, next to their tiles.
+
+    It does not if a consumer or the conversion warps load them (FP8 and binary documents) or compute them (fp32).
+    """
+    if get_code_bits(C.ENCODING):
+        return C.SMALL_M
+    return C.ENCODING in ("", "fp8_fp8") and (C.FP32_TERMS == 0 or C.PRECOMPUTED_TERMS)
+
+
+@triton.constexpr_function
+def get_converted_dtype(C):
+    """Return the dtype in which converted documents are multiplied."""
+    return gl.int8 if get_code_bits(C.ENCODING) else gl.float16
+
+
+@triton.constexpr_function
+def get_tile_block(C):
+    """Return the shape of a document tile as TMA copies it: tokens and features, or the words of binary tokens."""
+    return [C.BN * C.BD // 32] if get_code_bits(C.ENCODING) else [C.BN, C.BD]
+
+
+@triton.constexpr_function
+def make_block(*sizes):
+    """Return a shape. Triton 3.6 passes no list of constexprs to a function."""
+    return list(sizes)
+
+
+@triton.constexpr_function
+def _prepend(n, block):
+    """Return the shape of n blocks."""
+    return [n, *block]
 
 
 @gluon.jit
 def _allocate_norms(norms, C: gl.constexpr):
     """Allocate room for token scales or inverse norms, or return 0 if there are none."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if has_conversion_warps(C):
+    if has_conversion_warps(C) and C.PRECOMPUTED_SCALES:
         return PipelineNorms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], PLAIN), 0)
     elif C.PRECOMPUTED_SCALES:
         return PipelineNorms(gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BN], norms.layout), 0)
@@ -108,10 +147,10 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = C.STAGES
     CONVERTED: gl.constexpr = has_conversion_warps(C)
-    DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
+    DTYPE: gl.constexpr = get_converted_dtype(C) if CONVERTED else D.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2) if CONVERTED else D.layout
     # The terms lo of fp32 tiles follow the terms hi, and use no barriers.
-    ring = make_tile_pipeline(DTYPE, LAYOUT, (2 if C.FP32_TERMS == 2 else 1) * STAGES, 2, C.BN, C.BD)
+    ring = make_tile_pipeline(DTYPE, LAYOUT, (2 if C.FP32_TERMS == 2 else 1) * STAGES, 2, make_block(C.BN, C.BD))
     ring = TilePipeline(
         ring.tiles,
         ring.full,
@@ -137,15 +176,15 @@ def make_tile_pipeline(
     LAYOUT: gl.constexpr,
     TILES: gl.constexpr,
     READERS: gl.constexpr,
-    BN: gl.constexpr,
-    BD: gl.constexpr,
+    BLOCK: gl.constexpr,
 ):
-    """Allocate and initialize a pipeline of TILES tiles `[BN, BD]`, without other barriers than `full` and `empty`.
+    """Allocate and initialize a pipeline of TILES tiles of shape BLOCK, whose only barriers are `full` and `empty`.
 
     READERS roles read each tile.
     """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    tiles = gl.allocate_shared_memory(DTYPE, [TILES, BN, BD], LAYOUT)
+    SHAPE: gl.constexpr = _prepend(TILES, BLOCK)
+    tiles = gl.allocate_shared_memory(DTYPE, SHAPE, LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARRIER)
     for n in gl.static_range(TILES):

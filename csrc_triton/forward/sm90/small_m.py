@@ -36,8 +36,8 @@ consumer warp group g:
         store the sum over each query of weight * row_scale * row_max
 ```
 
-FP8 and fp32 tokens are loaded into registers and converted or split there. WGMMA then reads its left operand from
-registers, and `empty` is released before the product.
+FP8, binary and fp32 tokens are loaded into registers and converted, decoded or split there. WGMMA then reads its left
+operand from registers, and `empty` is released before the product.
 
 Warp roles:
 
@@ -76,8 +76,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common.fp32 import FP16_LOW_SCALE, split_rows
 from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
-from ...formats.encoded import needs_power_scaling
+from ...formats.bits import get_code_bits
+from ...formats.encoded import is_fp8, needs_power_scaling
 from .accumulators import join_terms, load_accumulator_queries, locate_accumulator_rows
+from .bits import load_numbers, make_tables
 from .convert import convert_queries, fp8_to_fp16, load_tile_scales
 from .int8_terms import (
     compute_fallback_maxima,
@@ -87,13 +89,39 @@ from .int8_terms import (
     store_query_terms,
 )
 from .norms import compute_row_inverse_norms, compute_tile_inverse_norms
-from .pipeline import PipelineNorms, TilePipeline, advance_stage, make_accumulator_layout, make_tile_pipeline
+from .pipeline import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    PipelineNorms,
+    TilePipeline,
+    advance_stage,
+    copies_scales,
+    get_converted_dtype,
+    get_tile_block,
+    make_accumulator_layout,
+    make_tile_pipeline,
+)
 
 
 @triton.constexpr_function
 def _count_columns(C):
     """Return the columns of a product: one per query row, or one per int8 term of a query row."""
     return C.MMA_ROWS * max(C.INT8_TERMS, 1)
+
+
+@triton.constexpr_function
+def converts_tokens(C):
+    """Return whether registers hold tokens that are converted to fp16: FP8 next to other queries, and fp32."""
+    return C.FP32_TERMS > 0 or (is_fp8(C.ENCODING) and C.ENCODING != "fp8_fp8")
+
+
+@triton.constexpr_function
+def get_small_m_registers(C):
+    """Return the registers per thread of the second consumer and of the producer.
+
+    The first consumer gets the rest, as many as the second.
+    """
+    return [104, 24] if C.PROGRAMS_PER_SM == 2 else [CONSUMER_REGISTERS, PRODUCER_REGISTERS]
 
 
 @gluon.jit
@@ -104,12 +132,12 @@ def make_small_m_pipeline(D, norms, C: gl.constexpr):
         The `TilePipeline`, with token scales if they are precomputed, and the shared memory of the query rows. Each
         warp group has its own copy of the query rows.
     """
-    CONVERTED: gl.constexpr = C.ENCODING != "" or C.FP32_TERMS > 0
-    DTYPE: gl.constexpr = gl.float16 if CONVERTED else D.dtype
-    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2) if CONVERTED else D.layout
+    CONVERTED: gl.constexpr = converts_tokens(C) or get_code_bits(C.ENCODING) > 0
+    DTYPE: gl.constexpr = get_converted_dtype(C) if CONVERTED else D.dtype
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, DTYPE.primitive_bitwidth, 2) if CONVERTED else D.layout
     TILE: gl.constexpr = D.layout
-    ring = make_tile_pipeline(D.dtype, TILE, 2 * C.STAGES, 1, C.BN, C.BD)
-    if C.PRECOMPUTED_SCALES and C.ENCODING == "":
+    ring = make_tile_pipeline(D.dtype, TILE, 2 * C.STAGES, 1, get_tile_block(C))
+    if C.PRECOMPUTED_SCALES and copies_scales(C):
         scales = gl.allocate_shared_memory(gl.float32, [2 * C.STAGES, C.BN], norms.layout)
         ring = TilePipeline(ring.tiles, ring.full, ring.empty, 0, 0, PipelineNorms(scales, 0))
     return ring, gl.allocate_shared_memory(DTYPE, [4 if C.FP32_TERMS == 2 else 2, _count_columns(C), C.BD], OPERAND)
@@ -136,7 +164,7 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
             if C.FP32_TERMS == 2:
                 low.store(lo)
             factor = gl.convert_layout(gl.where(zero, 1.0, gl.where(plain, scale, -1.0)), layout)
-        elif C.ENCODING != "":
+        elif is_fp8(C.ENCODING):
             rows, factor = convert_queries(rows, layout, C)
         elif C.NORMALIZE:
             factor = gl.convert_layout(compute_row_inverse_norms(rows), layout)
@@ -160,7 +188,7 @@ def _prefetch_scales(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexp
         The scales, or 0 if documents are not FP8, then the document and the first token of that tile.
     """
     scale = 0
-    if C.ENCODING != "":
+    if converts_tokens(C) and C.FP32_TERMS == 0:
         k, t0 = _advance_tile(k, t0, sizes.Ld, C)
         scale = load_tile_scales(numbers, gl.minimum(k, sizes.K - 1), t0, sizes.Ld, layout, C)
     return scale, k, t0
@@ -189,17 +217,18 @@ def _compute_split_similarities(x, q, S, layout: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _compute_similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
+def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
     """Compute the similarities of a tile's tokens to all query rows, times the token scales or inverse token norms.
 
     Returns:
         The product, whose registers the next product reuses, the similarities `[BN, rows]`, and with C.FP32_TERMS
         the flags of fallback tokens.
     """
+    BITS: gl.constexpr = get_code_bits(C.ENCODING) > 0
     mbarrier.wait(ring.full.index(slot), phase)
     tile = ring.tiles.index(slot)
     odd = 0
-    if C.ENCODING != "" or C.FP32_TERMS > 0:
+    if converts_tokens(C):
         a = tile.load(gl.DotOperandLayout(0, S.type.layout, 2))
         mbarrier.arrive(ring.empty.index(slot), count=1)
         if C.FP32_TERMS > 0:
@@ -209,17 +238,38 @@ def _compute_similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, 
             S = warpgroup_mma_wait(0, [S])
             x = S * scale[:, None]
     else:
-        S = warpgroup_mma(tile, q[0], S, use_acc=False, is_async=True)
+        if BITS:
+            # The token is the left operand in registers, and the stage is free before the product.
+            a = gl.convert_layout(load_numbers(tile, tables, True), gl.DotOperandLayout(0, S.type.layout, 4))
+            if C.PRECOMPUTED_SCALES:
+                scale = ring.norms.inverse.index(slot).load(layout)
+            mbarrier.arrive(ring.empty.index(slot), count=1)
+            S = warpgroup_mma(a, q[0], S, use_acc=False, is_async=True)
+        else:
+            S = warpgroup_mma(tile, q[0], S, use_acc=False, is_async=True)
         if C.NORMALIZE:
             scale = gl.convert_layout(compute_tile_inverse_norms(tile, 4, C), layout)
-        elif C.PRECOMPUTED_SCALES:
+        elif C.PRECOMPUTED_SCALES and not BITS:
             scale = ring.norms.inverse.index(slot).load(layout)
         S = warpgroup_mma_wait(0, [S])
-        mbarrier.arrive(ring.empty.index(slot), count=1)
+        if not BITS:
+            mbarrier.arrive(ring.empty.index(slot), count=1)
         x = join_terms(S, C)
         if C.NORMALIZE or C.PRECOMPUTED_SCALES:
             x = x.to(gl.float32) * scale[:, None]
     return S, x, odd
+
+
+@gluon.jit
+def _merge_neighbors(found, C: gl.constexpr):
+    """Return the maxima of pairs of tokens of binary documents that a thread has, `[BN / 2, rows]`, or `found`.
+
+    The maximum of both and the running maximum is one instruction for integers.
+    """
+    if get_code_bits(C.ENCODING) > 0:
+        x = gl.reshape(found, (C.BN // 16, 2, 8, found.shape[1]))
+        found = gl.reshape(gl.reduce(x, 1, nan_max), (C.BN // 2, found.shape[1]))
+    return found
 
 
 @gluon.jit
@@ -244,6 +294,15 @@ def _select_first_largest(v0, t0, v1, t1):
     return nan_max(v0, v1), gl.where(larger | (alike & (t1 < t0)), t1, t0)
 
 
+@triton.constexpr_function
+def _make_column_layout(tokens, rows):
+    """Return a layout of maxima `[tokens, rows]` in which 4 lanes of a warp have all tokens of a row."""
+    lanes, warps = [[tokens // 4, 0], [tokens // 2, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]]
+    registers = [[1 << n, 0] for n in range(tokens.bit_length() - 3)]
+    registers += [[0, 1 << n] for n in range(5, rows.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [tokens, rows])
+
+
 @gluon.jit
 def _reduce_tokens(best, where, layout: gl.constexpr, C: gl.constexpr):
     """Return the maximum of each query row and its argmax, in `layout`."""
@@ -252,6 +311,8 @@ def _reduce_tokens(best, where, layout: gl.constexpr, C: gl.constexpr):
         best, where = gl.reduce((best, where + t[:, None]), 0, _select_first_largest)
         where = gl.convert_layout(where, layout)
     else:
+        if get_code_bits(C.ENCODING) > 0:
+            best = gl.convert_layout(best, _make_column_layout(best.shape[0], best.shape[1]))
         best = gl.reduce(best, 0, nan_max)
     return gl.convert_layout(best, layout), where
 
@@ -301,6 +362,8 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
     else:
         none = gl.full_like(join_terms(S, C).to(gl.float32), float("-inf"))
     TOKEN: gl.constexpr = gl.SliceLayout(1, none.type.layout)
+    none = _merge_neighbors(none, C)
+    tables = make_tables(x.d, 4 * C.BN, True) if get_code_bits(C.ENCODING) > 0 else 0
     q, factor = _load_queries(x, q_smem, sizes, ROW, G, C)
     odd_rows = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.FP32_TERMS > 0 else 0
     scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
@@ -314,7 +377,8 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
             each = load_document_scale(x.numbers, k, C)
         for t0 in range(0, sizes.Ld, C.BN):
             last, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
-            S, found, odd = _compute_similarities(ring, q, S, scale, stage + G * C.STAGES, phase, TOKEN, C)
+            S, found, odd = _compute_similarities(ring, q, tables, S, scale, stage + G * C.STAGES, phase, TOKEN, C)
+            found = _merge_neighbors(found, C)
             best, where = _update_maxima(best, where, found, gl.minimum(t0, sizes.Ld - C.BN), C)
             odd_tokens = odd_tokens | odd
             scale, ahead = ahead, last

@@ -25,6 +25,7 @@ from ...csrc_triton.common.arguments import (
 )
 from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.kernel import maxsim_forward_ragged
+from ...formats.table import BINARY_QUERIES, INT8_QUERIES, OPERAND_FORMATS
 from .. import choose, generic_choices
 from ..generic_choices import SplitChoice
 from ..runtime import launcher
@@ -54,7 +55,7 @@ _INT32_MAX = 2**31 - 1
 _MAX_TILES = 4096
 _MAX_DESCRIPTORS = 64  # cached for each plan
 # Values of `KernelConfig.ENCODING` whose documents descriptors can read.
-_DESCRIPTOR_ENCODINGS = ("", *forward_configs.INT8_TERMS_BY_ENCODING, "number", "fp8", "e4m3", "e5m2")
+_DESCRIPTOR_ENCODINGS = ("", "int8", INT8_QUERIES, "number", "fp8", "e4m3", "e5m2", "fp8_fp8", "e4m3_fp8")
 _TERM_ROWS = 16  # rows of a program of `maxsim_query_terms`
 
 
@@ -263,7 +264,7 @@ class PackedPlan(Plan):
 
     def _terms(self, c: PackedArgs, tile: _CompiledTile) -> TermArgs:
         """Return the query rows as int8 terms."""
-        config = make_terms_config(tile.config.BD, choose_row_offset_width(self.features))
+        config = make_terms_config(tile.config.BD, choose_row_offset_width(self.features), tile.config.ENCODING)
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
         queries, programs = (c.Q, *self.query_strides[0], *(None,) * 6), architectures.cdiv(c.Tq, _TERM_ROWS)
@@ -302,12 +303,13 @@ class PackedPlan(Plan):
         return found
 
 
-def make_terms_config(BD: int, wide: int) -> KernelConfig:
-    """Return the configuration of `maxsim_query_terms`.
+def make_terms_config(BD: int, wide: int, stored: Any = "") -> KernelConfig:
+    """Return the configuration of `maxsim_query_terms` for documents encoded as `stored`.
 
-    Fields that the kernel ignores are constant, so that it is compiled once.
+    Fields that the kernel ignores are constant, so that it is compiled once for signs, and once for other terms.
     """
-    return KernelConfig(BM=_TERM_ROWS, BN=16, BD=BD, ROWS_PER_QUERY=_TERM_ROWS, WIDE_OFFSETS=wide)
+    rows = KernelConfig(BM=_TERM_ROWS, BN=16, BD=BD, ROWS_PER_QUERY=_TERM_ROWS, WIDE_OFFSETS=wide)
+    return rows._replace(ENCODING=stored) if stored == OPERAND_FORMATS[BINARY_QUERIES].kernel else rows
 
 
 def _get_pointers(group: tuple) -> tuple:

@@ -15,7 +15,14 @@ from ...core.segments import PackedArgs
 from ...core.settings import get_forced_kernel, require_unforced
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
-from ...formats.table import OPERAND_FORMATS, EncodedTokens
+from ...formats.table import (
+    BINARY_INT8_QUERIES,
+    BINARY_QUERIES,
+    FP8_QUERIES,
+    INT8_QUERIES,
+    OPERAND_FORMATS,
+    EncodedTokens,
+)
 from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
@@ -29,7 +36,6 @@ from ..runtime.arguments import (
     use_device,
 )
 from ..runtime.capture import Calls
-from ..tuning import forward_configs
 from ..tuning.architectures import Architecture, cdiv, next_power_of_2
 from . import sm90_quantized
 from .packed import ragged_plan
@@ -39,7 +45,8 @@ _TILE_TOKENS, _TILE_FEATURES = 32, 64
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
 _WORD_ENCODINGS = {"codes": "words", "bits": "bitwords"}
 # Formats with a kernel for dense documents.
-_DENSE_FORMATS = (*forward_configs.INT8_TERMS_BY_ENCODING, *choose.FP8_FORMATS)
+_DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, *choose.FP8_FORMATS, FP8_QUERIES)
+_MAX_FP8_QUERY_FEATURES = 128
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -57,7 +64,7 @@ def forward_quantized(
         max_seqlen_q: maximum number of tokens of a query.
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
-    c = PackedArgs.of((stored.rotate_queries(tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
+    c = PackedArgs.of((stored.transform_queries(tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
     scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
     return scores, c.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
@@ -66,8 +73,11 @@ def find_quantized_plan(c: PackedArgs, stored: EncodedTokens, normalize: bool, a
     """Return the plan of a dense kernel for a packed call, or False if no dense kernel supports the call."""
     if stored.format not in _DENSE_FORMATS or c.candidates or normalize or argmax_dtype:
         return False
-    is_dense = c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None
-    return is_dense and sm90_quantized.find_plan(c, stored)
+    if not (c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None):
+        return False
+    if stored.format == BINARY_QUERIES:  # signs may have other strides
+        c = c._replace(Q=stored.transform_queries(c.Q))
+    return sm90_quantized.find_plan(c, stored)
 
 
 def forward_quantized_cut(
@@ -82,14 +92,16 @@ def forward_quantized_cut(
         argmax_dtype: dtype of the argmax, or None without an argmax.
         plan: the result of `find_quantized_plan`, if known.
     """
+    if stored.format == BINARY_QUERIES:  # the kernels of both plans read signs
+        c = c._replace(Q=stored.transform_queries(c.Q))
     if plan is None:
         plan = find_quantized_plan(c, stored, normalize, argmax_dtype)
     if plan:
         scores = plan.forward(c.Q, stored, c.q_mask, c.q_weight)
         if scores is not None:
             return scores, None
-    Q = stored.rotate_queries(c.Q)  # before the capture, which records launches of this project only
-    c = c if Q is c.Q else c._replace(Q=Q)
+    if OPERAND_FORMATS[stored.format].rotated:  # before the capture, which records launches of this project only
+        c = c._replace(Q=stored.transform_queries(c.Q))
     if c.candidates or c.pairs is not None:  # few calls have the same number of candidates or pairs
         return _run_packed(c, stored, normalize, argmax_dtype)
     scales = stored.scale, stored.minimum, *stored[4:]
@@ -118,7 +130,7 @@ def _run_packed(
         call = choose.QuantizedChoiceArgs(c, stored, normalize, bool(argmax_dtype), architecture(c.Q.device))
         choose.apply_rules(choose.QUANTIZED_RULES, call)
         require_unforced("a tensor does not start at a multiple of 16 bytes, or the kernel does not compile")
-    stored = stored.flat()
+    stored = _choose_query_format(stored.flat(), c.Q)
     data, kept = view_for_kernel(c.D, stored.format, architecture(c.Q.device))
     c, counts = c._replace(D=data), make_dequant_args(stored)
     if normalize:
@@ -128,11 +140,17 @@ def _run_packed(
     return ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
 
 
+def _choose_query_format(stored: EncodedTokens, Q: Tensor) -> EncodedTokens:
+    """Return the tokens in a format whose kernel reads Q. Only half-precision rows of few features become FP8."""
+    whole = Q.dtype == torch.float32 or Q.shape[-1] > _MAX_FP8_QUERY_FEATURES
+    return stored._replace(format="fp8_e4m3") if whole and stored.format == FP8_QUERIES else stored
+
+
 def view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
     """Return the encoded data as the kernel reads it, and `KernelConfig.ENCODING`."""
     kept = OPERAND_FORMATS[format]
     if kept.dtype.is_floating_point and arch.name in FP8_ARCHITECTURES:
-        return data.view(kept.dtype), "fp8"
+        return data.view(kept.dtype), "fp8_fp8" if format == FP8_QUERIES else "fp8"
     return data, kept.kernel
 
 

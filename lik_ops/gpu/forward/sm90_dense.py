@@ -114,7 +114,7 @@ class Sm90Plan(GluonPlan):
             self.choice.config,
         )
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
-        launcher.launch(self.kernel, grid, args, {"num_warps": 4})
+        launcher.launch(self.kernel, grid, args, self.choice.launch_options)
         self._finish(x, queries, sums, argmax, sizes)
         if not direct:
             args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK_DOCUMENTS)

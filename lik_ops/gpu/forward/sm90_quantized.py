@@ -1,4 +1,4 @@
-"""Dense int8 and FP8 documents on sm_90.
+"""Dense int8, FP8 and binary documents on sm_90.
 
 `maxsim_forward_specialized` multiplies the documents by query rows of int8 terms or of fp16.
 """
@@ -13,8 +13,9 @@ from torch import Tensor
 from ...core.arguments import make_metadata_key
 from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
-from ...csrc_triton.common.arguments import EncodedDocumentArgs
-from ...formats.table import EncodedTokens
+from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
+from ...csrc_triton.formats.bits import get_code_bits
+from ...formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, use_device
@@ -43,15 +44,25 @@ class QuantizedPlan(Sm90Plan):
 
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, data: Tensor, scale: Tensor) -> None:
         super().__init__(choice, Q, data, None)
-        self.each_token = choice.config.PRECOMPUTED_SCALES and not choice.config.ENCODING  # type: ignore[union-attr]
+        C = choice.config
+        assert isinstance(C, Sm90Config)
+        self.bits = get_code_bits(C.ENCODING) > 0
+        self.each_token = C.PRECOMPUTED_SCALES and (C.SMALL_M if self.bits else C.ENCODING in ("", "fp8_fp8"))
+        if self.bits:
+            self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
         self.expanded = None if scale.shape == data.shape[:2] else data.shape[:2]  # the shape of shared scales
+        self.read_as = data.dtype
 
     def forward(  # type: ignore[override]
         self, Q: Tensor, stored: EncodedTokens, q_mask: Tensor | None, q_weight: Tensor | None
     ) -> Tensor | None:
         """Return the scores of a call, or None if `maxsim_forward_ragged` has to serve."""
         scale = stored.scale if self.expanded is None else stored.scale.expand(self.expanded)
-        x = QuantizedArgs(Q, _view_bytes(stored.data), q_mask, q_weight, scale)
+        data = stored.data
+        if self.bits and not _has_words(data):
+            return None
+        data = data if data.dtype == self.read_as else data.view(self.read_as)
+        x = QuantizedArgs(Q, data, q_mask, q_weight, scale)
         try:
             found = self.calls.run((), x, self.device, self._compute, x)
         except launcher.KernelCompileError as error:
@@ -71,6 +82,11 @@ class QuantizedPlan(Sm90Plan):
     def _part(self, x: Any, part: slice) -> Any:
         return x._replace(D=x.D[part], scale=x.scale[part])
 
+    def _tokens(self, D: Tensor, sizes: Any) -> Any:
+        if not self.bits:
+            return super()._tokens(D, sizes)
+        return self.tiles.of(D, [D.numel()], [1])  # words
+
     def _norms(self, x: Any, sizes: Any) -> tuple[Any, Tensor | None]:
         if not self.each_token:
             return None, None
@@ -82,8 +98,22 @@ class QuantizedPlan(Sm90Plan):
         return EncodedDocumentArgs(x.D, x.scale, *x.scale.stride())
 
 
-def _view_bytes(data: Tensor) -> Tensor:
-    """Return encoded documents as int8."""
+def _has_words(data: Tensor) -> bool:
+    """Return whether the bytes of binary documents are whole, aligned words."""
+    whole = data.is_contiguous() and data.shape[-1] % 4 == 0 and data.data_ptr() % 4 == 0
+    return bool(whole and data.storage_offset() % 4 == 0)
+
+
+def _view_for_kernel(stored: EncodedTokens, dtype: torch.dtype) -> Tensor | None:
+    """Return encoded documents as the kernel reads them for queries of a dtype, or None if words are not aligned.
+
+    They are int8, words of binary documents, or FP8 next to FP8 queries.
+    """
+    data = stored.data
+    if get_code_bits(OPERAND_FORMATS[stored.format].kernel):
+        return data.view(torch.int32) if _has_words(data) else None
+    if stored.format == FP8_QUERIES and dtype != torch.float32:
+        return data.view(torch.float8_e4m3fn)
     return data if data.dtype == torch.int8 else data.view(torch.int8)
 
 
@@ -96,7 +126,9 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
         c: the call.
         stored: the documents with their axes.
     """
-    data, scale = _view_bytes(stored.data), stored.scale
+    data, scale = _view_for_kernel(stored, c.Q.dtype), stored.scale
+    if data is None:
+        return False
     metadata = make_metadata_key(c.Q, data, c.q_mask, None, c.q_weight)
     key = ("QuantizedPlan", *metadata, scale.shape, scale.stride(), stored.format)
     plan = plans.get(key)

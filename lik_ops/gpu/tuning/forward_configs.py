@@ -12,7 +12,7 @@ import torch
 
 from ...csrc_triton.common.arguments import KernelConfig
 from ...csrc_triton.formats.bits import get_code_bits
-from ...csrc_triton.formats.encoded import is_fp8
+from ...csrc_triton.formats.encoded import has_fp8_queries, is_fp8
 from ...csrc_triton.formats.residual import get_bucket_bits, has_words
 from ...formats.table import INT8_QUERIES
 from .. import triton_versions
@@ -45,7 +45,8 @@ MIN_ROWS_PER_QUERY = 16  # for packed layouts
 _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
 _INT8_MMA_FEATURES = 32  # features of one tensor core instruction
-INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1}  # terms of a query row, by `KernelConfig.ENCODING`
+# int8 terms of a query row, by `KernelConfig.ENCODING`.
+INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1, "bits1_half": 2, "bits1_int8": 1, "bits1_binary": 1}
 _MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
 # With so many documents, most SMs of an H200 have two programs or fewer.
 _FEW_DOCUMENTS = 5 * MEASURED_SMS // 2
@@ -342,15 +343,15 @@ _SEGMENTS = "the segment bounds that a program reads cost registers"
 _CODES = "a decoded token is scored against as many query rows as registers hold"
 _SPILLS = "ptxas spills"
 _PACKED_OVERRIDES = (
-    # int8 terms.
+    # int8 terms and FP8 queries.
     Override(
-        when=lambda call, x: call.terms,
+        when=lambda call, x: call.terms or has_fp8_queries(call.encoding),
         change={
             "BD": lambda call, x: max(x.config.BD, next_power_of_2(call.kind.d), _INT8_MMA_FEATURES),
             "SINGLE_STEP": True,
             "INT8_TERMS": lambda call, x: call.terms,
         },
-        reason="one step multiplies all features of int8 terms",
+        reason="one step multiplies all features of int8 terms and of FP8",
     ),
     Override(
         when=lambda call, x: call.terms and call.unit == "wgmma" and x.config.BM > 32,
@@ -391,6 +392,13 @@ _PACKED_OVERRIDES = (
         when=lambda call, x: call.converts and get_code_bits(call.encoding) and call.unit == "wgmma",
         change={"num_warps": 8},
         reason=_SPILLS,
+    ),
+    Override(
+        when=lambda call, x: (
+            has_fp8_queries(call.encoding) and call.unit == "wgmma" and not (x.config.TOKENS_FIRST and call.bare)
+        ),
+        change={"num_warps": 8},
+        reason="rounding query rows to FP8 costs registers",
     ),
     Override(
         when=lambda call, x: (

@@ -65,7 +65,10 @@ SMALL_M_TILES = {
     "int8": (Sm90Tile(tokens=64, stages=6),),
     "fp8": (Sm90Tile(tokens=64, stages=2), Sm90Tile(tokens=128, stages=2, cost=0.85)),
     "fp32": (Sm90Tile(tokens=64, stages=1),),
+    "bits": (Sm90Tile(tokens=64, stages=16),),  # a tile has 1 KB, and an SM needs some 16 KB in flight
 }
+# Registers per thread at the start of a small-M program, whose 12 warps are half of the threads of two programs.
+_TWO_PROGRAMS_REGISTERS = 80
 # For `maxsim_forward_wide`.
 _LARGE_D_TILES = (
     Sm90Tile(tokens=256, stages=4),
@@ -154,6 +157,12 @@ class Sm90Choice(NamedTuple):
         return self.config.NORMALIZE and self.config.PRECOMPUTED_SCALES
 
     @property
+    def launch_options(self) -> dict[str, int]:
+        """Return the launch options of the kernel."""
+        two = isinstance(self.config, Sm90Config) and self.config.PROGRAMS_PER_SM == 2
+        return {"num_warps": 4} | ({"maxnreg": _TWO_PROGRAMS_REGISTERS} if two else {})
+
+    @property
     def kernel(self) -> str:
         """Return the name of the kernel."""
         return "maxsim_forward_wide" if self.has_large_d else "maxsim_forward_specialized"
@@ -185,8 +194,9 @@ def _make_choice(
     """
     parts = cdiv(Lq, config.ROWS_PER_QUERY)
     row_tiles = cdiv(Nq * parts * config.ROWS_PER_QUERY, _count_tile_rows(config))
-    aligned = arch.processors // row_tiles * row_tiles
-    programs = aligned if aligned >= 0.95 * arch.processors else arch.processors
+    most = arch.processors * (config.PROGRAMS_PER_SM if isinstance(config, Sm90Config) else 1)
+    aligned = most // row_tiles * row_tiles
+    programs = aligned if aligned >= 0.95 * most else most
     return Sm90Choice(config, parts, row_tiles, min(programs, row_tiles * K), tree)
 
 
@@ -288,11 +298,19 @@ def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) ->
 
 
 def configure_int8(
-    arch: Architecture, dtype: torch.dtype, sizes: SizeArgs, d: int, *, each_token: bool, terms: int
+    arch: Architecture,
+    dtype: torch.dtype,
+    sizes: SizeArgs,
+    d: int,
+    *,
+    each_token: bool,
+    terms: int,
+    kept: str = "",
 ) -> Sm90Choice:
-    """Return the configuration of an sm_90 kernel for dense int8 documents without a mask.
+    """Return the configuration of an sm_90 kernel for dense int8 or binary documents without a mask.
 
-    Each query row of `dtype` has so many int8 `terms`. `each_token` says whether each token has its own scale.
+    Each query row of `dtype` has so many int8 `terms`. `each_token` says whether each token has its own scale. Binary
+    documents are encoded as `kept`.
     """
     Nq, K, Lq, Ld = sizes
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
@@ -303,14 +321,23 @@ def configure_int8(
     size = _INT8_LARGE_TILE.tokens
     large = terms == 2 and not each_token and Ld >= size and -Ld % size < _INT8_TILE.tokens
     tile = _select_least_waste(SMALL_M_TILES["int8"], Ld) if few else _INT8_LARGE_TILE if large else _INT8_TILE
-    options = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token, "MMA_ROWS": rows, "INT8_TERMS": terms}
+    options: dict[str, Any] = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token}
+    options |= {"MMA_ROWS": rows, "INT8_TERMS": terms}
+    if kept:
+        tile = SMALL_M_TILES["bits"][0] if few else _INT8_TILE
+        options |= {"ENCODING": kept, "PROGRAMS_PER_SM": 2 if few == _MIN_SMALL_M_ROWS else 1}
     return _make_choice(arch, _make_config(tile, slot, d, few, **options), Nq, K, Lq, tree // slot)
 
 
 def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str) -> Sm90Choice:
-    """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`."""
+    """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`.
+
+    With "fp8_fp8", query rows are FP8, too.
+    """
     Nq, K, Lq, Ld = sizes
     few, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
     tile = _select_least_waste(tiles if few == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if few else _TILE
+    if kept == "fp8_fp8":
+        tile = SMALL_M_TILES["int8"][0] if few else _INT8_TILE
     options = {"ARGMAX": False, "PRECOMPUTED_SCALES": True, "ENCODING": kept}
     return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, few, **options), Nq, K, Lq)

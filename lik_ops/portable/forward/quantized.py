@@ -32,7 +32,7 @@ def forward_quantized(
     Returns:
         Scores, and argmax, which is ``[0]`` if `argmax_dtype` is None.
     """
-    r = r._replace(Q=stored.rotate_queries(r.Q.to(score_dtype(r.Q.dtype))))
+    r = r._replace(Q=stored.transform_queries(r.Q.to(score_dtype(r.Q.dtype))))
     dense = _try_dense(r, stored)
     if dense is None:
         return forward_ragged(r, normalize, argmax_dtype, max_seqlen_q, stored)

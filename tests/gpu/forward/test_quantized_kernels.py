@@ -9,7 +9,15 @@ import torch
 import lik_ops
 from lik_ops import Quantized
 from lik_ops.core.plan_cache import plans
-from lik_ops.formats.table import ALL_FORMATS, FORMATS, INT8_QUERIES, EncodedTokens
+from lik_ops.formats.table import (
+    ALL_FORMATS,
+    BINARY_INT8_QUERIES,
+    BINARY_QUERIES,
+    FORMATS,
+    FP8_QUERIES,
+    INT8_QUERIES,
+    EncodedTokens,
+)
 from lik_ops.ops.fast_path import eager
 from lik_ops.ops.topk import SearchArgs
 from lik_ops.portable import backend as portable
@@ -51,6 +59,7 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, sca
         assert_near_portable(p, scores, normalize)
 
 
+@pytest.mark.parametrize("format", ["int8", "binary"])
 @pytest.mark.parametrize(
     ("mode", "d", "scale", "options", "winners", "normalize"),
     [
@@ -62,15 +71,87 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, sca
         ("cross", 300, "token", False, False, False),  # too many features: queries are not rounded
     ],
 )
-def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, options, winners, normalize):
+def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, options, winners, normalize, format):
     for dtype in dtypes(place):
-        p = problem(mode, dtype, d, "int8", scale, options).to(place.device)
-        rounded = dataclasses.replace(p, stored=p.stored._replace(format=INT8_QUERIES))
+        p = problem(mode, dtype, d, format, scale, options).to(place.device)
+        rounded = dataclasses.replace(p, stored=p.stored._replace(format=f"{format}_int8"))
         scores, argmax = rounded.forward(normalize=normalize, argmax_dtype=torch.int32 if winners else None)
         assert_right(rounded, scores, argmax if winners else None, normalize)
         if d <= 256:
             with pytest.raises(AssertionError):
                 assert_right(p, scores, None, normalize)  # less accurate than two terms
+
+
+@pytest.mark.parametrize(
+    ("mode", "d", "scale", "options"), [("cross", 128, "token", False), ("pairs", 20, "tensor", True)]
+)
+def test_binary_documents_and_two_terms(place, mode, d, scale, options, monkeypatch):
+    monkeypatch.setitem(FORMATS, "binary", FORMATS["binary"]._replace(kernel="bits1_half"))
+    for dtype in dtypes(place):
+        p = problem(mode, dtype, d, "binary", scale, options).to(place.device)
+        scores, argmax = p.forward()
+        assert_right(p, scores, argmax, False)
+        assert_near_portable(p, scores, False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "d", "scale"),
+    [("cross", 128, "token"), ("candidates", 96, "tensor"), ("pairs", 20, "token"), ("cross", 300, "token")],
+)
+def test_signs_of_queries_score_like_queries_of_signs(place, mode, d, scale):
+    """Their products are exact in half precision, too."""
+    for dtype in dtypes(place):
+        p = problem(mode, dtype, d, "binary", scale, options=True)
+        p.r.Q[0, :3] = 0
+        Q = torch.where(p.r.Q.isnan(), p.r.Q, torch.where(p.r.Q > 0, 1, -1).to(dtype))
+        signs = dataclasses.replace(p, r=p.r._replace(Q=Q)).to(place.device)
+        p.stored = p.stored._replace(format=BINARY_QUERIES)
+        for found, expected in zip(p.to(place.device).forward(), signs.forward(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            p.forward(portable)[0], signs.to("cpu").forward(portable)[0], rtol=0, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("mode", "d", "scale", "options", "normalize"),
+    [
+        ("cross", 128, "token", False, False),
+        ("candidates", 96, "tensor", True, False),
+        ("pairs", 100, "token", True, True),
+        ("cross", 300, "token", False, False),
+    ],
+)
+def test_queries_of_fp8_are_within_their_rounding(place, mode, d, scale, options, normalize):
+    for dtype in dtypes(place):
+        p = problem(mode, dtype, d, "fp8_e4m3", scale, options)
+        p.r.Q[0] *= 1e-3
+        p.r.Q[1, :5] *= 2.0**-14  # below the normal numbers of FP8
+        p = p.to(place.device)
+        rounded = dataclasses.replace(p, stored=p.stored._replace(format=FP8_QUERIES))
+        scores, argmax = rounded.forward(normalize=normalize)
+        assert_right(rounded, scores, argmax, normalize)
+        if dtype == torch.float32 or d > 128:  # not rounded
+            torch.testing.assert_close(scores, p.forward(normalize=normalize)[0], rtol=0, atol=0, equal_nan=True)
+        else:
+            with pytest.raises(AssertionError):
+                assert_right(p, scores, None, normalize)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 6e4, 6e-8])
+def test_odd_rows_next_to_fp8_queries(place, value):
+    p = problem("cross", torch.float16, 96, "fp8_e4m3", queries=(1, 1), documents=(5, 9))
+    plain = dataclasses.replace(p, stored=p.stored._replace(format=FP8_QUERIES)).to(place.device).forward()[0]
+    p.r.Q[0] = 0
+    p.r.Q[0, 3] = value
+    p = p.to(place.device)
+    rounded = dataclasses.replace(p, stored=p.stored._replace(format=FP8_QUERIES))
+    scores, argmax = rounded.forward()
+    assert torch.equal(scores[1], plain[1])
+    if abs(value) < float("inf"):  # powers of two and their neighbors are exact in FP8
+        assert_right(rounded, scores, argmax, False)
+    else:
+        assert scores[0].isnan().all()
 
 
 def test_a_wrong_scale_would_be_seen(place):
@@ -90,7 +171,16 @@ def test_a_wrong_scale_would_be_seen(place):
 def test_int8_is_multiplied_by_terms_up_to_256_features(place):
     arch, shared = backend.architecture(torch.device(place.device)), {"tf32": False, "argmax": False}
     for d, terms in ((1, 2), (20, 2), (256, 2), (257, 0)):
-        for stored, expected in (("int8", terms), (INT8_QUERIES, min(terms, 1)), ("number", 0)):
+        one = min(terms, 1)
+        by_encoding = {
+            "int8": terms,
+            INT8_QUERIES: one,
+            "bits1_half": terms,
+            "bits1_int8": one,
+            "number": 0,
+            "bits1": 0,
+        }
+        for stored, expected in by_encoding.items():
             for candidates, dtype in itertools.product((False, True), (torch.float16, torch.float32)):
                 kind = KernelKey(arch, dtype, d, candidates, False, 0)
                 launch, _ = forward_configs.configure_packed_forward(kind, 3, 32, stored=stored, **shared)
@@ -112,11 +202,12 @@ def test_sums_of_the_largest_integers_fit(place):
 ODD = (0.0, float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31, 5e36)
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "binary"])
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "binary", BINARY_INT8_QUERIES])
 def test_queries_that_terms_cannot_hold(place, format):
     """Each row is a separate query, next to ordinary rows whose bits must not change."""
     d, rows = 20, 3 + len(ODD)
-    p = problem("cross", torch.float32, d, format, queries=(1,) * rows, documents=(5, 0, 9))
+    p = problem("cross", torch.float32, d, format.removesuffix("_int8"), queries=(1,) * rows, documents=(5, 0, 9))
+    p.stored = p.stored._replace(format=format)
     plain = p.to(place.device).forward()[0]
     for n, value in enumerate(ODD):
         row = p.r.Q[n]
@@ -126,16 +217,20 @@ def test_queries_that_terms_cannot_hold(place, format):
             row.mul_(value)
         else:
             row[n] = value
-    if format != "int8":  # codes times such features overflow before they are scaled
+    by_terms = format in ("int8", BINARY_INT8_QUERIES)
+    if not by_terms:  # codes times such features overflow before they are scaled
         p.r.Q[[4, 8]] /= 1e5
     scores, argmax = p.to(place.device).forward()
     assert torch.equal(scores[len(ODD) :], plain[len(ODD) :])
     expected, winners = p.forward(portable)
     # An infinity times zeros is NaN in either.
     assert torch.equal(scores.cpu().isnan(), expected.isnan())
-    torch.testing.assert_close(scores.cpu(), expected, rtol=1e-4, atol=1e-37, equal_nan=True)
-    for j, n in ((0, 5), (2, 9)) if format == "int8" else ():
-        finite = expected[:, j].isfinite() & (torch.arange(rows) < len(ODD)) & (expected[:, j].abs() > 1e-37)
+    # One term holds the row of 9e-31 and the ordinary rows, less accurately than the portable scores.
+    near = [n for n in range(rows) if format != BINARY_INT8_QUERIES or ODD[n : n + 1] not in ((), (9e-31,))]
+    torch.testing.assert_close(scores.cpu()[near], expected[near], rtol=1e-4, atol=1e-37, equal_nan=True)
+    for j, n in ((0, 5), (2, 9)) if by_terms else ():
+        held = torch.isin(torch.arange(rows), torch.tensor(near))
+        finite = expected[:, j].isfinite() & held & (torch.arange(rows) < len(ODD)) & (expected[:, j].abs() > 1e-37)
         assert torch.equal(argmax.cpu()[j, finite], winners[j, finite]) and (argmax[j] < n).all()
         assert torch.equal(argmax.cpu()[j, 1:4], winners[j, 1:4])
     assert (argmax[1] == -1).all()
@@ -363,12 +458,14 @@ def test_lengths_beyond_the_tokens_are_nan(place):
         assert (winners[:2] == -1).all() and torch.equal(winners[2], argmax[2])
 
 
-@pytest.mark.parametrize(("query", "step"), [("half", TERMS), ("int8", ONE_TERM)])
-def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place, query, step):
-    """All features of the query but one are nearly half a step, and int8 represents the documents exactly."""
+@pytest.mark.parametrize(
+    ("format", "query", "step"), [("int8", "half", TERMS), ("int8", "int8", ONE_TERM), ("binary", "int8", ONE_TERM)]
+)
+def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place, format, query, step):
+    """All features of the query but one are nearly half a step, and both formats represent the documents exactly."""
     Q, D = torch.full((1, 1, 128), 0.49 * 2 * step), torch.ones(2, 3, 128)
     Q[0, 0, 5] = 1
-    made = lik_ops.quantize(D.to(place.device), query=query)
+    made = lik_ops.quantize(D.to(place.device), format, query=query)
     assert not made.error.any()
     s = SearchArgs(Q.to(place.device), D.to(place.device), None, None, None, None, False, 1, None)
     with place.use():

@@ -1,0 +1,265 @@
+"""Test dense binary documents on sm_90 against the packed kernel, and the order of the features that it decodes."""
+
+import re
+
+import pytest
+import torch
+
+import lik_ops
+
+from ...support.common import INTERPRETING
+
+if INTERPRETING:
+    pytest.skip("the interpreter has no Gluon", allow_module_level=True)
+
+from lik_ops.csrc_triton.forward.sm90 import bits
+from lik_ops.formats.table import FORMATS
+from lik_ops.gpu import choose, supports
+from lik_ops.gpu.tuning import architectures
+
+from . import test_sm90_int8 as dense
+from .test_sm90_int8 import SCALES, SM_90, packed
+
+QUERIES = ("half", "int8", "binary")
+
+
+@pytest.fixture(autouse=True)
+def _preferred(monkeypatch):
+    """Prefer the kernel, and two int8 terms for half-precision queries. Neither is measured yet."""
+    from lik_ops.gpu import backend
+
+    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
+    monkeypatch.setitem(FORMATS, "binary", FORMATS["binary"]._replace(kernel="bits1_half"))
+    backend.forget()
+    yield
+    backend.forget()
+
+
+def choice(
+    Nq=1, K=1000, Lq=32, Ld=180, d=128, dtype=torch.bfloat16, each_token=False, terms=1, arch=SM_90, kept="bits1_int8"
+):
+    Q = torch.empty(Nq, Lq, d, dtype=dtype, device="meta")
+    data = torch.empty(K, Ld, d // 32, dtype=torch.int32, device="meta")
+    return choose.choose_int8(Q, data, torch.empty(K, Ld if each_token else 1, device="meta"), terms, arch, kept)
+
+
+def test_when_it_is_chosen(monkeypatch):
+    assert choice().programs == 264 and choice().config.SMALL_M and choice(Nq=3, terms=2).programs == 132
+    assert choice(Nq=16).config.ENCODING == "bits1_int8" and not choice(Nq=16).config.SMALL_M
+    assert choice(Nq=2).config.PROGRAMS_PER_SM == 1 and choice(terms=2).config.PROGRAMS_PER_SM == 2
+    for other in ({"d": 64}, {"d": 96}, {"Ld": 63}, {"Lq": 1}, {"K": 2**23, "Ld": 64}, {"Ld": 181, "each_token": True}):
+        assert isinstance(choice(**other), str), other
+    assert not isinstance(choice(Nq=16, Ld=181, each_token=True), str)
+    assert isinstance(choice(arch=architectures.ARCHITECTURES["sm_80"]), str)
+    monkeypatch.undo()
+    assert choice() == "binary documents: not measured yet"
+
+
+def executed(ptx: str, operands: list[int]) -> list[int]:
+    """Return the first eight operands after the instructions of `ptx`, of which it has and, shr and prmt."""
+    values = {f"${n}": x for n, x in enumerate(operands)}
+
+    def number(name: str) -> int:
+        return values[name] if name in values else int(name, 16 if name.startswith("0x") else 10)
+
+    for line in re.search(r"\{(.*)\}", ptx).group(1).split(";"):
+        if not line.strip() or line.strip().startswith(".reg"):
+            continue
+        name, rest = line.split(maxsplit=1)
+        out, *given = (x.strip() for x in rest.split(","))
+        x = [number(y) & 0xFFFFFFFF for y in given]
+        if name == "and.b32":
+            values[out] = x[0] & x[1]
+        elif name == "shr.u32":
+            values[out] = x[0] >> x[1]
+        else:
+            assert name == "prmt.b32"
+            table = (x[0] | x[1] << 32).to_bytes(8, "little")
+            digits = [x[2] >> 4 * n & 15 for n in range(4)]
+            chosen = [table[n & 7] if n < 8 else 0xFF * (table[n & 7] >> 7) for n in digits]
+            values[out] = int.from_bytes(bytes(chosen), "little")
+    return [values[f"${n}"] for n in range(8)]
+
+
+@pytest.mark.parametrize("operand", [False, True])
+def test_decoded_features_are_those_of_ordered_queries(operand):
+    """The steps of `load_numbers` and `order_features`, with the PTX executed here, as there is no GPU."""
+    torch.manual_seed(0)
+    D = lik_ops.quantize(torch.randn(64, 128), "binary")
+    words = D.data.view(torch.int32).flatten().tolist()
+    tables = [n for table in (0x01FF01FF, 0x0101FFFF, -1) for n in [table] * 32]
+    ptx = bits._DECODE_PTX.value
+    decoded = [executed(ptx, [0] * 8 + [word] * 32 + tables) for word in words]
+    x = torch.tensor(decoded).to(torch.int32).view(torch.int8).view(64, 4, 8, 4)  # bytes of the registers of a word
+    x = x.permute(0, 2, 1, 3) if operand else x
+    q = torch.arange(128).view(1, 4, 2, 4, 4)
+    order = q.permute((0, 2, 4, 1, 3) if operand else (0, 1, 2, 4, 3)).flatten()
+    expected = D.stored().decoded(slice(None), 128) / D.scale[:, None]
+    assert torch.equal(x.reshape(64, 128).double(), expected[:, order].round().double())
+
+
+@pytest.mark.parametrize(("words", "operand"), [(256, True), (256, False), (512, True), (512, False)])
+def test_layouts_of_words_cover_each_bit_once(words, operand):
+    layout = bits.make_word_layout(words, operand)
+    bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
+    expected = [(0, 1 << n) for n in range(5)] + [(1 << n, 0) for n in range(words.bit_length() - 1)]
+    assert sorted(map(tuple, bases)) == sorted(expected)
+    # inline assembly packs 32 consecutive registers, which have to be the bits of one word
+    assert layout.reg_bases[:5] == [[0, 1 << n] for n in range(5)]
+    if operand:  # WGMMA: a quad has a row, a warp has 16 rows, and a thread has rows 8 apart
+        assert layout.lane_bases[:2] == [[1, 0], [2, 0]] and layout.reg_bases[5] == [4 * 8, 0]
+        assert layout.warp_bases == [[4 * 16, 0], [4 * 32, 0]]
+
+
+def documents(Nd, Ld, scale, seed=0, query="int8", d=128):
+    torch.manual_seed(seed)
+    D = torch.randn(Nd, Ld, d) * (0.2 + torch.rand(Nd, Ld, 1))
+    return lik_ops.quantize(D, "binary", scale, query=query).to("cuda")
+
+
+def fast(Q, D, *rest):
+    """Return the scores of the tested kernel, and fail if it is not selected."""
+    return dense.fast(D.stored().transform_queries(Q), D, *rest)
+
+
+def bound(Q, D, *rest):
+    """Return fp64 scores of dequantized tokens, and the error bound for kernels."""
+    return dense.bound(D.stored().transform_queries(Q), D, *rest)
+
+
+CASES = [
+    (1, 700, 32, 180),
+    (1, 140, 20, 64),
+    (2, 133, 16, 300),
+    (5, 131, 5, 68),
+    (3, 140, 32, 256),
+    (9, 131, 31, 64),
+    (70, 66, 3, 128),
+    (7, 150, 24, 300),
+    (3, 140, 100, 132),
+    (2, 150, 64, 300),
+    (1, 140, 130, 72),
+    (2, 70, 300, 200),
+    (1, 70, 1030, 96),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld"), CASES)
+def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, query):
+    D = documents(Nd, Ld, scale, Lq, query)
+    for n, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
+        Q = torch.randn(Nq, Lq, 128).to("cuda", dtype)
+        q_mask = torch.rand(Nq, Lq, device="cuda") > 0.3 if (n + Lq) % 3 else None
+        weight = torch.randn(Nq, Lq, device="cuda") if (n + Nd) % 2 else None
+        if q_mask is not None:
+            Q[~q_mask] = float("nan")
+        Q[0, 1] = 0
+        if n == 1:
+            Q = Q.transpose(1, 2).contiguous().transpose(1, 2)
+        scores = fast(Q, D, q_mask, weight)
+        assert torch.equal(scores, packed(Q, D, q_mask, weight))
+        exact, off = bound(Q, D, q_mask, weight)
+        assert ((scores.double() - exact).abs() <= off).all()
+        if query == "binary" and scale == "tensor" and weight is None:  # integers, times one scale
+            integers = lik_ops.Quantized(D.data, torch.ones_like(D.scale), "binary", 128, D.dtype, query=query)
+            assert torch.equal(fast(Q, integers, q_mask).double(), bound(Q, integers, q_mask, None)[0])
+        assert torch.equal(lik_ops.maxsim(Q, D, q_mask, q_weight=weight), scores)
+        assert torch.equal(fast(Q, D, q_mask, weight), scores)  # a replayed call
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("scale", SCALES[:2])
+def test_bits_hang_on_nothing_else_in_the_call(scale, query):
+    D = documents(400, 132, scale, query=query)
+    Q = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
+    whole = fast(Q, D)
+    for part in (slice(3, 4), slice(0, 2), slice(7, 20)):
+        assert torch.equal(fast(Q[part], D), whole[part])
+        assert torch.equal(fast(Q[part], D[100:300]), whole[part, 100:300])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("scale", SCALES[:2])
+@pytest.mark.parametrize("Lq", [11, 32, 100])
+def test_negative_and_equal_similarities(Lq, scale, query):
+    """Maxima are negative, so tokens beyond a document or row would win. The sums are the largest possible."""
+    for byte in (0, 255):
+        D = documents(140, 68, scale, query=query)
+        D.data.fill_(byte)
+        D.scale.fill_(0.5)
+        Q = torch.full((3, Lq, 128), 0.3, device="cuda", dtype=torch.float16)
+        Q[1] *= -1
+        scores = fast(Q, D)
+        assert torch.equal(scores, packed(Q, D))
+        exact, off = bound(Q, D, None, None)
+        assert ((scores.double() - exact).abs() <= off).all()
+        assert (scores[1] > 0).all() == (byte == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_rows_that_terms_cannot_hold(Nq, scale, query):
+    """Such rows are multiplied in fp32 and do not change the bits of other queries."""
+    D = documents(80, 132, scale, query=query)
+    plain = torch.randn(Nq, 20, 128, device="cuda")
+    before = fast(plain, D)
+    for n, value in enumerate((float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30)):
+        Q = plain.clone()
+        if 0 < abs(value) < 1e-20:
+            Q[0, n] *= value
+        else:
+            Q[0, n, 5 + n] = value
+        scores, expected = fast(Q, D), packed(Q, D)
+        assert torch.equal(scores[1:], before[1:])
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_odd_scales(Nq):
+    """Scales are NaN, zero or negative. With a negative scale the smallest product is the maximum."""
+    for scale in SCALES[:2]:
+        D = documents(140, 132, scale)
+        D.scale[3], D.scale[7, -1], D.scale[9] = 0, float("nan"), float("nan")
+        D.scale[::10] *= -1
+        Q = torch.randn(Nq, 32, 128, device="cuda", dtype=torch.float16)
+        scores = fast(Q, D)
+        torch.testing.assert_close(scores, packed(Q, D), rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert scores[:, [7, 9]].isnan().all() and (scores[:, 3] == 0).all()
+
+
+@pytest.mark.gpu
+def test_other_calls_take_the_kernel_of_packed_documents():
+    """Unaligned data, document masks, other features and argmax use the packed kernel and score the same."""
+    Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)
+    for scale in SCALES:
+        D = documents(140, 132, scale)
+        expected = lik_ops.maxsim(Q, D)
+        assert torch.equal(expected, fast(Q, D))
+        assert torch.equal(lik_ops.maxsim_with_argmax(Q, D)[0], expected)
+        everything = torch.ones(140, 132, dtype=torch.bool, device="cuda")
+        assert torch.equal(lik_ops.maxsim(Q, D, d_mask=everything), expected)
+        for first in (1, 4):
+            memory = torch.empty(D.data.numel() + first, dtype=torch.uint8, device="cuda")[first:]
+            moved = memory.view(D.data.shape).copy_(D.data)
+            other = lik_ops.Quantized(moved, D.scale, "binary", 128, torch.float16, query=D.query)
+            assert torch.equal(lik_ops.maxsim(Q, other), expected)
+
+
+@pytest.mark.gpu
+def test_the_last_of_more_than_int32_bytes():
+    Ld, few = 64, documents(70, 64, "document")
+    count = (2**31 // 16 + 2**20) // Ld
+    data, scale = torch.zeros(count, Ld, 16, dtype=torch.uint8, device="cuda"), torch.ones(count, 1, device="cuda")
+    data[-70:], scale[-70:] = few.data, few.scale
+    D = lik_ops.Quantized(data, scale, "binary", 128, torch.float16, query="int8")
+    for Nq in (1, 9):
+        Q = torch.randn(Nq, 32, 128, dtype=torch.float16, device="cuda")
+        assert torch.equal(fast(Q, D)[:, -70:], fast(Q, few))

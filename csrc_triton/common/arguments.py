@@ -329,7 +329,7 @@ class Sm90LargeDConfig(NamedTuple):
     ARGMAX: bool = False
     MASK: bool = False  # with precomputed norms, or 1 without NORMALIZE, which are negative for masked tokens
     SHORT_DOCUMENTS: bool = False  # a document is shorter than its tile, which also holds tokens of the next documents
-    # As in `Sm90Config`, always the same here.
+    # These have the same values in each call, and `Sm90Config` explains them.
     SMALL_M: bool = False
     INT8_TERMS: int = 0
     PRECOMPUTED_SCALES: bool = True

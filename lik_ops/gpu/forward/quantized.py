@@ -92,16 +92,14 @@ def forward_quantized_cut(
         argmax_dtype: dtype of the argmax, or None without an argmax.
         plan: the result of `find_quantized_plan`, if known.
     """
-    if stored.format == BINARY_QUERIES:  # the kernels of both plans read signs
-        c = c._replace(Q=stored.transform_queries(c.Q))
     if plan is None:
         plan = find_quantized_plan(c, stored, normalize, argmax_dtype)
     if plan:
         scores = plan.forward(c.Q, stored, c.q_mask, c.q_weight)
         if scores is not None:
             return scores, None
-    if OPERAND_FORMATS[stored.format].rotated:  # before the capture, which records launches of this project only
-        c = c._replace(Q=stored.transform_queries(c.Q))
+    Q = stored.transform_queries(c.Q)  # before the capture, which records launches of this project only
+    c = c if Q is c.Q else c._replace(Q=Q)
     if c.candidates or c.pairs is not None:  # few calls have the same number of candidates or pairs
         return _run_packed(c, stored, normalize, argmax_dtype)
     scales = stored.scale, stored.minimum, *stored[4:]

@@ -14,7 +14,7 @@ from ...core.arguments import make_metadata_key
 from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
-from ...csrc_triton.formats.bits import get_code_bits
+from ...csrc_triton.formats.bits import get_code_bits, has_sign_queries
 from ...formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import gluon, launcher
@@ -46,7 +46,7 @@ class QuantizedPlan(Sm90Plan):
         super().__init__(choice, Q, data, None)
         C = choice.config
         assert isinstance(C, Sm90Config)
-        self.bits = get_code_bits(C.ENCODING) > 0
+        self.bits, self.signs = get_code_bits(C.ENCODING) > 0, has_sign_queries(C.ENCODING)
         self.each_token = C.PRECOMPUTED_SCALES and (C.SMALL_M if self.bits else C.ENCODING in ("", "fp8_fp8"))
         if self.bits:
             self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
@@ -62,6 +62,7 @@ class QuantizedPlan(Sm90Plan):
         if self.bits and not _has_words(data):
             return None
         data = data if data.dtype == self.read_as else data.view(self.read_as)
+        Q = stored.transform_queries(Q) if self.signs else Q
         x = QuantizedArgs(Q, data, q_mask, q_weight, scale)
         try:
             found = self.calls.run((), x, self.device, self._compute, x)

@@ -159,6 +159,8 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, 
         Q[0, 1] = 0
         if n == 1:
             Q = Q.transpose(1, 2).contiguous().transpose(1, 2)
+        if n == 2:
+            Q = torch.stack([Q, -Q], 2)[:, :, 0]  # strides that signs do not keep
         scores = fast(Q, D, q_mask, weight)
         assert torch.equal(scores, packed(Q, D, q_mask, weight))
         exact, off = bound(Q, D, q_mask, weight)
@@ -166,8 +168,9 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, 
         if query == "binary" and scale == "tensor" and weight is None:  # integers, times one scale
             integers = lik_ops.Quantized(D.data, torch.ones_like(D.scale), "binary", 128, D.dtype, query=query)
             assert torch.equal(fast(Q, integers, q_mask).double(), bound(Q, integers, q_mask, None)[0])
-        assert torch.equal(lik_ops.maxsim(Q, D, q_mask, q_weight=weight), scores)
-        assert torch.equal(fast(Q, D, q_mask, weight), scores)  # a replayed call
+        for _ in range(3):  # the third call is replayed
+            assert torch.equal(lik_ops.maxsim(Q, D, q_mask, q_weight=weight), scores)
+        assert torch.equal(fast(Q, D, q_mask, weight), scores)
 
 
 @pytest.mark.gpu

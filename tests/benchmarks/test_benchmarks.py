@@ -399,7 +399,7 @@ def test_a_record_of_formats(monkeypatch, capsys):
     record = quantized.measure(row, Clock(), "cpu")
     assert list(record["ms"]) == ["full", *quantized.FORMATS, "peer"]
     assert list(quantized.measure(row, Clock(), "cpu", own=True)["ms"]) == ["full", *quantized.FORMATS]
-    assert list(record["quantize_ms"]) == [x for x in quantized.FORMATS if "x int8" not in x]
+    assert list(record["quantize_ms"]) == [x for x in quantized.FORMATS if " x " not in x]
     pooled = quantized.Row(small(), formats=quantized.POOLED)
     assert list(quantized.measure(pooled, Clock(), "cpu")["ms"]) == ["full", "rq2"]
     quantized.report(record | {"ms": {"int8": 2.0, "rq4": 3.0}}, {})

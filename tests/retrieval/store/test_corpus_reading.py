@@ -33,9 +33,10 @@ def created(path, format, d=8):
     return Corpus.create(path, d, torch.float32, *(format or ()))
 
 
-def mapped_shards():
+def mapped_shards(path):
+    """Return the mapped shards below a directory. Other tests of the process may have left theirs."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "/shard-" in line}
+    return {line.split()[-1] for line in lines if f"{path}/" in line and "/shard-" in line}
 
 
 # shards that open when they are read
@@ -50,10 +51,10 @@ def test_opening_a_corpus_opens_no_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(reading.ShardFile, "_open_checked", lambda self: pytest.fail("opened"))
     found = Corpus.open(tmp_path)
     pickle.loads(pickle.dumps(found))
-    assert len(found) == 3 and "7 tokens" in repr(found) and not mapped_shards()
+    assert len(found) == 3 and "7 tokens" in repr(found) and not mapped_shards(tmp_path)
     monkeypatch.undo()
     assert torch.equal(found[2], documents[2])
-    assert len(mapped_shards()) == 1
+    assert len(mapped_shards(tmp_path)) == 1
 
 
 def count_opening(path, count):
@@ -116,7 +117,7 @@ def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
 
     def counted(self):
         found = inner(self)
-        most.append(len(mapped_shards()))
+        most.append(len(mapped_shards(tmp_path)))
         return found
 
     monkeypatch.setattr(reading.ShardFile, "map", counted)
@@ -131,7 +132,7 @@ def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
     del few
     if format is None:
         del made
-    assert len(mapped_shards()) <= len(documents), "the maps of a corpus end with it"
+    assert len(mapped_shards(tmp_path)) <= len(documents), "the maps of a corpus end with it"
 
 
 @linux
@@ -140,9 +141,9 @@ def test_the_maps_of_a_corpus_end_with_it(tmp_path):
     corpus.append(draw((3, 4)))
     kept = Corpus.open(tmp_path).documents(0, 1)[0]
     _ = corpus[0]
-    assert len(mapped_shards()) == 1
+    assert len(mapped_shards(tmp_path)) == 1
     del corpus, kept
-    assert not mapped_shards()
+    assert not mapped_shards(tmp_path)
 
 
 def test_what_was_read_in_inference_mode_can_be_trained_with(tmp_path):

@@ -10,7 +10,7 @@ import lik_ops
 from lik_ops import reference
 from lik_ops.formats.table import FORMATS
 
-from ...support.common import INTERPRETING
+from ....support.common import INTERPRETING
 from .test_sm90_int8 import CASES, fast, packed
 
 if INTERPRETING:

@@ -9,7 +9,7 @@ import torch
 
 import lik_ops
 
-from ...support.common import INTERPRETING, Problem, assert_scores, assert_winners, build, run
+from ....support.common import INTERPRETING, Problem, assert_scores, assert_winners, build, run
 
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)

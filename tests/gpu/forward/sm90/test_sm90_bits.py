@@ -7,7 +7,7 @@ import torch
 
 import lik_ops
 
-from ...support.common import INTERPRETING
+from ....support.common import INTERPRETING
 
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)

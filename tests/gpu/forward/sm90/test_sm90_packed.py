@@ -8,8 +8,8 @@ import torch
 import lik_ops
 from lik_ops.core.segments import PackedArgs, RaggedArgs
 
-from ...support.common import INTERPRETING, Problem, assert_scores, assert_winners, build
-from ...support.ragged import same_bits
+from ....support.common import INTERPRETING, Problem, assert_scores, assert_winners, build
+from ....support.ragged import same_bits
 
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)

@@ -6,7 +6,7 @@ import torch
 import lik_ops
 from lik_ops import reference
 
-from ...support.common import CUDA, INTERPRETER, INTERPRETING
+from ....support.common import CUDA, INTERPRETER, INTERPRETING
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.csrc_triton.common.primitives import UNRESOLVED

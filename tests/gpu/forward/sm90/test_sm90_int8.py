@@ -11,8 +11,8 @@ from lik_ops import reference
 from lik_ops.core.plan_cache import PlanCache
 from lik_ops.core.segments import PackedArgs, RaggedArgs
 
-from ...support.common import INTERPRETING
-from ...support.quantized import ONE_TERM, ROUNDING, TERMS
+from ....support.common import INTERPRETING
+from ....support.quantized import ONE_TERM, ROUNDING, TERMS
 
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)

@@ -1,8 +1,7 @@
 """Soft MaxSim by Triton kernels.
 
 The forward is the generic forward with a soft maximum. Long documents are scored in splits, which a second launch
-merges. In the backward, each gradient is summed by the program that
-owns it.
+merges. In the backward, each gradient is summed by the program that owns it.
 """
 
 from __future__ import annotations

@@ -12,13 +12,12 @@ from lik_ops.core.arguments import score_dtype
 from lik_ops.ops.fast_path import eager
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING, Problem, assert_near, build
-from .test_soft import score, step
+from .test_soft import EVERYTHING, score, step
 
 pytest.importorskip("triton", reason="splits are made by Triton kernels")
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 at_places = pytest.mark.parametrize("place", PLACES, ids=str)
 LONG = Problem(values="normal", Nq=3, Nd=3, Lq=5, Ld=75)
-EVERYTHING = {"q_mask": "holes", "d_mask": "empty_some", "weight": True}
 PROBLEMS = [
     LONG,
     replace(LONG, layout="candidates", normalize=True, **EVERYTHING),

@@ -208,36 +208,27 @@ def test_bits_hang_on_nothing_else_in_the_call(scale, query):
         assert torch.equal(fast(Q, few), whole[:, column : column + 1].expand(-1, 70))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("query", QUERIES)
-@pytest.mark.parametrize("scale", SCALES[:2])
-@pytest.mark.parametrize("Lq", [11, 32, 100])
-def test_negative_and_equal_similarities(Lq, scale, query):
-    """Maxima are negative, so tokens beyond a document or row would win. The sums are the largest possible."""
-    for number in (-128, 127):
-        D = documents(140, 68, 128, scale, query=query)
-        D.data.fill_(number)
-        D.scale.fill_(0.5)
-        Q = torch.full((3, Lq, 128), 0.3, device="cuda", dtype=torch.float16)
-        Q[1] *= -1
-        scores = fast(Q, D)
-        assert torch.equal(scores, packed(Q, D))
-        exact, off = bound(Q, D, None, None)
-        assert ((scores.double() - exact).abs() <= off).all()
-        assert (scores[1] > 0).all() == (number < 0)
+ODD = (float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("query", QUERIES)
-@pytest.mark.parametrize("Nq", [1, 9])
-def test_rows_that_terms_cannot_hold(Nq, scale, query):
-    """Such rows are multiplied in fp32 and do not change the bits of other queries."""
-    odd = (float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31)
-    D = documents(80, 132, 96, scale, query=query)
-    plain = torch.randn(Nq, 20, 96, device="cuda")
+def check_equal_tokens(D, stored, Lq, negative, fast, bound):
+    """Compare scores of documents whose bytes are all `stored`, which makes their features `negative` or positive."""
+    D.data.fill_(stored)
+    D.scale.fill_(0.5)
+    Q = torch.full((3, Lq, D.d), 0.3, device="cuda", dtype=torch.float16)
+    Q[1] *= -1
+    scores = fast(Q, D)
+    assert torch.equal(scores, packed(Q, D))
+    exact, off = bound(Q, D, None, None)
+    assert ((scores.double() - exact).abs() <= off).all()
+    assert (scores[1] > 0).all() == negative
+
+
+def score_odd_rows(D, Nq, values, fast):
+    """Yield each value and the scores of queries with a row that it makes odd, which other queries must not notice."""
+    plain = torch.randn(Nq, 20, D.d, device="cuda")
     before = fast(plain, D)
-    for n, value in enumerate(odd):
+    for n, value in enumerate(values):
         Q = plain.clone()
         if 0 < abs(value) < 1e-20:
             Q[0, n] *= value
@@ -246,6 +237,26 @@ def test_rows_that_terms_cannot_hold(Nq, scale, query):
         scores, expected = fast(Q, D), packed(Q, D)
         assert torch.equal(scores[1:], before[1:])
         torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        yield value, scores
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("scale", SCALES[:2])
+@pytest.mark.parametrize("Lq", [11, 32, 100])
+def test_negative_and_equal_similarities(Lq, scale, query):
+    """Maxima are negative, so tokens beyond a document or row would win. The sums are the largest possible."""
+    for number in (-128, 127):
+        check_equal_tokens(documents(140, 68, 128, scale, query=query), number, Lq, number < 0, fast, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_rows_that_terms_cannot_hold(Nq, scale, query):
+    """Such rows are multiplied in fp32 and do not change the bits of other queries."""
+    for value, scores in score_odd_rows(documents(80, 132, 96, scale, query=query), Nq, (*ODD, 9e-31), fast):
         assert scores[0].isnan().all() if value != value else True
 
 

@@ -27,8 +27,8 @@ from .primitives import NO_TOKEN, load_rows, load_tokens, nan_max, to_int64
 
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
-_MIN_EXPONENT_BITS = tl.constexpr((127 - 40) << 23)
-_MAX_EXPONENT_BITS = tl.constexpr((127 + 40) << 23)
+_MIN_EXACT_EXPONENT_BITS = tl.constexpr((127 - 40) << 23)
+_MAX_EXACT_EXPONENT_BITS = tl.constexpr((127 + 40) << 23)
 _NARROW_RANGE_BITS = tl.constexpr(2 * (28 << 23))
 # Minus the bits of an exponent, these are the bits of the factor that scales it to 2^14. fp16 ends below 2^16.
 _SCALE_UP_BITS = tl.constexpr(((254 + 14) << 23) - 2**32)
@@ -50,7 +50,7 @@ def _classify_rows(x, TERMS: tl.constexpr):
     """
     most = tl.reduce(tl.abs(x), 1, nan_max)
     exponent = most.to(tl.int32, bitcast=True) & _EXPONENT_MASK
-    plain = (exponent >= _MIN_EXPONENT_BITS) & (exponent <= _MAX_EXPONENT_BITS)
+    plain = (exponent >= _MIN_EXACT_EXPONENT_BITS) & (exponent <= _MAX_EXACT_EXPONENT_BITS)
     if TERMS != 1:
         # 2^32 minus twice the bits of the smallest nonzero magnitude
         complement = tl.max((x.to(tl.int32, bitcast=True) * -2).to(tl.uint32, bitcast=True), axis=1)

@@ -7,9 +7,9 @@ Launches do nothing. A count hardly depends on the load or the clock of the mach
 less than 1 %. Time that executes no instructions is not seen, such as cache misses and waits for a lock.
 
 Without BASE, rows are compared with ``benchmarks/results/host_counts.json``. If a row needs more than 3 % more
-instructions, or if the record is of other versions of Python, PyTorch, Triton or Valgrind, then the commit of the
-record is counted in this environment, this checkout is counted again, and these counts decide. BASE is a commit or a
-folder that is counted instead.
+instructions, or if the record is of other versions of Python, PyTorch, Triton or Valgrind, the record is not enough.
+Then its commit is counted in this environment, this checkout is counted again, and these counts decide. BASE is a
+commit or a folder that is counted instead.
 
 ``--record`` writes the record, after an intended change. Commit the record together with the change.
 """

@@ -51,14 +51,15 @@ def quantize(
         D: ``[Ld, d]``, ``[Nd, Ld, d]``, ``[Nq, K, Ld, d]``, or packed ``[Td, d]`` with `cu_seqlens_d`; fp16, bf16, fp32
             or fp64.
         format: ``"int8"`` (symmetric, -127 to 127), ``"uint8"`` (affine, with a minimum and a scale), ``"fp8_e4m3"``,
-            ``"fp8_e5m2"``, ``"binary"`` (signs, for a first stage), or ``"rq4"``, ``"rq2"`` or ``"rq1"`` (4, 2 or 1
-            bits of each feature of rotated tokens). A `ResidualCodec` on the device of D is also accepted.
+            ``"fp8_e5m2"``, or ``"binary"`` (signs, for a first stage). ``"rq4"``, ``"rq2"`` and ``"rq1"`` store 4, 2
+            and 1 bits of each feature of rotated tokens. A `ResidualCodec` on the device of D is also accepted.
         scale: one scale for each ``"token"``, for each ``"document"``, or for the whole ``"tensor"``. Residual codes
             always have one scale for each token.
         d_mask: tokens to keep, the shape of D without d. Masked tokens become zeros, whatever values they hold.
         cu_seqlens_d: int32 or int64 ``[Nd + 1]``. Packed document k has the tokens from ``cu_seqlens_d[k]`` to
             ``cu_seqlens_d[k + 1]``.
-        query: precision of query rows in products with ``"int8"`` or ``"binary"`` documents, see `Quantized`.
+        query: precision of query rows in products with ``"int8"``, ``"binary"`` or ``"fp8_e4m3"`` documents, see
+            `Quantized`.
 
     Returns:
         A `Quantized`. A token of zeros dequantizes to zeros in every format. All features of a token with NaN or

@@ -39,7 +39,7 @@ def _colpali_without_models() -> None:
     """Replace the top level of colpali-engine, which imports every model and torchvision, by an empty package."""
     found = importlib.util.find_spec("colpali_engine")
     module = types.ModuleType("colpali_engine")
-    module.__path__ = list(found.submodule_search_locations)
+    module.__spec__, module.__path__ = found, list(found.submodule_search_locations)
     module.__version__ = importlib.metadata.version("colpali-engine")
     sys.modules["colpali_engine"] = module
 

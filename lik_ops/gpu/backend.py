@@ -19,44 +19,6 @@ from .runtime.arguments import architecture, unavailable, use_device
 from .runtime.capture import Calls
 from .runtime.launcher import collect_launches, compile_in_parallel, find_missing_kernels, run_first
 
-__all__ = [
-    "Calls",
-    "GradientPlan",
-    "architecture",
-    "backward_chamfer",
-    "backward_cut",
-    "backward_head",
-    "backward_lowmem",
-    "backward_quantized",
-    "backward_ragged",
-    "backward_soft",
-    "backward_unified",
-    "best",
-    "best_of_parts",
-    "code_scores",
-    "collect_launches",
-    "compile_in_parallel",
-    "count_labels",
-    "find_missing_kernels",
-    "find_quantized_plan",
-    "forget",
-    "forward",
-    "forward_chamfer",
-    "forward_head",
-    "forward_plan",
-    "forward_quantized",
-    "forward_quantized_cut",
-    "forward_ragged",
-    "forward_soft",
-    "keep_int8",
-    "label_gradients",
-    "label_losses",
-    "ragged_plan",
-    "run_first",
-    "unavailable",
-    "use_device",
-]
-
 
 def forget() -> None:
     """Drop all plans and captured calls that were derived from the configuration tables."""

@@ -25,36 +25,9 @@ from .pace import limit_threads
 
 backward_chamfer, forward_chamfer = limit_threads(backward_chamfer), limit_threads(forward_chamfer)
 backward_head, forward_head = limit_threads(backward_head), limit_threads(forward_head)
-backward_lowmem, backward_unified, forward = (
-    limit_threads(backward_lowmem),
-    limit_threads(backward_unified),
-    limit_threads(forward),
-)
+backward_lowmem, backward_unified = limit_threads(backward_lowmem), limit_threads(backward_unified)
 backward_soft, forward_soft = limit_threads(backward_soft), limit_threads(forward_soft)
-code_scores = limit_threads(code_scores)
-
-__all__ = [
-    "backward_chamfer",
-    "backward_head",
-    "backward_lowmem",
-    "backward_quantized",
-    "backward_ragged",
-    "backward_soft",
-    "backward_unified",
-    "best",
-    "best_of_parts",
-    "code_scores",
-    "count_labels",
-    "forward",
-    "forward_chamfer",
-    "forward_head",
-    "forward_quantized",
-    "forward_ragged",
-    "forward_soft",
-    "keep_int8",
-    "label_gradients",
-    "label_losses",
-]
+code_scores, forward = limit_threads(code_scores), limit_threads(forward)
 
 
 @limit_threads

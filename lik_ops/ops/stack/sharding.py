@@ -155,35 +155,17 @@ class _Placements(NamedTuple):
             scores, lists = second, everything._replace(d_offsets=columns, d_lengths=columns)
         return (whole, whole, everything, whole), (scores, first, lists, partial)
 
+    def argmax(self, x: Any, placement: Any) -> Any:
+        """Return the placement of an argmax, which is replicated if it is empty because a backward recomputes it."""
+        return placement if len(x.shape) == 3 else self.whole
+
+    def encoded(self) -> tuple:
+        """Return the placements of `EncodedTokens`, in which the format, the fourth field, is not a tensor."""
+        return *(self.whole,) * 3, None, *(self.whole,) * 3
+
     def wanted(self, placements: Sequence, needs: Any) -> list:
         """Return the placements of outputs. An output that is not needed is empty and replicated."""
         return [x if need else self.whole for x, need in zip(placements, needs, strict=True)]
-
-
-def _shard_fwd(at: _Placements, a: tuple) -> list:
-    return [(at.wanted((s, w), (True, a[6] is not None)), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])]
-
-
-def _shard_bwd(at: _Placements, a: tuple) -> list:
-    has_argmax = len(a[3].shape) == 3
-    return [
-        (at.wanted((of_q, of_d, of_q), a[8]), (s, q, d, w if has_argmax else at.whole, q, d, q))
-        for s, w, q, d, of_q, of_d in at.dense(a[2])
-    ]
-
-
-def _shard_fwd_int8(at: _Placements, a: tuple) -> list:
-    return [((s, w, d, d), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])]
-
-
-def _shard_bwd_int8(at: _Placements, a: tuple) -> list:
-    found = at.dense(a[2])
-    return [(at.wanted((of_q, of_d, of_q), a[9]), (s, q, d, d, w, q, q)) for s, w, q, d, of_q, of_d in found]
-
-
-def _shard_xtr(at: _Placements, a: tuple) -> list:
-    whole, first, second = at[:3]
-    return [((q, w, q), (q, whole, q, whole, q)) for q, w in ((whole, whole), (first, second))]
 
 
 def _shard_token_topk(at: _Placements, a: tuple) -> list:
@@ -193,99 +175,61 @@ def _shard_token_topk(at: _Placements, a: tuple) -> list:
     return [(at.wanted((s, after[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in found]
 
 
-def _shard_loss(at: _Placements, a: tuple) -> list:
-    return [((q, q), (q, d, q, d, q, q)) for q, d, _ in at.losses(a[1])]
-
-
-def _shard_loss_bwd(at: _Placements, a: tuple) -> list:
-    return [(at.wanted((q, of_d, q), a[11]), (q, q, d, q, d, q, q, q)) for q, d, of_d in at.losses(a[2])]
-
-
-def _shard_soft(at: _Placements, a: tuple) -> list:
-    return [(at.wanted((s, w), (True, a[8])), (q, d, q, d, q, at.whole)) for s, w, q, d, _, _ in at.dense(a[1])]
-
-
-def _shard_soft_bwd(at: _Placements, a: tuple) -> list:
-    return [
+# For each operator: the placements of its results and of its arguments `a`, once for each supported sharding.
+_RULES: dict[str, Callable[[_Placements, tuple], list]] = {
+    "maxsim_fwd": lambda at, a: [
+        (at.wanted((s, w), (True, a[6] is not None)), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])
+    ],
+    "maxsim_bwd_lowmem maxsim_bwd_unified": lambda at, a: [
+        (at.wanted((of_q, of_d, of_q), a[8]), (s, q, d, at.argmax(a[3], w), q, d, q))
+        for s, w, q, d, of_q, of_d in at.dense(a[2])
+    ],
+    "maxsim_fwd_int8": lambda at, a: [((s, w, d, d), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])],
+    "maxsim_bwd_int8": lambda at, a: [
+        (at.wanted((of_q, of_d, of_q), a[9]), (s, q, d, d, w, q, q)) for s, w, q, d, of_q, of_d in at.dense(a[2])
+    ],
+    "maxsim_xtr_fwd": lambda at, a: [
+        ((q, w, q), (q, at.whole, q, at.whole, q)) for q, w in ((at.whole, at.whole), (at.first, at.second))
+    ],
+    "maxsim_token_topk_fwd": _shard_token_topk,
+    "maxsim_cross_entropy_fwd": lambda at, a: [((q, q), (q, d, q, d, q, q)) for q, d, _ in at.losses(a[1])],
+    "maxsim_cross_entropy_bwd": lambda at, a: [
+        (at.wanted((q, of_d, q), a[11]), (q, q, d, q, d, q, q, q)) for q, d, of_d in at.losses(a[2])
+    ],
+    "maxsim_soft_fwd": lambda at, a: [
+        (at.wanted((s, w), (True, a[8])), (q, d, q, d, q, at.whole)) for s, w, q, d, _, _ in at.dense(a[1])
+    ],
+    "maxsim_soft_bwd": lambda at, a: [
         (at.wanted((of_q, of_d, of_q, of_tau), a[10]), (s, q, d, w, q, d, q, at.whole))
         for s, w, q, d, of_q, of_d, of_tau in at.heads(a[2])
-    ]
-
-
-def _shard_head(at: _Placements, a: tuple) -> list:
-    whole, keeps = at.whole, a[8] is not None
-    return [(at.wanted((s, w), (True, keeps)), (q, h, whole, whole, q, h, q)) for s, w, q, h, *_ in at.heads(a[1])]
-
-
-def _shard_head_bwd(at: _Placements, a: tuple) -> list:
-    whole, has_argmax = at.whole, len(a[5].shape) == 3
-    return [
+    ],
+    "maxsim_from_hidden_fwd": lambda at, a: [
+        (at.wanted((s, w), (True, a[8] is not None)), (q, h, at.whole, at.whole, q, h, q))
+        for s, w, q, h, *_ in at.heads(a[1])
+    ],
+    "maxsim_from_hidden_bwd": lambda at, a: [
         (
             at.wanted((of_q, of_h, of_head, of_head, of_q), a[10]),
-            (s, q, h, whole, whole, w if has_argmax else whole, q, h, q),
+            (s, q, h, at.whole, at.whole, at.argmax(a[5], w), q, h, q),
         )
         for s, w, q, h, of_q, of_h, of_head in at.heads(a[2])
-    ]
-
-
-def _shard_chamfer(at: _Placements, a: tuple) -> list:
-    return [((of,) * 4, (of,) * 4) for of in at[:2]]
-
-
-def _shard_chamfer_bwd(at: _Placements, a: tuple) -> list:
-    return [(at.wanted((of, of), a[7]), (of,) * 6) for of in at[:2]]
-
-
-def _shard_search(at: _Placements, a: tuple) -> list:
-    whole = at.whole
-    return [((q, q), (q, whole, q, whole, whole, q)) for q in at[:2]]
-
-
-def _shard_search_codes(at: _Placements, a: tuple) -> list:
-    whole = at.whole
-    return [((q, q), (q, whole, whole, q, whole, whole, q)) for q in at[:2]]
-
-
-def _shard_ragged(at: _Placements, a: tuple) -> list:
-    found = at.ragged(RaggedArgs(*a[:9]))
-    return [(at.wanted((s, w), (True, a[10] is not None)), tensors) for s, w, tensors, _ in found]
-
-
-def _shard_quantized(at: _Placements, a: tuple) -> list:
-    stored = *(at.whole,) * 3, None, *(at.whole,) * 3  # the format is not a tensor
-    found = at.ragged(RaggedArgs(*a[:2], *a[8:15]))
-    return [(at.wanted((s, w), (True, a[16] is not None)), (x.Q, *stored, *x[2:])) for s, w, x, _ in found]
-
-
-def _shard_quantized_bwd(at: _Placements, a: tuple) -> list:
-    stored = *(at.whole,) * 3, None, *(at.whole,) * 3
-    found = at.ragged(RaggedArgs(*a[1:3], *a[9:16]))
-    return [(at.wanted((of,) * 2, a[18]), (s, x.Q, *stored, *x[2:], w)) for s, w, x, of in found]
-
-
-def _shard_ragged_bwd(at: _Placements, a: tuple) -> list:
-    return [(at.wanted((of,) * 3, a[13]), (s, *x, w)) for s, w, x, of in at.ragged(RaggedArgs(*a[1:10]))]
-
-
-_RULES = {
-    "maxsim_fwd": _shard_fwd,
-    "maxsim_bwd_lowmem maxsim_bwd_unified": _shard_bwd,
-    "maxsim_fwd_int8": _shard_fwd_int8,
-    "maxsim_bwd_int8": _shard_bwd_int8,
-    "maxsim_xtr_fwd": _shard_xtr,
-    "maxsim_token_topk_fwd": _shard_token_topk,
-    "maxsim_cross_entropy_fwd": _shard_loss,
-    "maxsim_cross_entropy_bwd": _shard_loss_bwd,
-    "maxsim_soft_fwd": _shard_soft,
-    "maxsim_soft_bwd": _shard_soft_bwd,
-    "maxsim_from_hidden_fwd": _shard_head,
-    "maxsim_from_hidden_bwd": _shard_head_bwd,
-    "chamfer_fwd": _shard_chamfer,
-    "chamfer_bwd": _shard_chamfer_bwd,
-    "maxsim_topk": _shard_search,
-    "maxsim_topk_codes": _shard_search_codes,
-    "maxsim_ragged_fwd": _shard_ragged,
-    "maxsim_quantized_fwd": _shard_quantized,
-    "maxsim_quantized_bwd": _shard_quantized_bwd,
-    "maxsim_ragged_bwd": _shard_ragged_bwd,
+    ],
+    "chamfer_fwd": lambda at, a: [((of,) * 4, (of,) * 4) for of in at[:2]],
+    "chamfer_bwd": lambda at, a: [(at.wanted((of, of), a[7]), (of,) * 6) for of in at[:2]],
+    "maxsim_topk": lambda at, a: [((q, q), (q, at.whole, q, at.whole, at.whole, q)) for q in at[:2]],
+    "maxsim_topk_codes": lambda at, a: [((q, q), (q, at.whole, at.whole, q, at.whole, at.whole, q)) for q in at[:2]],
+    "maxsim_ragged_fwd": lambda at, a: [
+        (at.wanted((s, w), (True, a[10] is not None)), tensors) for s, w, tensors, _ in at.ragged(RaggedArgs(*a[:9]))
+    ],
+    "maxsim_ragged_bwd": lambda at, a: [
+        (at.wanted((of,) * 3, a[13]), (s, *x, w)) for s, w, x, of in at.ragged(RaggedArgs(*a[1:10]))
+    ],
+    "maxsim_quantized_fwd": lambda at, a: [
+        (at.wanted((s, w), (True, a[16] is not None)), (x.Q, *at.encoded(), *x[2:]))
+        for s, w, x, _ in at.ragged(RaggedArgs(*a[:2], *a[8:15]))
+    ],
+    "maxsim_quantized_bwd": lambda at, a: [
+        (at.wanted((of,) * 2, a[18]), (s, x.Q, *at.encoded(), *x[2:], w))
+        for s, w, x, of in at.ragged(RaggedArgs(*a[1:3], *a[9:16]))
+    ],
 }

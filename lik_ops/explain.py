@@ -160,11 +160,11 @@ def _run_soft(call: CallDescription, x: DenseArgs) -> tuple[list, Callable | Non
     """Run a call of soft MaxSim, whose forward has one kernel."""
     from .gpu import backend
 
-    scores, lse = backend.forward_soft(*x, 0.1, call.normalize, bool(call.backward))
+    scores, lse = backend.forward_soft(x, 0.1, call.normalize, bool(call.backward))
 
     def backward() -> None:
         needs = [True, True, False, False]
-        backend.backward_soft(scores, x.Q, x.D, lse, *x[2:], 0.1, call.normalize, needs)
+        backend.backward_soft(scores, x, lse, 0.1, call.normalize, needs)
 
     return [], backward if call.backward else None
 

@@ -15,7 +15,7 @@ from ..support.common import INTERPRETING
 
 pytest.importorskip("triton", reason="only the Triton backend replays")
 
-from lik_ops.core.segments import PackedArgs, RaggedArgs
+from lik_ops.core.segments import DenseArgs, PackedArgs, RaggedArgs
 from lik_ops.gpu import backend as cuda
 from lik_ops.gpu.backward import dense as gpu_backward
 from lik_ops.gpu.backward import packed as packed_backward
@@ -238,18 +238,18 @@ def test_quantised_forwards_too(format, normalize, argmax_dtype, log, monkeypatc
 @pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_soft_forwards_too(temperature, keep, log):
     """A tensor temperature is read at each replay, and another number has another dispatch key."""
-    x = drawn((*SHAPES[1][:4], 20), False, True, torch.bfloat16)  # no descriptor reads rows of 40 bytes
+    x = DenseArgs(*drawn((*SHAPES[1][:4], 20), False, True, torch.bfloat16))  # no descriptor reads rows of 40 bytes
     found, alive = [], []
     for _ in range(3):
         tau = temperature if isinstance(temperature, float) else temperature.clone()
         log.clear()
-        alive.append((cuda.forward_soft(*x, tau, True, keep), tau, [launch[3:] for launch in log]))
+        alive.append((cuda.forward_soft(x, tau, True, keep), tau, [launch[3:] for launch in log]))
         found.append((comparable(log, (*x, tau) if torch.is_tensor(tau) else x), [len(y) == 4 for y in log]))
     (full, general), (recorded, _), (replayed, still) = found
     assert full == recorded == replayed and len(full) > 0
     assert all(general) and not any(still)
     log.clear()
-    cuda.forward_soft(*x, 0.2, True, keep)
+    cuda.forward_soft(x, 0.2, True, keep)
     assert all(len(launch) == 4 for launch in log)
 
 

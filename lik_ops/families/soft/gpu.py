@@ -56,21 +56,11 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 _captured_calls = Calls()
 
 
-def forward_soft(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    temperature: Temperature,
-    normalize: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def forward_soft(x: DenseArgs, temperature: Temperature, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
     """Return the results of `lik::maxsim_soft_fwd`."""
-    x = DenseArgs(Q, D, q_mask, d_mask, q_weight)
     tau, number = (temperature, None) if isinstance(temperature, Tensor) else (None, temperature)
-    key = (*make_metadata_key(*x), number, normalize, keep, is_tf32_allowed(Q.dtype))
-    return _captured_calls.run(key, (*x, tau), Q.device, _run_forward, x, temperature, normalize, keep)
+    key = (*make_metadata_key(*x), number, normalize, keep, is_tf32_allowed(x.Q.dtype))
+    return _captured_calls.run(key, (*x, tau), x.Q.device, _run_forward, x, temperature, normalize, keep)
 
 
 def _run_forward(x: DenseArgs, temperature: Temperature, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
@@ -332,31 +322,23 @@ def _write_document_gradients(c: SoftCall, grad: Tensor) -> None:
 
 
 def backward_soft(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    lse: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    temperature: Temperature,
-    normalize: bool,
-    needs: list[bool],
+    grad_scores: Tensor, x: DenseArgs, lse: Tensor, temperature: Temperature, normalize: bool, needs: list[bool]
 ) -> Gradients:
     """Return the gradients of Q, D, q_weight, and the temperature, as `lik::maxsim_soft_bwd` defines them."""
+    Q, D = x.Q, x.D
     if Q.shape[0] * Q.shape[1] > _INT32_MAX:
         raise ValueError(f"maxsim_soft_bwd: Q: expected at most {_INT32_MAX} tokens, got {list(Q.shape)}")
     grads = [
-        torch.empty(x.shape if need else (0,), dtype=dtype, device=Q.device)
-        for x, dtype, need in zip((Q, D, Q[..., 0]), (Q.dtype, Q.dtype, torch.float32), needs, strict=False)
+        torch.empty(like.shape if need else (0,), dtype=dtype, device=Q.device)
+        for like, dtype, need in zip((Q, D, Q[..., 0]), (Q.dtype, Q.dtype, torch.float32), needs, strict=False)
     ]
     grads.append(torch.zeros(() if needs[3] else (0,), dtype=torch.float32, device=Q.device))
     if Q.numel() == 0 or D.numel() == 0:
         for grad in grads:
             grad.zero_()
         return tuple(grads)  # type: ignore[return-value]
-    call = SoftCall(grad_scores, Q, D, lse.contiguous(), q_mask, d_mask, q_weight, temperature, normalize)
-    given = grad_scores, Q, D, lse, q_mask, d_mask, q_weight, temperature, normalize, needs
+    call = SoftCall(grad_scores, Q, D, lse.contiguous(), *x[2:], temperature, normalize)
+    given = grad_scores, x, lse, temperature, normalize, needs
     with use_device(Q.device):
         launcher.run_first(functools.partial(backward_soft, *given), _run_in_parts, call, needs, grads)
     return tuple(grads)  # type: ignore[return-value]

@@ -104,9 +104,8 @@ def maxsim_soft_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     if tensors.tau is None:
         check_temperature(_FWD, temperature, tensors.Q)
     functional.reject_forward_ad(tensors.Q, tensors.D, tensors.q_weight, tensors.tau)
-    return backend.forward_soft(
-        *tensors.dense, _resolve_temperature(tensors.tau, temperature, tensors.Q.dtype), normalize, keep
-    )
+    value = _resolve_temperature(tensors.tau, temperature, tensors.Q.dtype)
+    return backend.forward_soft(tensors.dense, value, normalize, keep)
 
 
 def _resolve_temperature(tau: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor | float:
@@ -155,7 +154,8 @@ def maxsim_soft_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     backend = lookup_backend(_BWD, args[:8], tuple(needs), Q, _unpack_backward_args, args)
     functional.reject_forward_ad(grad_scores, Q, D, q_weight, tau)
     value = _resolve_temperature(tau, temperature, Q.dtype)
-    return backend.backward_soft(grad_scores, Q, D, lse, q_mask, d_mask, q_weight, value, normalize, list(needs))
+    x = DenseArgs(Q, D, q_mask, d_mask, q_weight)
+    return backend.backward_soft(grad_scores, x, lse, value, normalize, list(needs))
 
 
 @maxsim_soft_bwd.register_fake

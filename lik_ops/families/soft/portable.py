@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import score_dtype
+from ...core.segments import DenseArgs
 from ...portable.backward.dense import MAX_PIECE_BYTES, backpropagate_norm, sum_tensors
 from ...portable.blocks import MiB, Piece, compute_row_norms, cut_pieces, multiply_matrices, split_range
 from ...portable.forward.dense import allocate_outputs
@@ -23,20 +24,11 @@ SoftGradients = tuple[Tensor, Tensor, Tensor, Tensor]  # gradients of Q, D, q_we
 _PEAK_PROBABILITY = 0.75  # at most one probability of a query token is above it, even with rounding errors
 
 
-def forward_soft(
-    Q: Tensor,
-    D: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    temperature: Temperature,
-    normalize: bool,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+def forward_soft(x: DenseArgs, temperature: Temperature, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
     """Return the results of `lik::maxsim_soft_fwd`. A temperature tensor that is not above 0 gives NaN."""
-    scores, lse, is_trivial = allocate_outputs(Q, D, q_mask, score_dtype(Q.dtype), keep, NEG_INF)
+    scores, lse, is_trivial = allocate_outputs(x.Q, x.D, x.q_mask, score_dtype(x.Q.dtype), keep, NEG_INF)
     if not is_trivial:
-        layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, scores, lse)
+        layout = make_batched_args(*x, scores, lse)
         SoftForward(layout, normalize, _mask_wrong_temperature(temperature)).run()
     return scores, lse
 
@@ -93,20 +85,11 @@ class SoftForward(SliceForward):
 
 
 def backward_soft(
-    grad_scores: Tensor,
-    Q: Tensor,
-    D: Tensor,
-    lse: Tensor,
-    q_mask: Tensor | None,
-    d_mask: Tensor | None,
-    q_weight: Tensor | None,
-    temperature: Temperature,
-    normalize: bool,
-    needs: list[bool],
+    grad_scores: Tensor, x: DenseArgs, lse: Tensor, temperature: Temperature, normalize: bool, needs: list[bool]
 ) -> SoftGradients:
     """Return the gradients of Q, D, q_weight and the temperature, as `lik::maxsim_soft_bwd` defines them."""
-    layout = make_batched_args(Q, D, q_mask, d_mask, q_weight, grad_scores, lse)
-    return SoftBackward(layout, Q, D, normalize, _mask_wrong_temperature(temperature), needs).gradients()
+    layout = make_batched_args(*x, grad_scores, lse)
+    return SoftBackward(layout, x.Q, x.D, normalize, _mask_wrong_temperature(temperature), needs).gradients()
 
 
 class _Entropies:

@@ -80,22 +80,12 @@ class RaggedArgs(NamedTuple):
     q_weight: Tensor | None  # [Tq] fp32 (fp64 for fp64)
 
     @classmethod
-    def of(
-        cls,
-        Q: Tensor,
-        D: Tensor,
-        cu_seqlens_q: Tensor | None,
-        offsets: Tensor | None,
-        lengths: Tensor | None,
-        pairs: Tensor | None,
-        q_mask: Tensor | None,
-        d_mask: Tensor | None,
-        q_weight: Tensor | None,
-    ) -> RaggedArgs:
-        """Return the packed form of the tensors of a `PackedArgs`. Offsets become offsets and lengths.
+    def of(cls, tensors: Sequence) -> RaggedArgs:
+        """Return the packed form of `PackedArgs.operator_tensors`. Offsets become offsets and lengths.
 
         Each tensor may have leading batch axes.
         """
+        Q, D, cu_seqlens_q, offsets, lengths, pairs, q_mask, d_mask, q_weight = tensors
         if cu_seqlens_q is None:
             cu_seqlens_q, Q = make_dense_offsets(Q.shape[-3], Q.shape[-2], Q.device), Q.flatten(-3, -2)
             q_mask, q_weight = [None if x is None else x.flatten(-2, -1) for x in (q_mask, q_weight)]
@@ -242,7 +232,7 @@ class PackedArgs(NamedTuple):
 
     def ragged(self) -> RaggedArgs:
         """Return the same call with packed tokens, without `q_lengths`. This runs small torch operations."""
-        return RaggedArgs.of(*self[:6], *self.per_token)
+        return RaggedArgs.of(self.operator_tensors)
 
     def scores_shape(self) -> Shape:
         """Return the shape of the scores."""

@@ -7,6 +7,7 @@ identifies.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -253,33 +254,14 @@ def _compute_slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric:
     arch = architecture(X.device)
     launch = configure_slopes(arch, d, metric)
     if B * N:
-        args = (
-            _make_point_args(X, None),
-            _make_point_args(Y, None),
-            grad,
-            *grad.stride(),
-            nearest.contiguous(),
-            slopes,
-            B * N,
-            d,
-        )
+        x, y = _make_point_args(X, None), _make_point_args(Y, None)
+        args = x, y, grad, *grad.stride(), nearest.contiguous(), slopes, B * N, d, launch.config
         grid = check_grid(cdiv(B * N, launch.config.BM))
-        launcher.launch(chamfer_slopes, grid, (*args, launch.config), launch.options(arch))
+        launcher.launch(chamfer_slopes, grid, args, launch.options(arch))
     return slopes
 
 
-def backward_chamfer(
-    of_P: Tensor | None,
-    of_R: Tensor | None,
-    P: Tensor,
-    R: Tensor,
-    nearest: Tensor,
-    nearest_R: Tensor,
-    metric: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
-    """Return the results of `lik::chamfer_bwd`."""
-    with use_device(P.device):
-        return sum_point_gradients(
-            (of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _compute_slopes, backward_lowmem
-        )
+def backward_chamfer(tensors: Sequence, metric: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
+    """Return the results of `lik::chamfer_bwd` for its tensors."""
+    with use_device(tensors[2].device):
+        return sum_point_gradients(tensors, metric, needs, _compute_slopes, backward_lowmem)

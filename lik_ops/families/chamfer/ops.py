@@ -163,7 +163,7 @@ def chamfer_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     x, (metric, needs) = _ChamferBackwardArgs(*args[:6]), args[6:]
     backend = lookup_backend(_BWD, x, (metric, *needs), x.P, x.check, metric)
     functional.reject_forward_ad(*x[:4])
-    return backend.backward_chamfer(*x, metric, list(needs))
+    return backend.backward_chamfer(x, metric, list(needs))
 
 
 @chamfer_bwd.register_fake

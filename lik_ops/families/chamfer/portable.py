@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,26 +48,13 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
     return *of_P.found(keeps[0], ok), *of_R.found(keeps[1], ok)
 
 
-def backward_chamfer(
-    of_P: Tensor | None,
-    of_R: Tensor | None,
-    P: Tensor,
-    R: Tensor,
-    nearest: Tensor,
-    nearest_R: Tensor,
-    metric: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor]:
-    """Return the results of `lik::chamfer_bwd`."""
-    return sum_point_gradients(
-        (of_P, of_R), (P, R), (nearest, nearest_R), metric, needs, _compute_slopes, backward_lowmem
-    )
+def backward_chamfer(tensors: Sequence, metric: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
+    """Return the results of `lik::chamfer_bwd` for its tensors."""
+    return sum_point_gradients(tensors, metric, needs, _compute_slopes, backward_lowmem)
 
 
 def sum_point_gradients(
-    of: tuple[Tensor | None, Tensor | None],
-    clouds: tuple[Tensor, Tensor],
-    nearest: tuple[Tensor, Tensor],
+    tensors: Sequence,
     metric: str,
     needs: list[bool],
     slopes_of: Callable[..., Tensor],
@@ -75,12 +62,11 @@ def sum_point_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Sum the gradient of each point: the slope of its own distance, minus the slopes of points it is nearest to.
 
-    The second part is the document gradient of MaxSim with `nearest` as argmax.
+    The second part is the document gradient of MaxSim with the nearest points as argmax.
 
     Args:
-        of: upstream gradients of both clouds, or None.
-        clouds: P and R.
-        nearest: indices of the nearest points, for both clouds.
+        tensors: the tensors of `lik::chamfer_bwd`. First are the upstream gradients of P and R, which may be None, then
+            P and R, then the indices of their nearest points.
         metric: ``"sqeuclidean"`` or ``"l1"``.
         needs: whether the gradients of P and R are wanted.
         slopes_of: computes the gradients of the distances of one cloud.
@@ -89,6 +75,7 @@ def sum_point_gradients(
     Returns:
         The two gradients, each ``[0]`` if it is not wanted.
     """
+    of, clouds, nearest = tensors[:2], tensors[2:4], tensors[4:]
     sides = (clouds[0], clouds[1], nearest[0]), (clouds[1], clouds[0], nearest[1])
     slopes = [None if g is None else slopes_of(g, *side, metric) for g, side in zip(of, sides, strict=True)]
     grads = []

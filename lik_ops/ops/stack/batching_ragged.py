@@ -160,7 +160,7 @@ def _pack_samples(tensors: tuple, in_dims: tuple) -> tuple[list, list]:
     dims = [None if dim is None else 0 for dim in in_dims]
     if found[_LENGTHS] is None:
         dims[_LENGTHS] = dims[_OFFSETS]
-    return list(RaggedArgs.of(*found)), dims
+    return list(RaggedArgs.of(found)), dims
 
 
 def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:

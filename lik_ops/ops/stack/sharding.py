@@ -57,16 +57,16 @@ def replicate_like(x: Tensor, like: Tensor) -> Tensor:
 def make_packed_args(tensors: tuple, max_seqlen_q: Any) -> PackedArgs:
     """Return `PackedArgs.of` these tensors, which may be DTensors."""
     if _DTensor is not None and isinstance(tensors[0], _DTensor):
-        tensors = _pack_tensors(*tensors)
+        tensors = _pack_tensors(tensors)
     return PackedArgs.of(tensors, max_seqlen_q)
 
 
-def _pack_tensors(*tensors: Any) -> RaggedArgs:
+def _pack_tensors(tensors: tuple) -> RaggedArgs:
     """Return the packed form of a call with DTensors. Only this form has placements other than replicated."""
     # torch cannot flatten an unevenly sharded axis, and the rules replicate packed tokens.
     Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
     Q, D, *per_token = (_gather_shards(x) for x in (Q, D, *per_token))
-    r = RaggedArgs.of(Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token)
+    r = RaggedArgs.of((Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token))
     if cu_seqlens_q is None:
         r = r._replace(cu_seqlens_q=replicate_like(r.cu_seqlens_q, r.Q))
     if offsets is None:

@@ -135,7 +135,7 @@ def packed(Q, D, q_mask=None, q_weight=None):
     from lik_ops.gpu.forward import quantized
 
     stand_in = torch.empty((), dtype=Q.dtype, device=Q.device).expand(D.shape)
-    r = RaggedArgs.of(Q, stand_in, None, None, None, None, q_mask, None, q_weight)
+    r = RaggedArgs.of((Q, stand_in, None, None, None, None, q_mask, None, q_weight))
     return quantized.forward_quantized(r, D.stored(), False, None, 0)[0]
 
 

@@ -46,14 +46,6 @@ def _get_version(package: str) -> str:
         return "not installed"
 
 
-def _describe_backend() -> str:
-    """Return the requested backend, or the error of ``LIK_OPS_BACKEND``."""
-    try:
-        return get_requested_backend()
-    except ValueError as error:
-        return f"error: {error}"
-
-
 def _describe_devices() -> list[tuple[torch.device, str]]:
     """Return all devices with their names."""
     threads = torch.get_num_threads()
@@ -253,7 +245,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"torch    {torch.__version__}")
     print(f"triton   {describe_triton()}")
     print(f"gpus     {describe_gpus()}")
-    print(f"backend  {_describe_backend()} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
+    print(f"backend  {_describe_switch(get_requested_backend)} ({BACKEND_VARIABLE} or lik_ops.use_backend)")
     print(f"kernel   {_describe_switch(get_forced_kernel)} ({KERNEL_VARIABLE})")
     print(f"capture  {_describe_switch(is_capturing)} ({CAPTURE_VARIABLE})")
     print(f"rehearse {_describe_switch(is_rehearsing)} ({REHEARSAL_VARIABLE})")

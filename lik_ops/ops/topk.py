@@ -98,12 +98,23 @@ def warm_up(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
         merge_messages(received, [width] * processes, top_k, dtype)
 
 
-def merge_parts(parts: list[ScoresAndIndices], top_k: int) -> ScoresAndIndices:
-    """Return the best of several sorted parts, which are in the order of their documents."""
+def merge_parts(parts: list[ScoresAndIndices], top_k: int, missing: bool = False) -> ScoresAndIndices:
+    """Return the best of several sorted parts, which are in the order of their documents.
+
+    With `missing`, documents with index -1 are missing ones, which come last.
+    """
     if len(parts) == 1:
         return parts[0]
     scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    if missing:
+        scores, indices = _move_missing(scores, indices)
     return select_candidates(scores, indices, top_k)
+
+
+def _move_missing(scores: Tensor, indices: Tensor) -> ScoresAndIndices:
+    """Return scores and indices with missing documents, whose index is -1, moved to the end."""
+    order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
+    return scores.gather(1, order), indices.gather(1, order)
 
 
 def select_candidates(scores: Tensor, indices: Tensor, top_k: int) -> ScoresAndIndices:
@@ -128,8 +139,7 @@ def merge_messages(
         return backends.select_backend(received.device, dtype).best_of_parts(received, top_k)
     scores, indices = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2)
     if missing:
-        order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
-        scores, indices = scores.gather(1, order), indices.gather(1, order)
+        scores, indices = _move_missing(scores, indices)
     return select_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
 
 
@@ -246,13 +256,11 @@ def count_fitting_documents(Q: Tensor, top_k: int, documents: int) -> int:
     return max(chunk, top_k, 1)
 
 
-def _iterate_scores(s: SearchArgs) -> Iterator[Tensor]:
-    """Yield the scores ``[Nq, n]`` of all documents in chunks of n."""
-    return _iterate_dense_scores(s) if s.cu_seqlens_d is None else _iterate_packed_scores(s, s.cu_seqlens_d)
-
-
 def _iterate_packed_scores(s: SearchArgs, cu_seqlens: Tensor) -> Iterator[Tensor]:
-    """Yield the scores of packed documents. An offset outside D or below its predecessor makes the document NaN."""
+    """Yield the scores ``[Nq, n]`` of packed documents in chunks of n.
+
+    An offset outside D or below its predecessor makes the document NaN.
+    """
     chunk, backend = _choose_chunk(s), backends.select_backend(s.Q.device, s.Q.dtype)
     cu_seqlens = cu_seqlens.to(s.D.device, non_blocking=True)
     for begin in range(0, s.documents, chunk):
@@ -262,7 +270,7 @@ def _iterate_packed_scores(s: SearchArgs, cu_seqlens: Tensor) -> Iterator[Tensor
 
 
 def _iterate_dense_scores(s: SearchArgs) -> Iterator[Tensor]:
-    """Yield the scores of dense documents."""
+    """Yield the scores ``[Nq, n]`` of dense documents in chunks of n."""
     chunk = _choose_chunk(s)
     backend = backends.select_backend(s.Q.device, s.Q.dtype)
     whole = chunk >= s.documents  # skip the views, which would cost the host more time than all other work
@@ -276,7 +284,7 @@ def _run_search(s: SearchArgs) -> ScoresAndIndices:
     """Score all chunks and keep the best documents of each query."""
     best: ScoresAndIndices | None = None
     seen = 0
-    for scores in _iterate_scores(s):
+    for scores in _iterate_dense_scores(s) if s.cu_seqlens_d is None else _iterate_packed_scores(s, s.cu_seqlens_d):
         found, columns = select_first(scores, s.top_k)
         best = (found, columns) if best is None else merge_parts([best, (found, columns.add_(seen))], s.top_k)
         seen += scores.shape[1]

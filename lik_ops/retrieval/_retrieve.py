@@ -22,15 +22,7 @@ from . import _streamed, sources
 from .argmax import TwoStageArgmax, find_argmax, fix_snapshot
 from .arguments import add_query_axis, convert_search, drop_query_axis
 from .store.layout import as_scorable
-from .subset import (
-    limit_to_part,
-    list_union,
-    merge_parts,
-    name_results,
-    pad_results,
-    resolve_subset,
-    search_chosen,
-)
+from .subset import limit_to_part, list_union, name_results, pad_results, resolve_subset, search_chosen
 from .two_stage import TwoStage, retrieve_quantized, retrieve_two_stage, search_quantized
 
 if TYPE_CHECKING:
@@ -398,8 +390,7 @@ def retrieve_from_source(
         D = as_scorable(part.D, like.dtype, part.cu_seqlens)
         args = search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens)
         found = _search_part(args, at, own, lowest)
-        merge = topk.merge_parts if own is None else merge_parts
-        best = found if best is None else merge([best, found], top_k)
+        best = found if best is None else topk.merge_parts([best, found], top_k, missing=own is not None)
     if lowest:
         best = (-best[0]).masked_fill(best[1] < 0, -torch.inf), best[1]
     return drop_query_axis(Q, best)

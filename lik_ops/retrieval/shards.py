@@ -133,13 +133,17 @@ class ResidentTarget:
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         """Return the best documents of the range ``[begin, end)`` for checked arguments."""
+        Q, q_mask, q_weight = queries
         listed = self.list_part(begin, end)
-        D, d_mask, cu_seqlens_d = self.part(begin, end) if listed is None else self.sample()
-        normalize, chunk = options["normalize"], options["chunk"]
-        Q, D, q_weight = autocast.cast_to_autocast(queries[0], D, queries[2])
-        tensors = Q, D, queries[1], d_mask, cu_seqlens_d, q_weight
-        found = _retrieve.retrieve_checked(topk.SearchArgs(*tensors, normalize, top_k, chunk), listed)
+        D, d_mask, cu_seqlens_d = self.part(begin, end) if listed is None else (self.D, self.d_mask, self.cu_seqlens_d)
+        tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
+        found = self._search(topk.SearchArgs(*tensors, options["normalize"], top_k, options["chunk"]), listed)
         return RangeResult(_add_batch_axis(Q, *found), begin if listed is None else 0)
+
+    def _search(self, s: topk.SearchArgs, listed: Tensor | None) -> topk.ScoresAndIndices:
+        """Return the best of the documents of a search, or of the documents `listed` among them."""
+        Q, D, q_weight = autocast.cast_to_autocast(s.Q, s.D, s.q_weight)
+        return _retrieve.retrieve_checked(s._replace(Q=Q, D=D, q_weight=q_weight), listed)
 
 
 class QuantizedTarget(ResidentTarget):
@@ -165,15 +169,8 @@ class QuantizedTarget(ResidentTarget):
         """Return a placeholder with the metadata of the original tokens, their mask and their bounds."""
         return make_placeholder(self.D), self.d_mask, self.cu_seqlens_d
 
-    def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
-        """Return the best documents of the range ``[begin, end)``, with the stages of this target."""
-        Q, q_mask, q_weight = queries
-        listed = self.list_part(begin, end)
-        D, d_mask, cu_seqlens_d = self.part(begin, end) if listed is None else (self.D, self.d_mask, self.cu_seqlens_d)
-        tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
-        search = topk.SearchArgs(*tensors, options["normalize"], top_k, options["chunk"])
-        found = retrieve_quantized(search, *self.stages, whole=False, subset=listed)
-        return RangeResult(_add_batch_axis(Q, *found), begin if listed is None else 0)
+    def _search(self, s: topk.SearchArgs, listed: Tensor | None) -> topk.ScoresAndIndices:
+        return retrieve_quantized(s, *self.stages, whole=False, subset=listed)
 
 
 def _add_batch_axis(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.ScoresAndIndices:

@@ -114,7 +114,7 @@ def search_chosen(op: str, s: SearchArgs, chosen: Tensor, lowest: bool = False) 
         scores = inputs.score_documents(g, *locate_documents(s, part))
         scores = (-scores if lowest else scores).masked_fill(part < 0, -torch.inf)
         parts.append(topk.select_candidates(scores, part.expand(scores.shape), s.top_k))
-    values, indices = merge_parts(parts, s.top_k)
+    values, indices = topk.merge_parts(parts, s.top_k, missing=True)
     return (-values).masked_fill(indices < 0, -torch.inf) if lowest else values, indices
 
 
@@ -158,18 +158,6 @@ def filter_candidates(op: str, subset: Any, Q: Tensor, documents: int, candidate
     at = torch.searchsorted(rows, candidates).clamp(max=rows.shape[-1] - 1)
     found = rows[at] if rows.dim() == 1 else rows.gather(1, at)
     return torch.where(found == candidates, candidates, -1)
-
-
-def merge_parts(parts: list[ScoresAndIndices], top_k: int) -> ScoresAndIndices:
-    """Return the best of several sorted parts, which are in the order of their documents.
-
-    Missing documents come last.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
-    order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
-    return topk.select_candidates(scores.gather(1, order), indices.gather(1, order), top_k)
 
 
 def pad_results(found: ScoresAndIndices, width: int) -> ScoresAndIndices:

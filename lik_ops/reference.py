@@ -26,6 +26,8 @@ __all__ = [
     "maxsim_token_topk",
     "maxsim_with_argmax",
     "maxsim_xtr",
+    "plaid_approx_score",
+    "pool_tokens",
     "similarities",
 ]
 
@@ -374,3 +376,72 @@ def maxsim_cross_entropy(
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+
+
+def plaid_approx_score(
+    Q: Tensor,
+    codes: Tensor,
+    centroids: Tensor,
+    q_mask: Tensor | None = None,
+    d_mask: Tensor | None = None,
+    *,
+    q_weight: Tensor | None = None,
+    normalize: bool = False,
+    n_probe: int | None = None,
+) -> Tensor:
+    """Return ``score[i, j] = sum_s w[i, s] * max_t <Q[i, s], centroids[codes[j, t]]>`` for finite ``Q [Nq, Lq, d]``.
+
+    A document of ``codes [Nd, Ld]`` that keeps no token scores -inf. With `n_probe`, so does a document without a token
+    of a probed centroid. Each kept query token probes the `n_probe` centroids with the largest products. A document
+    with a code that is not a centroid scores NaN.
+    """
+    _check(Q, codes[..., None].expand(*codes.shape, Q.shape[-1]), q_mask, d_mask, q_weight, normalize)
+    Qn, q_keep = _prepare_tokens(Q, q_mask, normalize)
+    hits = torch.ones_like(codes, dtype=torch.bool) if d_mask is None else d_mask != 0
+    products = Qn @ centroids.t()  # [Nq, Lq, C]
+    count = len(centroids)
+    codes = torch.where((codes >= 0) & (codes < count), codes, count).long()
+    S = F.pad(products, (0, 1), value=torch.nan)[..., codes].transpose(1, 2)  # [Nq, Nd, Lq, Ld]
+    S = S.masked_fill(~hits[:, None], float("-inf"))
+    best = F.pad(S, (0, 1), value=float("-inf")).amax(-1)  # the maximum needs one token
+    weight = q_keep.to(S) if q_weight is None else torch.where(q_keep, q_weight, 0)
+    if n_probe is not None:
+        nearest = products.topk(min(n_probe, count), dim=-1).indices
+        is_probed = torch.zeros_like(products, dtype=torch.bool).scatter(-1, nearest, True) & q_keep[..., None]
+        hits = hits & F.pad(is_probed.any(1), (0, 1), value=True)[:, codes]  # [Nq, Nd, Ld]
+    return (best * weight[:, None]).sum(-1).masked_fill(~hits.any(-1), float("-inf"))
+
+
+def pool_tokens(
+    D: Tensor, factor: float, *, metric: str = "cosine", num_protected: int = 1, normalize: bool = False
+) -> Tensor:
+    """Return one document ``D [L, d]`` with clusters of similar tokens replaced by their mean, by Ward's method.
+
+    Ward (1963) merges the two clusters of least cost until ``max(int(m // factor), 1)`` of m clusters are left. Merges
+    of the same cost as the last one follow. Clusters are in the order of their first tokens.
+    """
+    D, _ = _prepare_tokens(D, None, False)
+    protected, tokens = D[:num_protected], D[num_protected:]
+    distances = 1 - tokens.detach() @ tokens.detach().t()
+    if metric == "rows":
+        distances = torch.cdist(distances, distances, compute_mode="donot_use_mm_for_euclid_dist")
+    costs = distances.square().fill_diagonal_(float("inf"))  # [m, m], of merging two clusters
+    sizes = torch.ones(len(tokens), dtype=costs.dtype, device=costs.device)
+    clusters = {i: [i] for i in range(len(tokens))}  # by first token
+    count, last = max(int(len(tokens) // factor), 1), float("-inf")
+    while len(clusters) > 1:
+        least = float(costs.min())
+        if len(clusters) <= count and least > last:
+            break
+        last = least
+        a, b = sorted(divmod(int(costs.argmin()), len(tokens)))
+        # The formula of Lance and Williams (1967): the costs of merging the union of a and b with each cluster k.
+        sums = (sizes[a] + sizes) * costs[a] + (sizes[b] + sizes) * costs[b] - sizes * least
+        costs[a] = costs[:, a] = sums / (sizes[a] + sizes[b] + sizes)
+        costs[b] = costs[:, b] = float("inf")
+        costs[a, a] = float("inf")
+        sizes[a] += sizes[b]
+        clusters[a] += clusters.pop(b)
+    means = [tokens[members].mean(0) for members in clusters.values()]
+    pooled = torch.stack([*protected, *means]) if len(D) else D
+    return F.normalize(pooled, dim=-1) if normalize else pooled

@@ -73,24 +73,12 @@ def maxsim_topk_codes(dtype: torch.dtype, device: str) -> Iterator[Sample]:
 
 def codes_reference(Q, codes, centroids, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, n_probe) -> tuple:
     """Return the expected scores and documents."""
-    if normalize:
-        Q = torch.nn.functional.normalize(Q, dim=-1)
-    products = Q @ centroids.t()
-    keep = torch.ones(Q.shape[:-1], dtype=torch.bool, device=Q.device) if q_mask is None else q_mask
-    weight = keep.to(Q.dtype) if q_weight is None else q_weight * keep
-    probed = torch.ones_like(products, dtype=torch.bool)
-    if n_probe is not None:
-        probed = torch.zeros_like(probed).scatter(2, products.topk(n_probe, dim=2).indices, True) & keep[..., None]
+    documents = [(codes, d_mask)]
     if cu_seqlens_d is not None:
-        documents = [codes[a:b] for a, b in itertools.pairwise(cu_seqlens_d.tolist())]
-    else:
-        documents = list(codes) if d_mask is None else [x[mask] for x, mask in zip(codes, d_mask, strict=True)]
-    columns = [Q.new_empty(Q.shape[0], 0)]
-    for x in documents:
-        x, reached = x.long(), probed[..., x.long()].flatten(1).any(1)
-        score = (weight * products[..., x].amax(2)).sum(1) if len(x) else Q.new_zeros(Q.shape[0])
-        columns.append(score.where(reached, -torch.inf)[:, None])
-    found = torch.cat(columns, 1).sort(dim=1, descending=True, stable=True)
+        documents = [(codes[None, a:b], None) for a, b in itertools.pairwise(cu_seqlens_d.tolist())]
+    options = {"q_weight": q_weight, "normalize": normalize, "n_probe": n_probe}
+    each = [lik_ops.reference.plaid_approx_score(Q, x, centroids, q_mask, mask, **options) for x, mask in documents]
+    found = torch.cat([Q.new_empty(Q.shape[0], 0), *each], 1).sort(dim=1, descending=True, stable=True)
     return found.values[:, :top_k], found.indices[:, :top_k]
 
 

@@ -1,4 +1,4 @@
-"""Test `lik_ops.plaid_approx_score` against the formula, in each layout, and next to the search that uses it."""
+"""Test `lik_ops.plaid_approx_score` against the reference, in each layout, and next to the search that uses it."""
 
 import pytest
 import torch
@@ -26,36 +26,27 @@ def problem(place, lengths=(5, 0, 9, 3)):
 
 
 @of_place
+@pytest.mark.parametrize("n_probe", [None, 1, 2, 100])
 @pytest.mark.parametrize("unit", [False, True])
-def test_scores_are_those_of_the_centroids(place, unit):
+def test_scores_are_those_of_the_centroids(place, unit, n_probe):
     Q, q_mask, q_weight, d_mask, bounds, made, packed, codec = problem(place)
-    Q = Q * 3 if unit else Q
-    tokens = codec.centroids[made.codes.long()].double()
-    queries = normalize(Q.double(), dim=-1) if unit else Q.double()
-    expected = reference.maxsim(queries, tokens, q_mask, d_mask, q_weight=q_weight.double())
-    given = {"q_mask": q_mask, "q_weight": q_weight, "normalize": unit}
+    Q = (Q * 3 if unit else Q).masked_fill(~q_mask[..., None], torch.nan)
+    given = {"q_mask": q_mask, "q_weight": q_weight, "normalize": unit, "n_probe": n_probe}
+    wide = {**given, "q_weight": q_weight.double()}
+    expected = reference.plaid_approx_score(Q.double(), made.codes, codec.centroids.double(), d_mask=d_mask, **wide)
     with place.use():
         scores = lik_ops.plaid_approx_score(Q, made, d_mask=d_mask, **given)
         again = lik_ops.plaid_approx_score(Q, packed, cu_seqlens_d=bounds, **given)
         index = lik_ops.plaid_approx_score(Q, lik_ops.Index(packed, bounds), **given)
-        alone = lik_ops.plaid_approx_score(Q[1], made, q_mask[1], d_mask, q_weight=q_weight[1], normalize=unit)
+        of_one = {**given, "q_mask": q_mask[1], "q_weight": q_weight[1]}
+        alone = lik_ops.plaid_approx_score(Q[1], made, d_mask=d_mask, **of_one)
+        best = lik_ops.retrieve(Q, made, 2, d_mask=d_mask, **{**given, "n_candidates": 2})
     assert scores.dtype == torch.float32 and scores.shape == (3, 4) and not scores.requires_grad
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(again, scores) and torch.equal(index, scores) and torch.equal(alone, scores[1])
-
-
-@of_place
-def test_the_first_stage_of_a_search_has_these_scores(place):
-    Q, _, _, d_mask, _, made, _, codec = problem(place)
-    with place.use():
-        scores = lik_ops.plaid_approx_score(Q, made, d_mask=d_mask, n_probe=2)
-        kept = lik_ops.retrieve(Q, made, 2, d_mask=d_mask, n_probe=2, n_candidates=2)[1]
-    nearest = (Q.float() @ codec.centroids.float().T).topk(2, dim=2).indices
-    for i in range(len(Q)):
-        probed = torch.isin(made.codes, nearest[i]) & d_mask
-        assert torch.equal(scores[i] > -torch.inf, probed.any(1))
-        best = scores[i].topk(2)
-        assert set(kept[i].tolist()) - {-1} == set(best.indices[best.values > -torch.inf].tolist())
+    for row, kept in zip(scores, best[1], strict=True):  # the first stage of a search has these scores
+        first = row.topk(2)
+        assert set(kept.tolist()) - {-1} == set(first.indices[first.values > -torch.inf].tolist())
 
 
 def test_what_cannot_be_scored_is_nan():
@@ -64,7 +55,11 @@ def test_what_cannot_be_scored_is_nan():
     codes[1, 2] = 7
     made = lik_ops.Quantized.of_codes(codes, residuals, codec)
     Q = torch.randn(2, 3, 8)
-    assert lik_ops.plaid_approx_score(Q, made).isnan().tolist() == [[False, True, False]] * 2
+    for n_probe in (None, 1):
+        scores = lik_ops.plaid_approx_score(Q, made, n_probe=n_probe)
+        expected = reference.plaid_approx_score(Q, codes, codec.centroids, n_probe=n_probe)
+        assert scores.isnan().tolist() == [[False, True, False]] * 2
+        torch.testing.assert_close(scores, expected, equal_nan=True)
     Q[0, 0, 0] = torch.nan
     assert lik_ops.plaid_approx_score(Q, made).isnan().tolist() == [[True] * 3, [False, True, False]]
     assert lik_ops.plaid_approx_score(Q, made[:0]).shape == (2, 0)

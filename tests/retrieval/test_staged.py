@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import normalize
 
 import lik_ops
-from lik_ops import Quantized, quantize
+from lik_ops import Quantized, quantize, reference
 from lik_ops.portable.forward.code_scores import code_scores
 
 from ..support.common import CUDA, INTERPRETER, INTERPRETING
@@ -35,7 +35,7 @@ def clustered(count, d=64, clusters=300, length=24):
 @pytest.mark.parametrize("n_probe", [None, 1, 3])
 @every_device
 def test_scores_by_centroids_are_those_of_the_formula(device, n_probe):
-    """If all candidates are kept, the result is every document with a probed code, with exact scores."""
+    """If all candidates are kept, the result is every document that the reference reaches, with exact scores."""
     codec = random_codec(20, 2, n_centroids=9)
     D = normalize(torch.randn(sum(LENGTHS), 20), dim=-1)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -46,13 +46,11 @@ def test_scores_by_centroids_are_those_of_the_formula(device, n_probe):
         Q.to(device), made.to(device), 8, n_probe=n_probe or 100, n_candidates=8, **given
     )
     whole = lik_ops.retrieve(Q.to(device), made.to(device), 8, **given)
-    products = (Q @ codec.centroids.T).masked_fill(~q_mask[:, :, None], -torch.inf)
-    nearest = products.topk(n_probe or 9, dim=2).indices
+    codes = torch.nn.utils.rnn.pad_sequence(made.codes.split(LENGTHS), batch_first=True)
+    d_mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    rough = reference.plaid_approx_score(Q, codes, codec.centroids, q_mask, d_mask, n_probe=n_probe)
     for i in range(4):
-        probed = set(nearest[i][q_mask[i]].flatten().tolist())
-        documents = {
-            j for j, n in enumerate(LENGTHS) if n and probed & set(made.codes[bounds[j] : bounds[j + 1]].tolist())
-        }
+        documents = set((rough[i] > -torch.inf).nonzero().flatten().tolist())
         assert set(indices[i].tolist()) - {-1} == documents
         kept = [j in documents for j in whole[1][i].tolist()]
         assert torch.equal(scores[i, : len(documents)], whole[0][i][kept])

@@ -1,4 +1,4 @@
-"""Test pooled tokens against scipy's clusters, gradients of means, layouts, and errors."""
+"""Test pooled tokens against the reference and scipy's clusters, gradients of means, layouts, and errors."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,7 @@ from torch.autograd import gradcheck
 from torch.nn.functional import normalize
 
 import lik_ops
-
-hierarchy = pytest.importorskip("scipy.cluster.hierarchy", reason="the oracle of hierarchical pooling")
+from lik_ops import reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 METHODS = ("hierarchical", "kmeans", "sequential")
@@ -27,46 +26,42 @@ def draw(*lengths, d=16, dtype=torch.float64, device="cpu", seed=0):
     return found
 
 
-def expected_clusters(tokens, count, metric):
-    """Return scipy's clusters of the tokens, numbered by their first token."""
-    distances = (1 - tokens.double() @ tokens.double().T).cpu().numpy()
-    given = distances if metric == "rows" else distances[np.triu_indices(len(distances), 1)]
-    labels = hierarchy.fcluster(hierarchy.linkage(given, method="ward"), t=count, criterion="maxclust")
-    numbers = {}
-    return torch.tensor([numbers.setdefault(label, len(numbers)) for label in labels.tolist()])
-
-
-def expected_tokens(tokens, factor, metric, num_protected):
-    """Return what sentence-transformers and PyLate pool, in the order of first tokens."""
-    rest = tokens[num_protected:]
-    count = max(int(len(rest) // factor), 1)
-    if count >= len(rest):
-        return tokens
-    labels = expected_clusters(rest, count, metric).to(tokens.device)
-    means = [rest[labels == i].mean(0) for i in range(int(labels.max()) + 1)]
-    return torch.stack([*tokens[:num_protected], *means])
-
-
 @devices
-@pytest.mark.filterwarnings("ignore:.*uncondensed distance matrix")
 @pytest.mark.parametrize(
     ("metric", "factor", "num_protected"), [("cosine", 2, 1), ("cosine", 3.5, 0), ("cosine", 8, 3), ("rows", 3, 0)]
 )
-def test_hierarchical_pooling_is_wards_of_scipy(device, metric, factor, num_protected):
+def test_hierarchical_pooling_is_wards(device, metric, factor, num_protected):
     lengths = torch.randint(0, 90, (250,), generator=torch.Generator().manual_seed(1)).tolist()
-    documents = draw(*lengths, device=device)
-    tokens, cu_seqlens = lik_ops.pool_tokens(documents, factor, metric=metric, num_protected=num_protected)
+    documents, options = draw(*lengths, device=device), {"metric": metric, "num_protected": num_protected}
+    tokens, cu_seqlens = lik_ops.pool_tokens(documents, factor, **options)
     for found, document in zip(lik_ops.unpack(tokens, cu_seqlens), documents, strict=True):
-        expected = expected_tokens(document, factor, metric, num_protected)
+        expected = reference.pool_tokens(document.cpu(), factor, **options).to(device)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*uncondensed distance matrix")
+@pytest.mark.parametrize("metric", ["cosine", "rows"])
+@pytest.mark.parametrize("factor", [2, 3.5, 8])
+def test_the_reference_has_the_clusters_of_scipy(metric, factor):
+    hierarchy = pytest.importorskip("scipy.cluster.hierarchy", reason="Ward's method of the hosts")
+    for tokens in draw(*range(2, 90, 4)):
+        distances = (1 - tokens @ tokens.T).numpy()
+        given = distances if metric == "rows" else distances[np.triu_indices(len(distances), 1)]
+        count = max(int(len(tokens) // factor), 1)
+        labels = torch.from_numpy(hierarchy.fcluster(hierarchy.linkage(given, "ward"), count, "maxclust"))
+        found = reference.pool_tokens(tokens, factor, metric=metric, num_protected=0)
+        means = [tokens[labels == i].mean(0) for i in dict.fromkeys(labels.tolist())]
+        torch.testing.assert_close(found, torch.stack(means), rtol=1e-12, atol=1e-12)
+
+
 def test_equal_tokens_are_one_cluster():
-    """scipy merges all pairs of equal cost, so there are fewer clusters than asked for."""
+    """All pairs of equal cost are merged, so there are fewer clusters than asked for."""
     a, b = torch.eye(2, 8)
-    tokens, cu_seqlens = lik_ops.pool_tokens(torch.stack([a, b, a, b, a, a])[None], 2, num_protected=0)
+    document = torch.stack([a, b, a, b, a, a])
+    tokens, cu_seqlens = lik_ops.pool_tokens([document], 2, num_protected=0)
     assert cu_seqlens.tolist() == [0, 2]
     assert torch.equal(tokens, torch.stack([a, b]))
+    assert torch.equal(tokens, reference.pool_tokens(document, 2, num_protected=0))
 
 
 def test_a_chain_of_merges_needs_one_round_for_each():
@@ -75,7 +70,8 @@ def test_a_chain_of_merges_needs_one_round_for_each():
     chain = torch.stack([angles.double().cos(), angles.double().sin()], 1)
     for count in (1, 5, 19):
         tokens, _ = lik_ops.pool_tokens([chain], 20 / count, num_protected=0)
-        torch.testing.assert_close(tokens, expected_tokens(chain, 20 / count, "cosine", 0), rtol=1e-12, atol=1e-12)
+        expected = reference.pool_tokens(chain, 20 / count, num_protected=0)
+        torch.testing.assert_close(tokens, expected, rtol=1e-12, atol=1e-12)
 
 
 @devices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops.formats.rotation import make_rotation
-from lik_ops.formats.table import EncodedTokens
+from lik_ops.formats.table import EncodedTokens, Query, list_queries
 from lik_ops.opcheck.samples import ragged
 from lik_ops.opcheck.samples.gradients import compute_gradients
 
@@ -19,15 +19,24 @@ SCALES |= {"rq4": "token", "rq2": "tensor", "rq1": "token"}
 NBITS = {"residual1": 1, "residual2": 2, "residual4": 4, "residual8": 8}
 
 
-def _encode(D: Tensor, format: str) -> tuple:
+def _encode(D: Tensor, format: str, query: Query = "half") -> EncodedTokens:
     """Return tokens as the operator accepts them."""
     if format in NBITS:
         stored = lik_ops.quantize(D, _make_codec(D, NBITS[format])).stored()
-        # Powers of two, so that tokens are exact in bf16. Rounded tokens could have another argmax than the formula.
-        stored = stored._replace(scale=stored.scale.clamp_min(2.0**-20).log2().round().exp2())
     else:
-        stored = lik_ops.quantize(D, format, SCALES[format]).stored()  # type: ignore[arg-type]
+        stored = lik_ops.quantize(D, format, SCALES[format], query=query).stored()  # type: ignore[arg-type]
+    if format in NBITS or format == "binary":
+        # Powers of two, so that tokens are exact in bf16, and similarities of rounded queries and signs in fp32. Else
+        # rounding could lead to another argmax than the formula's.
+        stored = stored._replace(scale=stored.scale.clamp_min(2.0**-20).log2().round().exp2())
     return stored._replace(data=stored.data.view(*D.shape[:-1], stored.data.shape[1]))
+
+
+def _round_queries(Q: Tensor, query: Query) -> Tensor:
+    """Return queries that a GPU does not have to round."""
+    if query == "int8":
+        return (Q / Q.abs().amax(-1, keepdim=True) * 127).round()
+    return Q.to(torch.float8_e4m3fn).to(Q.dtype) if query == "fp8" else Q
 
 
 def _make_codec(D: Tensor, nbits: int) -> lik_ops.ResidualCodec:
@@ -46,10 +55,10 @@ def _decode(stored: EncodedTokens, d: int) -> Tensor:
         slots = [(data >> (8 - nbits - bit)) & (2**nbits - 1) for bit in range(0, 8, nbits)]
         of_buckets = weights[torch.stack(slots, -1).flatten(-2)[:, :d].long()]
         data = centroids[codes.long()].double() + of_buckets
-    elif format == "binary":
+    elif format.startswith("binary"):
         data = torch.stack([(data >> bit) & 1 for bit in range(8)], -1).flatten(-2)[:, :d] * 2.0 - 1
     elif format.startswith("fp8"):
-        data = data.view(torch.float8_e4m3fn if format == "fp8_e4m3" else torch.float8_e5m2)
+        data = data.view(torch.float8_e5m2 if format == "fp8_e5m2" else torch.float8_e4m3fn)
     elif format.startswith("rq"):
         nbits = int(format[2:])
         codes = torch.stack([(data >> bit) % 2**nbits for bit in range(0, 8, nbits)], -1).flatten(-2)[:, :d]
@@ -58,23 +67,31 @@ def _decode(stored: EncodedTokens, d: int) -> Tensor:
     return found if minimum is None else found + minimum.double()[:, None]
 
 
-def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
-    """Yield the samples, with a different format each."""
-    formats = [*SCALES, *NBITS]
-    for n, (label, args) in enumerate(ragged.forward_samples(dtype, device)):
+def _add_formats(given: Iterable[tuple[str, tuple]]) -> Iterator[tuple[str, tuple]]:
+    """Convert samples of the ragged forward, to a different format and precision of queries each."""
+    formats = [(format, query) for format in (*SCALES, *NBITS) for query in list_queries(format)]
+    for n, (label, args) in enumerate(given):
         Q, D, *rest, normalize, argmax_dtype, longest, _ = args
-        format = formats[n % len(formats)]
-        stored = _encode(D.detach(), format)
-        yield f"{format}-{label}", (Q, *stored, *rest, normalize, argmax_dtype, longest)
+        # Each dtype begins with another format, because several of every fifth sample have no tokens.
+        format, query = formats[(n + 3 * Q.dtype.itemsize.bit_length()) % len(formats)]
+        Q = _round_queries(Q.detach(), query).requires_grad_(Q.requires_grad)
+        stored = _encode(D.detach(), format, query)
+        # Similarities of rounded queries and signs are often equal, and norms would round them differently.
+        normalize = normalize and (format != "binary" or query == "half")
+        yield f"{stored.format}-{label}", (Q, *stored, *rest, normalize, argmax_dtype, longest)
+
+
+def samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
+    """Yield the samples of the forward."""
+    yield from _add_formats(ragged.forward_samples(dtype, device))
 
 
 def backward_samples(dtype: torch.dtype, device: str) -> Iterator[tuple[str, tuple]]:
     """Yield the samples of the backward."""
-    for label, args in samples(dtype, device):
-        if args[16] is not None:
-            given = [t.detach() if isinstance(t, Tensor) else t for t in args]
-            needs = [True, given[14] is not None] if given[15] else [True, False]
-            yield label, _make_backward_args(given, needs)
+    with_argmax = (sample for sample in ragged.forward_samples(dtype, device) if sample[1][10] is not None)
+    for label, args in _add_formats(with_argmax):
+        given = [t.detach() if isinstance(t, Tensor) else t for t in args]
+        yield label, _make_backward_args(given, [True, given[14] is not None])
 
 
 def _make_backward_args(args: Sequence, needs: list[bool]) -> tuple:
@@ -88,6 +105,8 @@ def _make_backward_args(args: Sequence, needs: list[bool]) -> tuple:
 def reference(Q, *args: Any) -> tuple:
     """Return the expected scores and argmax."""
     data, d = args[0], Q.shape[-1]
+    if args[3] == "binary_binary":  # signs, whose gradient is the gradient of Q
+        Q = torch.where(Q > 0, 1.0, -1.0).to(Q) + (Q - Q.detach())
     flat = EncodedTokens(data.flatten(0, -2), *args[1:7])
     D = _decode(flat, d).to(Q.dtype).view(*data.shape[:-1], d)
     arguments: Any = (Q, D, *args[7:], "auto")

@@ -35,7 +35,7 @@ def test_a_sample_of_every_operator(op, check, of):
     """Run every check on some samples.
 
     `torch.library.opcheck` is slow and depends little on the dtype. It runs on every 11th sample, and the samples are
-    divided among the dtypes. Every 5th sample includes all formats of quantized documents, and every 3rd does not.
+    divided among the dtypes. Every 5th sample includes all formats of quantized documents and precisions of queries.
     """
     if check != "opcheck":
         assert checks.CHECKS[check](op, OPERATORS[op], of._replace(every=5)) > 0

@@ -11,7 +11,7 @@ import torch
 import lik_ops
 from lik_ops import Quantized, backends, reference
 from lik_ops.core.arguments import score_dtype
-from lik_ops.formats.table import ALL_FORMATS, FORMATS, RESIDUAL_FORMATS, convert_fp8
+from lik_ops.formats.table import ALL_FORMATS, FORMATS, RESIDUAL_FORMATS, convert_fp8, list_queries
 from lik_ops.portable.forward import quantized as portable
 
 from ..support.common import INTERPRETING
@@ -22,6 +22,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 every_format = pytest.mark.parametrize("format", FORMATS)
 every_format_and_codes = pytest.mark.parametrize("format", ALL_FORMATS)
 unrotated_format = pytest.mark.parametrize("format", [f for f in FORMATS if not FORMATS[f].rotated])
+rounded_queries = [(f, query) for f in ALL_FORMATS for query in list_queries(f)[1:]]
 every_scale = pytest.mark.parametrize("scale", SCALES)
 
 
@@ -451,14 +452,18 @@ def test_what_another_library_quantised():
     assert made.error is None
 
 
-def test_compiled():
-    Q, made = tokens(2, 3, 8), quantize(tokens(4, 5, 8))
+@pytest.mark.parametrize(("format", "query"), [("int8", "half"), *rounded_queries])
+def test_compiled(format, query):
+    Q, made = tokens(2, 3, 8).requires_grad_(), quantize(tokens(4, 5, 8), format, query=query)
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
     def score(Q, data, scale):
-        return lik_ops.maxsim(Q, Quantized(data, scale, "int8", 8, torch.float32))
+        return lik_ops.maxsim(Q, Quantized(data, scale, format, 8, torch.float32, query=query))
 
-    torch.testing.assert_close(score(Q, made.data, made.scale), lik_ops.maxsim(Q, made))
+    torch.compiler.reset()
+    found = torch.compile(score, fullgraph=True, backend="aot_eager")(Q, made.data, made.scale)
+    expected = lik_ops.maxsim(Q, made)
+    assert torch.equal(found, expected)
+    assert torch.equal(*(torch.autograd.grad(x.square().sum(), Q)[0] for x in (found, expected)))
 
 
 def test_compiled_with_codes():
@@ -482,15 +487,14 @@ class _Index(torch.nn.Module):
         return lik_ops.maxsim(Q, self.D)
 
 
-@every_format_and_codes
-def test_exported(format, tmp_path):
+@pytest.mark.parametrize(("format", "query"), [*((f, "half") for f in ALL_FORMATS), *rounded_queries])
+def test_exported(format, query, tmp_path):
     """Documents stored in a module become constants of the graph, however they are stored."""
-    index, Q = _Index(quantize(tokens(5, 9, 16), format)), tokens(2, 4, 16)
+    index, Q = _Index(quantize(tokens(5, 9, 16), format, query=query)), tokens(2, 4, 16)
     batch = torch.export.Dim("batch", min=2)
     program = torch.export.export(index, (Q,), dynamic_shapes={"Q": {0: batch}})
-    assert [n.target for n in program.graph.nodes if "lik" in str(n.target)] == [
-        torch.ops.lik.maxsim_quantized_fwd.default
-    ]
+    (node,) = (n for n in program.graph.nodes if "lik" in str(n.target))
+    assert node.target == torch.ops.lik.maxsim_quantized_fwd.default and index.D.stored().format in node.args
     torch.export.save(program, tmp_path / "index.pt2")
     loaded = torch.export.load(tmp_path / "index.pt2").module()
     for x in (Q, tokens(7, 4, 16)):

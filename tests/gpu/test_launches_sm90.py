@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="these are launches of Triton's kernels")
 if INTERPRETING:
     pytest.skip("stands for a GPU's launches", allow_module_level=True)
 
-from lik_ops.gpu import backend
+from lik_ops.gpu import backend, supports
 from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.runtime import gluon, launcher
 from lik_ops.gpu.tuning import architectures
@@ -209,6 +209,19 @@ def test_later_calls_launch_what_the_first_did(name, log):
     assert [kernel for kernel, *_ in found[0]] == kernels
     for later in found[1:]:
         assert later == found[0]
+
+
+def test_signs_of_strided_queries_are_launched(log, monkeypatch):
+    """Signs have strides of their own, in the first call, which makes the plan, and in later ones."""
+    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
+    Q, D, *_ = drawn()
+    made, found = lik_ops.quantize(D.float(), "binary", "document", query="binary"), []
+    for queries in (Q, torch.stack([Q, -Q], 2)[:, :, 0]):
+        for _ in range(4):
+            log.clear()
+            lik_ops.maxsim(queries, made)
+            found.append(launched(log, (Q, made.data, made.scale)))
+    assert found[0][0][0] == RING and all(later == found[0] for later in found)
 
 
 def test_calls_of_other_tensors_launch_theirs(log):

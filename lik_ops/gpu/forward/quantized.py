@@ -75,8 +75,6 @@ def find_quantized_plan(c: PackedArgs, stored: EncodedTokens, normalize: bool, a
         return False
     if not (c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None):
         return False
-    if stored.format == BINARY_QUERIES:  # signs may have other strides
-        c = c._replace(Q=stored.transform_queries(c.Q))
     return sm90_quantized.find_plan(c, stored)
 
 

@@ -38,6 +38,9 @@ class QuantizedPlan(Sm90Plan):
 
     For int8 documents with two terms, row tiles hold 128 query tokens, and a part of a longer query holds 64. With one
     term they hold twice as many.
+
+    The plan is made from Q itself. `forward` rounds binary queries to signs, whose strides depend on the strides of
+    Q only.
     """
 
     instead = "maxsim_forward_ragged"

@@ -18,7 +18,7 @@ from lik_ops.gpu import choose, supports
 from lik_ops.gpu.tuning import architectures
 
 from . import test_sm90_int8 as dense
-from .test_sm90_int8 import SCALES, SM_90, packed
+from .test_sm90_int8 import SCALES, SM_90, fast, packed
 
 QUERIES = ("half", "int8", "binary")
 
@@ -115,11 +115,6 @@ def documents(Nd, Ld, scale, seed=0, query="int8", d=128):
     torch.manual_seed(seed)
     D = torch.randn(Nd, Ld, d) * (0.2 + torch.rand(Nd, Ld, 1))
     return lik_ops.quantize(D, "binary", scale, query=query).to("cuda")
-
-
-def fast(Q, D, *rest):
-    """Return the scores of the tested kernel, and fail if it is not selected."""
-    return dense.fast(D.stored().transform_queries(Q), D, *rest)
 
 
 def bound(Q, D, *rest):

@@ -1,7 +1,8 @@
 """Token pooling of a host library by `lik_ops.pool_tokens`, for all documents of a call at once.
 
-The host's own method runs twice. In the first run, its pooling of documents is replaced by a function that records
-them. In the second run, the function returns the pooled tokens. So the host's checks, masks and padding remain.
+The host's own method runs with its pooling of documents replaced, so its checks, masks and padding remain.
+colpali-engine pools a list of documents, and its method runs once. sentence-transformers pools one document after the
+other, so its method runs twice: one run records the documents, and the next one returns the pooled tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from ..core.arguments import DTYPES
 
 _log = logging.getLogger("lik_ops")
 _MAX_NORM = 1.01  # of tokens of norm 1 in bf16; the hosts clamp the distances of longer tokens
+
+
+class HostPoolsError(Exception):
+    """Ends a method of the host, whose documents only the host can pool."""
 
 
 def is_factor(factor: Any) -> bool:

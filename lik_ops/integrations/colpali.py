@@ -206,21 +206,22 @@ def _accepts_pooling(
 
 def _pool_embeddings(theirs: Callable[..., Any], pooler: Any, embeddings: Any, *args: Any, **named: Any) -> Any:
     """Pool the documents of ``pool_embeddings`` of the host, all at once."""
-    documents: list[Tensor] = []
-
-    def record(found: list[Tensor], **_: Any) -> tuple[list[Tensor], None]:
-        documents.extend(found)
-        return [x[:0] for x in found], None
-
-    def run(function: Callable[..., Any]) -> Any:
-        return theirs(_pooling.replace_method(pooler, "_pool_embeddings_impl", function), embeddings, *args, **named)
-
-    run(record)
-    if any(x.requires_grad for x in documents):  # the host raises
-        return NotImplemented
     options = {"metric": "rows", "num_protected": 0, "normalize": True}
-    pooled = _pooling.pool_each(documents, named["pool_factor"], 2, **options)
-    return NotImplemented if pooled is None else run(lambda *_, **__: (pooled, None))
+    pooled: list[Tensor] = []
+
+    def pool(documents: list[Tensor], pool_factor: int, **_: Any) -> tuple[list[Tensor], None]:
+        has_gradient = any(x.requires_grad for x in documents)  # the host raises
+        found = None if has_gradient else _pooling.pool_each(documents, pool_factor, 2, **options)
+        if found is None:
+            raise _pooling.HostPoolsError
+        pooled.extend(found)
+        return pooled, None
+
+    try:
+        result = theirs(_pooling.replace_method(pooler, "_pool_embeddings_impl", pool), embeddings, *args, **named)
+    except _pooling.HostPoolsError:
+        return NotImplemented
+    return result if pooled else NotImplemented
 
 
 def _list_targets() -> list[_routing.PatchTarget]:

@@ -137,6 +137,7 @@ def test_pooling_of_colpali(dtype, caplog):
         assert "expected documents of at least 2 tokens" in caplog.text
         with pytest.raises(TypeError):
             pooler.pool_embeddings(documents)
+        assert pooler.pool_embeddings([], pool_factor=2).pooled_embeddings == []
         assert routing.calls == {"pool_embeddings": 2}
     assert_same_clusters(found[0], expected[0], rtol=tolerance, atol=tolerance)
     for x, y in zip(found[1], expected[1], strict=True):
@@ -180,3 +181,18 @@ def test_a_call_is_pooled_at_once_or_left_to_the_host(monkeypatch):
     for factor in (1, True, float("inf"), "2", None):
         pooling.pool_factor = factor
         assert not st._accepts_pooling(pooling, documents)
+
+
+class _ListPooler:
+    def pool_embeddings(self, embeddings, log, **named):
+        log.append(len(embeddings))
+        return self._pool_embeddings_impl(embeddings, **named)[0] if embeddings else []
+
+
+def test_a_list_is_pooled_in_one_run_or_left_to_the_host():
+    theirs, log, documents = _ListPooler.pool_embeddings, [], draw(9, 4)
+    found = colpali._pool_embeddings(theirs, _ListPooler(), documents, log, pool_factor=2, num_workers=None)
+    close(found, _pooling.pool_each(documents, 2, metric="rows", num_protected=0, normalize=True))
+    assert log == [2]
+    for refused in ([], draw(9, norm=2.0), draw(1, 5), [x.requires_grad_() for x in draw(9)]):
+        assert colpali._pool_embeddings(theirs, _ListPooler(), refused, log, pool_factor=2) is NotImplemented

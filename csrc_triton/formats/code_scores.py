@@ -11,7 +11,7 @@ for t0 in range(0, length[k], BN):
     hits |= probed[i, code]                         # without `probed`: any centroid
 score = tree_sum(weight[i] * max over BN of best)
 if nothing was hit: score = -inf
-if a code other than -1 is no centroid, or the document is outside `codes`: score = inf
+if a code other than SKIPPED_CODE is no centroid, or the document is outside `codes`: score = inf
 ```
 
 The score +inf keeps a malformed document among the candidates. A later stage that reads the tokens decides its score.
@@ -22,6 +22,8 @@ import triton.language as tl
 
 from ..common.primitives import sum_in_order
 from ..common.segments import locate_document_segment
+
+SKIPPED_CODE = tl.constexpr(-(2**31))  # of masked tokens, as in `portable/forward/code_scores.py`
 
 
 @triton.jit(do_not_specialize=["Nq", "K", "Td", "count"])
@@ -34,7 +36,7 @@ def maxsim_code_scores(
         table: Similarities of centroids and query tokens, fp32 `[Nq, count, ROWS]`.
         weight: Query weights, fp32 `[Nq, ROWS]`.
         probed: Which centroids a query probes, `[Nq, count]`, or None. A document without a probed code scores -inf.
-        codes: Codes of all tokens. -1 is skipped.
+        codes: Codes of all tokens.
         segments: `SegmentArgs` of the documents.
         scores: Output fp32 `[Nq, K]`.
         Nq: Number of queries.
@@ -52,9 +54,9 @@ def maxsim_code_scores(
     strange = tl.full((BN,), 0, tl.int32)
     for t0 in range(0, length, BN):
         t = t0 + tl.arange(0, BN)
-        code = tl.load(codes + begin + t, mask=t < length, other=-1)
+        code = tl.load(codes + begin + t, mask=t < length, other=SKIPPED_CODE)
         ok = (code >= 0) & (code < count)
-        strange = strange | ((code != -1) & (ok == 0)).to(tl.int32)
+        strange = strange | ((code != SKIPPED_CODE) & (ok == 0)).to(tl.int32)
         row = query * count + tl.where(ok, code, 0).to(tl.int64)
         x = tl.load(table + row[:, None] * ROWS + tl.arange(0, ROWS)[None, :], mask=ok[:, None], other=float("-inf"))
         best = tl.maximum(best, x)

@@ -19,6 +19,7 @@ from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
 from ..core.arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_dense_batched, check_tensor, require
 from ..portable.blocks import compute_row_norms, multiply_by_rows
+from ..portable.forward.code_scores import SKIPPED_CODE
 from . import topk
 from .fast_path.watchers import is_call_direct
 from .quantized import make_tokens_like
@@ -60,13 +61,16 @@ class CodeSearchArgs(NamedTuple):
         return self._replace(Q=self.Q[some], q_mask=masked, q_weight=weighted)
 
     def of_documents(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes, and the offsets and lengths of documents `begin` to `end` in them. Masked codes are -1."""
+        """Return the codes, and the offsets and lengths of documents `begin` to `end` in them.
+
+        The code of a masked token is `SKIPPED_CODE`.
+        """
         if self.cu_seqlens_d is not None:
             bounds = self.cu_seqlens_d[begin : end + 1].long()
             return self.codes, bounds[:-1], bounds.diff()
         codes, length = self.codes[begin:end], self.codes.shape[1]
         if self.d_mask is not None:
-            codes = torch.where(self.d_mask[begin:end], codes, -1)
+            codes = torch.where(self.d_mask[begin:end], codes, SKIPPED_CODE)
         offsets = torch.arange(end - begin, device=codes.device) * length
         return codes.flatten(), offsets, torch.full_like(offsets, length)
 
@@ -79,7 +83,7 @@ class CodeSearchArgs(NamedTuple):
         at = torch.where(lengths == length, chosen, 0)
         codes = self.codes[at] if self.documents else self.codes.new_empty((len(chosen), length))
         if self.d_mask is not None and self.documents:
-            codes = torch.where(self.d_mask[at], codes, -1)
+            codes = torch.where(self.d_mask[at], codes, SKIPPED_CODE)
         return codes.flatten(), torch.arange(len(chosen), device=codes.device) * length, lengths
 
 

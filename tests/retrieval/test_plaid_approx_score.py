@@ -52,16 +52,18 @@ def test_scores_are_those_of_the_centroids(place, unit, n_probe):
 def test_what_cannot_be_scored_is_nan():
     codec = random_codec(8, 2)
     codes, residuals = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4, 2, dtype=torch.uint8)
-    codes[1, 2] = 7
+    codes[1, 2], codes[2, 0] = 7, -1
     made = lik_ops.Quantized.of_codes(codes, residuals, codec)
     Q = torch.randn(2, 3, 8)
     for n_probe in (None, 1):
         scores = lik_ops.plaid_approx_score(Q, made, n_probe=n_probe)
         expected = reference.plaid_approx_score(Q, codes, codec.centroids, n_probe=n_probe)
-        assert scores.isnan().tolist() == [[False, True, False]] * 2
+        assert scores.isnan().tolist() == [[False, True, True]] * 2
+        d_mask = torch.tensor([[True, True, False, True], [False, True, True, True]])
+        assert not lik_ops.plaid_approx_score(Q, made[1:], None, d_mask, n_probe=n_probe).isnan().any()
         torch.testing.assert_close(scores, expected, equal_nan=True)
     Q[0, 0, 0] = torch.nan
-    assert lik_ops.plaid_approx_score(Q, made).isnan().tolist() == [[True] * 3, [False, True, False]]
+    assert lik_ops.plaid_approx_score(Q, made).isnan().tolist() == [[True] * 3, [False, True, True]]
     assert lik_ops.plaid_approx_score(Q, made[:0]).shape == (2, 0)
     assert lik_ops.plaid_approx_score(Q[:0], made).shape == (0, 3)
 

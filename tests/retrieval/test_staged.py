@@ -6,7 +6,7 @@ from torch.nn.functional import normalize
 
 import lik_ops
 from lik_ops import Quantized, quantize, reference
-from lik_ops.portable.forward.code_scores import code_scores
+from lik_ops.portable.forward.code_scores import SKIPPED_CODE, code_scores
 
 from ..support.common import CUDA, INTERPRETER, INTERPRETING
 from ..support.residual import random_codec
@@ -64,7 +64,7 @@ def test_the_kernel_has_the_scores_of_plain_torch(place, rows):
     from lik_ops.gpu import backend
 
     codes = torch.randint(7, (sum(LENGTHS) + 2,), dtype=torch.int32)
-    codes[[3, 9]], codes[50] = -1, 7
+    codes[[3, 9]], codes[50], codes[60] = SKIPPED_CODE, 7, -1
     offsets = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0) + 1
     offsets, lengths = torch.cat([offsets, torch.tensor([-1, 100])]), torch.tensor([*LENGTHS, 3, 30])
     table, weight = torch.randn(3, 7, rows), torch.randn(3, rows)
@@ -130,11 +130,12 @@ def test_all_documents_as_candidates_are_exhaustive_search(device):
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_a_code_that_is_no_centroids_is_seen():
+@pytest.mark.parametrize("code", [99, -1])
+def test_a_code_that_is_no_centroids_is_seen(code):
     Q, D = clustered(40, 16, 10, 5)
     made = quantize(D, random_codec(16, 2))
     codes = made.codes.clone()
-    codes[7, 2] = 99
+    codes[7, 2] = code
     odd = Quantized(made.data, made.scale, made.format, 16, made.dtype, codes=codes, codec=made.codec)
     scores, indices = lik_ops.retrieve(Q, odd, 3, n_probe=1, n_candidates=5)
     assert scores[:, 0].isnan().all() and (indices[:, 0] == 7).all() and not scores[:, 1:].isnan().any()

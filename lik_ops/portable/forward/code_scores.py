@@ -8,6 +8,7 @@ from torch import Tensor
 from ...core.segments import make_segment_rows
 from ..blocks import sum_pairwise
 
+SKIPPED_CODE = -(2**31)  # of masked tokens. All other codes are the user's.
 _MAX_GATHERED_BYTES = 32 << 20  # gathered from the table at a time
 
 
@@ -20,7 +21,8 @@ def code_scores(
         table: similarity of each query token and centroid, fp32 ``[Nq, C, Lq]``.
         weight: fp32 ``[Nq, Lq]``.
         probed: bool ``[Nq, C]``. Documents without one of these codes score ``-inf``. None probes all centroids.
-        codes: codes of all tokens. -1 is skipped. Any other code that is not a centroid makes the score infinite.
+        codes: codes of all tokens. `SKIPPED_CODE` is skipped. Any other code that is not a centroid makes the score
+            infinite.
         offsets: start of each document in `codes`, ``[Nd]``.
         lengths: length of each document, ``[Nd]``. A document that reaches outside `codes` scores infinity.
 
@@ -45,7 +47,7 @@ def code_scores(
         at, _ = make_segment_rows(offsets[begin:end], lengths[begin:end])
         found, each = codes[at].long(), lengths[begin:end]
         ok = (found >= 0) & (found < count)
-        odd = _max_by_segment((~ok & (found != -1)).float().unsqueeze(1), each)[:, 0] > 0
+        odd = _max_by_segment((~ok & (found != SKIPPED_CODE)).float().unsqueeze(1), each)[:, 0] > 0
         found = torch.where(ok, found, count)
         best, hit = _max_by_segment(rows[found], each).view(end - begin, Nq, Lq), _max_by_segment(hits[found], each) > 0
         some = torch.where(hit, sum_pairwise(weight * best), -torch.inf)

@@ -93,9 +93,9 @@ def launched(log, given):
     return [(name, grid, [named(v) for v in flat(map(described, values))], of) for name, grid, values, of in log]
 
 
-def quantised(format, scale, rows=Nq, length=Lq, **options):
+def quantised(format, scale, rows=Nq, length=Lq, query="half", **options):
     Q, D, *_ = drawn()
-    made = lik_ops.quantize(D.float(), format, scale)
+    made = lik_ops.quantize(D.float(), format, scale, query=query)
     return partial(lik_ops.maxsim, Q.view(-1, length, d)[:rows], made, **options), (Q, made.data, made.scale)
 
 
@@ -222,6 +222,18 @@ def test_signs_of_strided_queries_are_launched(log, monkeypatch):
             lik_ops.maxsim(queries, made)
             found.append(launched(log, (Q, made.data, made.scale)))
     assert found[0][0][0] == RING and all(later == found[0] for later in found)
+
+
+@pytest.mark.parametrize("rows", [1, Nq])
+@pytest.mark.parametrize(("format", "query"), [("fp8_e4m3", "fp8"), ("binary", "int8"), ("binary", "binary")])
+def test_kernels_that_are_not_measured_yet_launch(format, query, rows, log, monkeypatch):
+    """Neither is preferred yet, but ``LIK_OPS_KERNEL=sm90`` forces them."""
+    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
+    call, _ = quantised(format, "token", rows, query=query)
+    for _ in range(3):
+        log.clear()
+        call()
+        assert [kernel for kernel, *_ in log] == [RING]
 
 
 def test_calls_of_other_tensors_launch_theirs(log):

@@ -79,5 +79,6 @@ class TileDescriptor(NamedTuple):
 def make_tile_descriptor(block: tuple[int, ...], dtype: torch.dtype) -> TileDescriptor:
     """Return the descriptor factory for blocks of a shape and dtype."""
     modules = require_kernels()
-    layout = modules.layout(list(block), str(dtype).removeprefix("torch."))
+    # A layout depends only on the width of the elements. Triton has other names for FP8 than torch.
+    layout = modules.layout(list(block), f"int{8 * dtype.itemsize}")
     return TileDescriptor(list(block), layout, modules.descriptor)

@@ -209,8 +209,11 @@ def test_odd_scales(Nq):
         D.scale[3], D.scale[7, -1], D.scale[9] = 0, float("nan"), float("nan")
         D.scale[::10] *= -1
         Q = torch.randn(Nq, 32, 128, device="cuda", dtype=torch.float16)
-        scores = fast(Q, D)
-        torch.testing.assert_close(scores, packed(Q, D), rtol=1e-5, atol=1e-5, equal_nan=True)
+        scores, (exact, off) = fast(Q, D), bound(Q, D, None, None)
+        # For a negative scale of a document, the kernel multiplies whole rows in fp32, not their int8 terms.
+        positive = (D.scale >= 0).all(1)
+        assert torch.equal(scores[:, positive], packed(Q, D)[:, positive])
+        assert ((scores.double() - exact).abs() <= off)[:, ::10].all()
         assert scores[:, [7, 9]].isnan().all() and (scores[:, 3] == 0).all()
 
 

@@ -13,11 +13,12 @@ pytest.importorskip("triton", reason="only the Triton backend compiles")
 if INTERPRETING:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from lik_ops.families.soft import gpu as soft
 from lik_ops.gpu.runtime import launcher
 from lik_ops.ops.fast_path import eager
 
 from ..record_kernels import random_calls
-from .test_capture import Bound
+from .test_capture import Bound, flat
 from .test_capture import log as launches  # noqa: F401  # a fixture
 from .test_launches_sm90 import log as log_on_sm_90  # noqa: F401  # a fixture
 
@@ -112,6 +113,17 @@ def test_a_failing_rehearsal_leaves_compilation_to_the_launches(compiler, monkey
     step()[1]()
     assert sorted(compiler.compiled) == sorted((FORWARD, LISTS, DOCUMENTS, QUERIES))
     assert compiler.threads == {threading.get_ident()}
+
+
+def test_a_rehearsal_keeps_no_workspace(compiler, monkeypatch):
+    """Each of many workspaces is free before the next one is allocated, as in the call itself."""
+    seen, find = [], launcher.find_missing_kernels
+    monkeypatch.setattr(launcher, "find_missing_kernels", lambda found: seen.extend(found) or find(found))
+    monkeypatch.setattr(soft, "_MAX_SPLIT_BYTES", 1)
+    lik_ops.maxsim_soft(torch.randn(2, 4, 64).half(), torch.randn(3, 4096, 64).half(), 0.5)
+    tensors = [x for _, _, args, _ in seen for x in flat(args) if isinstance(x, torch.Tensor)]
+    assert [kernel.__name__ for kernel, *_ in seen] == ["maxsim_forward_soft", "maxsim_soft_splits"] * 3
+    assert tensors and all(x.is_meta or x.data_ptr() % 16 for x in tensors)  # slices of scores are not aligned
 
 
 def test_without_a_rehearsal_each_launch_compiles_its_kernel(compiler, monkeypatch):

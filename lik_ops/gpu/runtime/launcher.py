@@ -362,11 +362,19 @@ def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], k
 
 @contextlib.contextmanager
 def collect_launches() -> Iterator[list[tuple]]:
-    """Collect the launches of this thread as (kernel, grid, args, options) instead of making them."""
+    """Collect the launches of this thread as (kernel, grid, args, options) instead of making them.
+
+    The arguments have no memory, so workspaces are freed when the call itself would free them.
+    """
     found: list[tuple] = []
     state, before = thread_state, (thread_state.dry_run, thread_state.active_recorder)
+
+    def collect(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+        """Add a launch."""
+        found.append((kernel, grid, tuple(map(_drop_memory, args)), options))
+
     # With a recorder, every launch goes through `launch`, and no call is captured or replayed.
-    state.dry_run, state.active_recorder = lambda *launched: found.append(launched), found
+    state.dry_run, state.active_recorder = collect, found
     try:
         yield found
     finally:
@@ -408,22 +416,17 @@ def _compile_rehearsed() -> None:
     except Exception as error:  # for example no memory for a rehearsal; an error of the call itself is raised again
         _log.debug("kernels are compiled one by one: %r", error)
         return
-    missing = find_missing_kernels(launches)
-    launches.clear()  # frees the memory of the rehearsal
-    compile_in_parallel(missing)
+    compile_in_parallel(find_missing_kernels(launches))
 
 
 def find_missing_kernels(launches: list[tuple]) -> dict[tuple, tuple]:
-    """Return the arguments of `_compile_kernel` by key, for kernels of collected launches that are not compiled yet.
-
-    They have no memory.
-    """
+    """Return the arguments of `_compile_kernel` by key, for kernels of collected launches that are not compiled yet."""
     missing: dict[tuple, tuple] = {}
     for kernel, _, args, options in launches:
         if isinstance(kernel, JITFunction):
             key, _ = _make_kernel_key(kernel, args, options)
             if key not in _compiled_kernels and key not in _compile_failures:
-                missing[key] = kernel, tuple(map(_drop_memory, args)), options, key
+                missing[key] = kernel, args, options, key
     return missing
 
 

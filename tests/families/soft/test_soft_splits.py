@@ -15,7 +15,9 @@ from ...support.common import CUDA, INTERPRETER, INTERPRETING, Problem, assert_n
 from .test_soft import EVERYTHING, score, step
 
 pytest.importorskip("triton", reason="splits are made by Triton kernels")
-PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
+# The portable backend scores fp64, without splits.
+KERNELS = replace(CUDA, dtypes=(torch.bfloat16, torch.float16, torch.float32))
+PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(KERNELS, marks=pytest.mark.gpu)]
 at_places = pytest.mark.parametrize("place", PLACES, ids=str)
 LONG = Problem(values="normal", Nq=3, Nd=3, Lq=5, Ld=75)
 PROBLEMS = [

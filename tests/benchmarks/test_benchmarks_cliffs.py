@@ -77,7 +77,7 @@ def test_compositions_give_the_scores_of_the_call(option):
                 made = random_calls.prepare(call, "cpu")
                 cliffs.check_scores(call, made)
                 if made.compositions:
-                    wrong = made._replace(function=lambda right=made.function: 1.1 * right())
+                    wrong = made._replace(function=lambda right=made.function, n=call.Lq: right() + 0.1 * n)
                     with pytest.raises(AssertionError, match="other scores"):
                         cliffs.check_scores(call, wrong)
 

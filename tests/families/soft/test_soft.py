@@ -253,6 +253,15 @@ def test_what_masks_leave_is_all_there_is(place):
     assert bool(grads[0][0].any()) and bool(grads[1][0].any())
 
 
+def score_pair(p, x, i, j, temperature):
+    """Return the score of query i and its document j, in a call of their own."""
+    document = (slice(i, i + 1), slice(j, j + 1)) if p.layout == "candidates" else slice(j, j + 1)
+    q_mask, q_weight = (None if t is None else t[i : i + 1] for t in (x.q_mask, x.q_weight))
+    d_mask = None if x.d_mask is None else x.d_mask[document]
+    one = replace(x, Q=x.Q[i : i + 1], D=x.D[document], q_mask=q_mask, d_mask=d_mask, q_weight=q_weight)
+    return score(lik_ops.maxsim_soft, one, temperature, p.normalize)[0, 0]
+
+
 @at_places
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
 def test_a_score_does_not_depend_on_its_batch(place, number):
@@ -265,12 +274,7 @@ def test_a_score_does_not_depend_on_its_batch(place, number):
             whole = score(lik_ops.maxsim_soft, x, 0.3, p.normalize)
             for i in range(p.Nq):
                 for j in range(p.Nd):
-                    document = (slice(i, i + 1), slice(j, j + 1)) if p.layout == "candidates" else slice(j, j + 1)
-                    q_mask, q_weight = (None if t is None else t[i : i + 1] for t in (x.q_mask, x.q_weight))
-                    d_mask = None if x.d_mask is None else x.d_mask[document]
-                    one = replace(x, Q=x.Q[i : i + 1], D=x.D[document], q_mask=q_mask, d_mask=d_mask, q_weight=q_weight)
-                    alone = score(lik_ops.maxsim_soft, one, 0.3, p.normalize)
-                    assert torch.equal(alone[0, 0], whole[i, j]), (p, i, j)
+                    assert torch.equal(score_pair(p, x, i, j, 0.3), whole[i, j]), (p, i, j)
 
 
 @at_places

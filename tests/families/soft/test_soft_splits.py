@@ -12,7 +12,7 @@ from lik_ops.core.arguments import score_dtype
 from lik_ops.ops.fast_path import eager
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING, Problem, assert_near, build
-from .test_soft import EVERYTHING, score, step
+from .test_soft import EVERYTHING, score, score_pair, step
 
 pytest.importorskip("triton", reason="splits are made by Triton kernels")
 # The portable backend scores fp64, without splits.
@@ -76,11 +76,7 @@ def test_a_score_does_not_depend_on_its_batch_or_on_the_workspace(place, number,
                 eager.clear_call_caches()
                 assert torch.equal(score(lik_ops.maxsim_soft, x, 0.3, p.normalize), whole)
             for i, j in ((0, 0), (p.Nq - 1, p.Nd - 1)):
-                document = (slice(i, i + 1), slice(j, j + 1)) if p.layout == "candidates" else slice(j, j + 1)
-                q_mask, q_weight = (None if t is None else t[i : i + 1] for t in (x.q_mask, x.q_weight))
-                d_mask = None if x.d_mask is None else x.d_mask[document]
-                one = replace(x, Q=x.Q[i : i + 1], D=x.D[document], q_mask=q_mask, d_mask=d_mask, q_weight=q_weight)
-                assert torch.equal(score(lik_ops.maxsim_soft, one, 0.3, p.normalize)[0, 0], whole[i, j]), (p, i, j)
+                assert torch.equal(score_pair(p, x, i, j, 0.3), whole[i, j]), (p, i, j)
 
 
 @at_places

@@ -10,7 +10,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +71,7 @@ class Snapshot:
 
     def _find_files(self, added: Sequence[int]) -> None:
         """Raise ValueError, with its path, if the file of one of these shards is missing."""
-        names = dict(zip(map(attrgetter("file"), map(self.manifest.shards.__getitem__, added)), added, strict=True))
+        names = {self.manifest.shards[i].file: i for i in added}
         missing = set(names)
         if len(names) > 1:
             with suppress(OSError):  # a directory whose files may be read, but not listed

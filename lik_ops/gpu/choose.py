@@ -30,6 +30,7 @@ from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
 _ONE_QUERY = "each document is scored against one query"
 FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
+_MAX_FP8_QUERY_FEATURES = 128
 Choice = GenericChoice | Sm90Choice | RowMaximaChoice | SplitChoice
 
 
@@ -279,6 +280,14 @@ class QuantizedChoiceArgs(NamedTuple):
     arch: Architecture
 
 
+def rounds_to_fp8(format: str, Q: Tensor) -> bool:
+    """Return whether kernels round the queries of documents in a format to FP8.
+
+    They only round half-precision rows of few features, and only with `FP8_QUERIES`.
+    """
+    return format == FP8_QUERIES and Q.dtype != torch.float32 and Q.shape[-1] <= _MAX_FP8_QUERY_FEATURES
+
+
 def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
     """Choose an sm_90 kernel for encoded documents, or return the reason why not."""
     c, data, scale, format = a.c, a.stored.data, a.stored.scale, a.stored.format
@@ -294,8 +303,8 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
         return choose_int8(c.Q, data, scale, terms, a.arch, kernel if get_code_bits(kernel) else "")
     if data.dtype != torch.int8:
         data = data.view(torch.int8)
-    rounded = format == FP8_QUERIES and c.Q.dtype != torch.float32
-    return choose_fp8(c.Q, data, scale, "fp8_fp8" if rounded else kernel.removesuffix("_fp8"), a.arch)
+    kept = "fp8_fp8" if rounds_to_fp8(format, c.Q) else kernel.removesuffix("_fp8")
+    return choose_fp8(c.Q, data, scale, kept, a.arch)
 
 
 def _choose_generic(a: DenseChoiceArgs) -> GenericChoice:

@@ -46,7 +46,6 @@ _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
 _WORD_ENCODINGS = {"codes": "words", "bits": "bitwords"}
 # Formats with a kernel for dense documents.
 _DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, *choose.FP8_FORMATS, FP8_QUERIES)
-_MAX_FP8_QUERY_FEATURES = 128
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -137,9 +136,10 @@ def _run_packed(
 
 
 def _choose_query_format(stored: EncodedTokens, Q: Tensor) -> EncodedTokens:
-    """Return the tokens in a format whose kernel reads Q. Only half-precision rows of few features become FP8."""
-    whole = Q.dtype == torch.float32 or Q.shape[-1] > _MAX_FP8_QUERY_FEATURES
-    return stored._replace(format="fp8_e4m3") if whole and stored.format == FP8_QUERIES else stored
+    """Return the tokens in a format whose kernel reads Q."""
+    if stored.format != FP8_QUERIES or choose.rounds_to_fp8(stored.format, Q):
+        return stored
+    return stored._replace(format="fp8_e4m3")
 
 
 def view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:

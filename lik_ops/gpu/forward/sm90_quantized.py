@@ -15,7 +15,7 @@ from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
 from ...csrc_triton.formats.bits import get_code_bits, has_sign_queries
-from ...formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
+from ...formats.table import OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, use_device
@@ -108,15 +108,15 @@ def _has_words(data: Tensor) -> bool:
     return bool(whole and data.storage_offset() % 4 == 0)
 
 
-def _view_for_kernel(stored: EncodedTokens, dtype: torch.dtype) -> Tensor | None:
-    """Return encoded documents as the kernel reads them for queries of a dtype, or None if words are not aligned.
+def _view_for_kernel(stored: EncodedTokens, Q: Tensor) -> Tensor | None:
+    """Return encoded documents as the kernel reads them for queries, or None if words are not aligned.
 
     They are int8, words of binary documents, or FP8 next to FP8 queries.
     """
     data = stored.data
     if get_code_bits(OPERAND_FORMATS[stored.format].kernel):
         return data.view(torch.int32) if _has_words(data) else None
-    if stored.format == FP8_QUERIES and dtype != torch.float32:
+    if choose.rounds_to_fp8(stored.format, Q):
         return data.view(torch.float8_e4m3fn)
     return data if data.dtype == torch.int8 else data.view(torch.int8)
 
@@ -130,7 +130,7 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
         c: the call.
         stored: the documents with their axes.
     """
-    data, scale = _view_for_kernel(stored, c.Q.dtype), stored.scale
+    data, scale = _view_for_kernel(stored, c.Q), stored.scale
     if data is None:
         return False
     metadata = make_metadata_key(c.Q, data, c.q_mask, None, c.q_weight)

@@ -1,5 +1,6 @@
 """Test how a corpus is read: shards open on the first read, few are mapped, and damage raises an error."""
 
+import gc
 import json
 import os
 import pickle
@@ -76,11 +77,14 @@ def count_opening(path, count):
         elif event == "c_call" and argument.__name__ in ("open", "stat", "listdir"):
             found[argument.__name__] += 1
 
+    gc.collect()
+    gc.disable()  # it would call finalizers of other tests
     sys.setprofile(record)
     try:
         made.append(Corpus.open(path))
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert len(made[0]) == 2 * count and len(made[0].lengths) == 2 * count
     return found
 

@@ -19,7 +19,7 @@ from lik_ops.csrc_triton.forward.sm90.pipeline import make_tile_layout
 from lik_ops.gpu.tuning import architectures, sm90_configs
 
 from ..support.aot import Case, _documents, _queries
-from ..support.machine_code import compile_as_launched, cuda_resources, repeated_spills
+from ..support.machine_code import compile_as_launched, cuda_resources, repeated_spills, unused_barriers
 
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 
@@ -271,6 +271,7 @@ def check(compiled, tmp_path: Path, products: bool = False, most_spills: int = 0
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert serialised(ptx, tmp_path) == []
+    assert unused_barriers(compiled.asm["ttgir"]) == []
     registers, spills = repeated_spills(compiled.asm["cubin"], products)
     assert spills <= most_spills, f"{spills} spill instructions in loops, {registers} registers"
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes

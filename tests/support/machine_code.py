@@ -72,6 +72,21 @@ def repeated_spills(cubin: bytes, products: bool = False) -> tuple[int, int]:
     return registers, sum(repeated)
 
 
+def unused_barriers(ttgir: str) -> list[str]:
+    """Return the barriers in shared memory that a kernel initializes and never uses.
+
+    Triton gives their memory to other buffers without `mbarrier.inval`. On an H100 the contents of these buffers then
+    changed.
+    """
+    found = []
+    for name in re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x1xi64", ttgir):
+        indexed = re.findall(rf"(%\w+) = ttg\.memdesc_index {name}\[", ttgir)
+        uses = re.findall(rf"^.*(?:{'|'.join([name, *indexed])})\b.*$", ttgir, re.MULTILINE)
+        if all(re.search(r"ttg\.local_alloc|ttg\.memdesc_index|ttng\.init_barrier", use) for use in uses):
+            found.append(name)
+    return found
+
+
 def compile_as_launched(source: ASTSource, target: GPUTarget, options: dict[str, int] | None = None) -> CompiledKernel:
     """Compile a kernel as `launcher` does, by default with four warps, which most kernels use."""
     return triton.compile(source, target=target, options=add_compile_options(options or {"num_warps": 4}))

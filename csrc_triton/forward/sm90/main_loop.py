@@ -77,7 +77,7 @@ norms.ready[stage]  1      norm warps                            consumers, befo
 ready[stage]        2      each mask warp                        consumers, instead of full[stage]
 raw.full[stage]     1      TMA, FP8 and fp32 only                conversion warps
 raw.empty[stage]    1      conversion warps, FP8 and fp32 only   producer
-search[g]           1      TMA, argmax search only               consumer g
+search[g]           1      TMA, if `has_argmax_search`           consumer g
 search[2]           2      each consumer, after its last tile    both consumers, before the argmax search
 ```
 
@@ -149,7 +149,14 @@ from .norms import (
     scale_similarities,
     wait_for_tile,
 )
-from .pipeline import ACCUMULATOR_ROWS, advance_stage, copies_scales, make_accumulator_layout, open_stage
+from .pipeline import (
+    ACCUMULATOR_ROWS,
+    advance_stage,
+    copies_scales,
+    has_argmax_search,
+    make_accumulator_layout,
+    open_stage,
+)
 from .schedule import (
     choose_tile_start,
     compiler_barrier_value,
@@ -583,7 +590,7 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
             if not EVEN:
                 halves = reset_accumulators(halves, C)  # else all loops carry `where`, although it is always 0
         task = last
-    if C.ARGMAX and C.FP32_TERMS == 0:  # otherwise `maxsim_resolve_argmax` searches
+    if has_argmax_search(C):
         _resolve_argmax(x, D, norms, ring, q_smem, spans, out.argmax, unresolved, begin, end, sizes, G, C)
 
 

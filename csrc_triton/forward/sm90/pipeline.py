@@ -15,6 +15,9 @@ for each tile:                                      for each tile:
 ```
 
 `empty` counts the roles that read a tile. A wait for phase 1 of a new barrier returns at once.
+
+A kernel must use every barrier that it initializes. Triton gives the memory of an unused barrier to another buffer. The
+hardware may still change that memory, because nothing invalidated the barrier.
 """
 
 from typing import Any, NamedTuple
@@ -99,6 +102,12 @@ def copies_scales(C):
 
 
 @triton.constexpr_function
+def has_argmax_search(C):
+    """Return whether consumers search for the argmax of rows whose maximum is NaN or -inf."""
+    return C.ARGMAX and C.FP32_TERMS == 0  # otherwise `maxsim_resolve_argmax` searches
+
+
+@triton.constexpr_function
 def get_converted_dtype(C):
     """Return the dtype in which converted documents are multiplied."""
     return gl.int8 if get_code_bits(C.ENCODING) else gl.float16
@@ -156,7 +165,7 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
         ring.full,
         ring.empty,
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER),
+        _make_search_barriers() if has_argmax_search(C) else 0,
         _allocate_norms(norms, C),
     )
     q_smem = gl.allocate_shared_memory(DTYPE, [4, ACCUMULATOR_ROWS, C.BD], LAYOUT)
@@ -165,9 +174,17 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
             mbarrier.init(ring.norms.ready.index(n), count=1)
     for n in gl.static_range(2):
         mbarrier.init(ring.turn.index(n), count=1)
-        mbarrier.init(ring.search.index(n), count=1)
-    mbarrier.init(ring.search.index(2), count=2)
     return ring, q_smem
+
+
+@gluon.jit
+def _make_search_barriers():
+    """Allocate and initialize `TilePipeline.search`."""
+    search = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(2):
+        mbarrier.init(search.index(n), count=1)
+    mbarrier.init(search.index(2), count=2)
+    return search
 
 
 @gluon.jit

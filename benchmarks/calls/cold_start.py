@@ -8,7 +8,7 @@ kernels on disk. A third process of lik_ops calls `lik_ops.warmup` first. Times 
 synchronization. Tensors exist before.
 
 Each record has the kernels that were compiled: name, seconds, constants, and the specialization of the arguments. The
-seconds of peers also contain their tuning.
+seconds of peers also contain their tuning. The file is rewritten after each implementation.
 
 ``--without-gpu`` runs the host code of sm_90 on CPU tensors, with launches that do nothing, and lists the kernels that
 lik_ops would compile.
@@ -211,6 +211,8 @@ def main() -> None:
             records.append(record)
             print(f"{record['case']['name']:32} {', '.join(name for name, *_ in record['kernels'])}")
         print(sum(len(record["kernels"]) for record in records), "kernels")
+        if args.out:
+            common.write("cold_start", records, *contenders.PEERS, path=args.out, passes=args.passes)
     else:
         for name in ("lik_ops", *contenders.PEERS):
             with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as other:
@@ -222,9 +224,8 @@ def main() -> None:
                 records.append({"case": {"name": f"{name}, {run}"}, **record})
                 totals = [(x["total"], len(x["kernels"])) for x in record.get("passes", ())]
                 print(f"{name}, {run}:", record.get("failed", totals), record.get("warmup_seconds", ""), flush=True)
-    if args.out or not args.without_gpu:
-        peers = contenders.PEERS
-        print("wrote", common.write("cold_start", records, *peers, path=args.out, passes=args.passes))
+            path = common.write("cold_start", records, *contenders.PEERS, path=args.out, passes=args.passes)
+        print("wrote", path)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import lik_ops
 from lik_ops.gpu.runtime import launcher
 
 from ..support import common
+from ..support.contenders import PEERS
 from ..support.ragged_cases import (
     Case,
     Inputs,
@@ -352,8 +353,8 @@ def main() -> None:
             for name, us in microseconds(functions, args.rounds, block).items():
                 print(f"{title:11} {name:49} {us:8.2f} us", flush=True)
                 records.append({"kind": title, "name": name, "us": us})
-    peers = ("late-interaction-kernels", "flash-maxsim")
-    print("wrote", common.write("host", records, *peers, path=args.out, shape=[8, 8, 32, 64, 64]))
+        path = common.write("host", records, *PEERS, path=args.out, shape=[8, 8, 32, 64, 64])
+    print("wrote", path)
 
 
 if __name__ == "__main__":

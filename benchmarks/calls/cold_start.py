@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,14 +206,15 @@ def main() -> None:
     if args.run:
         print(json.dumps(measure(args.run, "cuda", args.passes, args.warmed)))
         return
-    records = []
+    records: list[dict] = []
+    write = partial(common.write, "cold_start", records, *contenders.PEERS, path=args.out, passes=args.passes)
     if args.without_gpu:
         for record in list_kernels(args.warmed):
             records.append(record)
             print(f"{record['case']['name']:32} {', '.join(name for name, *_ in record['kernels'])}")
         print(sum(len(record["kernels"]) for record in records), "kernels")
         if args.out:
-            common.write("cold_start", records, *contenders.PEERS, path=args.out, passes=args.passes)
+            print("wrote", write())
     else:
         for name in ("lik_ops", *contenders.PEERS):
             with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as other:
@@ -224,7 +226,7 @@ def main() -> None:
                 records.append({"case": {"name": f"{name}, {run}"}, **record})
                 totals = [(x["total"], len(x["kernels"])) for x in record.get("passes", ())]
                 print(f"{name}, {run}:", record.get("failed", totals), record.get("warmup_seconds", ""), flush=True)
-            path = common.write("cold_start", records, *contenders.PEERS, path=args.out, passes=args.passes)
+            path = write()
         print("wrote", path)
 
 

@@ -333,6 +333,8 @@ def main() -> None:
     )
     titles = [title for title, _, _ in kinds]
     chosen = args.only.split(",") if args.only else titles[:3] if args.without_gpu else titles
+    if not set(titles) & set(chosen):
+        parser.error(f"--only: expected some of {', '.join(titles)}, got {args.only}")
     block = BLOCK_WITHOUT_GPU if args.without_gpu else BLOCK
     for title, make, grad in kinds:
         if title not in chosen:

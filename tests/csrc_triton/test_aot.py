@@ -35,7 +35,8 @@ COMMON, OTHERS = common_and_others()
 
 
 # int8 and binary documents, with query rows as two int8 terms or one.
-BY_TERMS = ("*i8", INT8_QUERIES, "bits1_half", "bits1_int8", "bits1_binary")
+BY_TERMS = ("*i8", INT8_QUERIES)
+BY_TERMS += tuple(f"{read}1_{query}" for read in ("bits", "bitwords") for query in ("half", "int8", "binary"))
 
 
 def _matrix_unit(case: Case, name: str) -> str:

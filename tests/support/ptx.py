@@ -60,6 +60,8 @@ OPERATIONS = {
     "shr.b32": lambda a, n: a >> n,
     "or.b32": lambda a, b: a | b,
     "and.b32": lambda a, b: a & b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
     "add.rn.f16x2": _added,
     "fma.rn.f16x2": lambda a, b, c: _fused(a, b, c, "f16x2"),
     "fma.rn.bf16x2": lambda a, b, c: _fused(a, b, c, "bf16x2"),

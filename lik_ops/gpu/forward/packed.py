@@ -23,6 +23,7 @@ from ...csrc_triton.common.arguments import (
     SegmentArgs,
     TermArgs,
 )
+from ...csrc_triton.formats.bits import has_sign_queries
 from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.kernel import maxsim_forward_ragged
 from ...formats.table import BINARY_QUERIES, INT8_QUERIES, OPERAND_FORMATS
@@ -309,7 +310,7 @@ def make_terms_config(BD: int, wide: int, stored: Any = "") -> KernelConfig:
     Fields that the kernel ignores are constant, so that it is compiled once for signs, and once for other terms.
     """
     rows = KernelConfig(BM=_TERM_ROWS, BN=16, BD=BD, ROWS_PER_QUERY=_TERM_ROWS, WIDE_OFFSETS=wide)
-    return rows._replace(ENCODING=stored) if stored == OPERAND_FORMATS[BINARY_QUERIES].kernel else rows
+    return rows._replace(ENCODING=OPERAND_FORMATS[BINARY_QUERIES].kernel) if has_sign_queries(stored) else rows
 
 
 def _get_pointers(group: tuple) -> tuple:

@@ -37,13 +37,13 @@ from ..runtime.arguments import (
 )
 from ..runtime.capture import Calls
 from ..tuning.architectures import Architecture, cdiv, next_power_of_2
+from ..tuning.forward_configs import MAX_INT8_FEATURES
 from . import sm90_quantized
 from .packed import ragged_plan
 
 _TILE_TOKENS, _TILE_FEATURES = 32, 64
-# The integers that hold eight features, by the bits of a feature, and the encodings of these words.
+# The integers that hold eight features, by the bits of a feature.
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
-_WORD_ENCODINGS = {"codes": "words", "bits": "bitwords"}
 # Formats with a kernel for dense documents.
 _DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, *choose.FP8_FORMATS, FP8_QUERIES)
 _captured_calls = Calls()
@@ -160,18 +160,39 @@ def _view_words(stored: EncodedTokens, c: PackedArgs, kept: Any) -> tuple[Tensor
 
     See `csrc_triton.formats.residual` and `csrc_triton.formats.bits`.
     """
-    name, nbits = (kept[:-1], kept[-1]) if isinstance(kept, str) and kept else ("", "")
-    word, (Q, data), centroids = _WORD_DTYPES.get(nbits), c[:2], stored.centroids
-    if name not in _WORD_ENCODINGS or word is None or not data.numel() or not _supports_prmt(Q.device):
+    (Q, data), centroids, mma = c[:2], stored.centroids, architecture(c.Q.device).unit == "mma"
+    name, nbits, query = _split_encoding(kept)
+    if Q.shape[-1] > MAX_INT8_FEATURES:
+        query = ""  # rows stay whole
+    word = _WORD_DTYPES.get(nbits)
+    if word is None or not data.numel() or not _supports_prmt(Q.device):
         return None
-    half = Q.dtype in (torch.float16, torch.bfloat16)
-    if centroids is not None:  # read as pairs
-        half = half and len(centroids) > 0 and centroids.dtype == torch.float16 and centroids.data_ptr() % 4 == 0
-    elif nbits == "1" and architecture(Q.device).unit == "mma":
+    if Q.shape[-1] % 8 or not data.is_contiguous() or data.data_ptr() % word.itemsize:
+        return None
+    if not query:
+        if Q.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        if name == "codes" and not _has_centroid_pairs(centroids):
+            return None
         # Triton orders the terms of mma.sync by the narrowest loaded type, and here the order would differ from bytes.
-        return None
-    whole = Q.shape[-1] % 8 == 0 and data.is_contiguous() and data.data_ptr() % word.itemsize == 0
-    return (data.view(word), _WORD_ENCODINGS[name] + nbits) if half and whole else None
+        if name == "bits" and nbits == "1" and mma:
+            return None
+    return data.view(word), ("words" if name == "codes" else "bitwords") + nbits + query
+
+
+def _split_encoding(kept: Any) -> tuple[str, str, str]:
+    """Return the name of a code, its bits, and the suffix for query rows of int8 terms, such as "_half", or ""s."""
+    for name in ("bits", "codes"):
+        if isinstance(kept, str) and kept.startswith(name):
+            return name, kept[len(name)], kept[len(name) + 1 :]
+    return "", "", ""
+
+
+def _has_centroid_pairs(centroids: Tensor | None) -> bool:
+    """Return whether centroids can be read as pairs of fp16 numbers."""
+    if centroids is None or not len(centroids):
+        return False
+    return centroids.dtype == torch.float16 and centroids.data_ptr() % 4 == 0
 
 
 def make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:

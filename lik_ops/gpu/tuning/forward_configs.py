@@ -46,8 +46,12 @@ _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
 _INT8_MMA_FEATURES = 32  # features of one tensor core instruction
 # int8 terms of a query row, by `KernelConfig.ENCODING`.
-INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1, "bits1_half": 2, "bits1_int8": 1, "bits1_binary": 1}
-_MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
+INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1} | {
+    f"{read}1_{query}": terms
+    for read in ("bits", "bitwords")
+    for query, terms in (("half", 2), ("int8", 1), ("binary", 1))
+}
+MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
 # With so many documents, most SMs of an H200 have two programs or fewer.
 _FEW_DOCUMENTS = 5 * MEASURED_SMS // 2
 
@@ -311,7 +315,7 @@ class _PackedCall(NamedTuple):
     @property
     def terms(self) -> int:
         """Return the int8 terms of a query row, or 0 if rows stay whole."""
-        return INT8_TERMS_BY_ENCODING.get(self.encoding, 0) if self.kind.d <= _MAX_INT8_FEATURES else 0
+        return INT8_TERMS_BY_ENCODING.get(self.encoding, 0) if self.kind.d <= MAX_INT8_FEATURES else 0
 
     @property
     def converts(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lik_ops.core.plan_cache import plans
-from lik_ops.formats.table import RESIDUAL_FORMATS
+from lik_ops.formats.table import BINARY_INT8_QUERIES, BINARY_QUERIES, RESIDUAL_FORMATS
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
 
@@ -91,18 +91,20 @@ def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, n
         assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
 
 
-@pytest.mark.parametrize("format", ["binary", "rq4", "rq2", "rq1"])
-@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
+@pytest.mark.parametrize("format", ["binary", BINARY_INT8_QUERIES, BINARY_QUERIES, "rq4", "rq2", "rq1"])
+@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), [*WORDS, ("cross", 264, True, False, False)])
 def test_odd_numbers_in_words(place, format, mode, d, options, winners, normalize, monkeypatch):
     """Codes of odd numbers have the same bits read as words, if supported, and read as bytes."""
-    for dtype in dtypes(place)[:2]:
-        if dtype == torch.float32:
+    for dtype in dtypes(place):
+        if dtype == torch.float32 and not format.startswith("binary"):
             continue
-        p = problem(mode, dtype, d, format, options=options).to(place.device)
+        p = problem(mode, dtype, d, format.split("_")[0], options=options).to(place.device)
+        p.stored = p.stored._replace(format=format)
         asked = {"normalize": normalize, "argmax_dtype": torch.int32 if winners else None}
         with in_words(monkeypatch):
             scores, argmax = p.forward(**asked)
-        assert_right(p, scores, argmax if winners else None, normalize)
+        if format != BINARY_QUERIES:  # scores of signs are tested with the other formats
+            assert_right(p, scores, argmax if winners else None, normalize)
         with monkeypatch.context() as patch:
             patch.setattr(quantized_calls, "_WORD_DTYPES", {})
             again = p.forward(**asked)
@@ -122,6 +124,13 @@ def test_every_code_of_a_word_is_decoded(place, nbits, dtype):
     pairs = np.stack([registers[f"${n}"] for n in range(4)], 1)
     found = torch.from_numpy(pairs.view(np.int16)).view(dtype).view(2000, 8)
     assert torch.equal(found, (2 * codes - (2**nbits - 1)).to(dtype))
+
+
+def test_every_byte_of_signs_is_decoded_to_int8(place):
+    registers = {"$2": np.arange(256, dtype=np.uint32)}
+    ptx.run(bits._DECODE_INT8_PTX.value, registers)
+    found = np.stack([registers["$0"], registers["$1"]], 1).view(np.int8)
+    assert np.array_equal(found, 2 * (np.arange(256)[:, None] >> np.arange(8) & 1) - 1)
 
 
 @pytest.mark.parametrize("format", RESIDUAL_FORMATS)

@@ -128,8 +128,6 @@ def few_tiles(case: tuple) -> dict[str, Patches]:
 
 
 # encoded: tiles in the pipeline, and programs of an SM, of the sm_90 kernels of binary documents and of FP8 queries.
-# The tables do not prefer them, because no GPU has run them yet. Next to binary documents, half-precision query rows
-# become two int8 terms.
 ENCODED_SHAPES = ((1, 100_000, 32, 180), (1, 1000, 32, 300), (16, 1000, 32, 300), (1, 1000, 1024, 1024))
 ENCODED_SHAPES += ((64, 64, 1024, 1024),)  # Nq, Nd, Lq, Ld
 # Format, query, scale.
@@ -138,10 +136,7 @@ ENCODED = (
     ("fp8_e4m3", "fp8", "token"),
 )
 _FEW_STAGES, _MANY_STAGES = {"binary": (8, 16, 32), "fp8_e4m3": (3, 6, 10)}, (4, 6, 8)
-_UNMEASURED: Patches = {
-    "gpu.supports.prefers_encoded": put(lambda *_: None),
-    "gpu.tuning.forward_configs.INT8_TERMS_BY_ENCODING": lambda present: present | {"bits1": 2},
-}
+_PREFERRED: Patches = {"gpu.supports.prefers_encoded": put(lambda *_: None)}
 
 
 def encoded_cases() -> dict[str, tuple]:
@@ -171,13 +166,13 @@ def encoded_tiles(case: tuple) -> dict[str, Patches]:
     if Nq * Lq > 32:
         tiles = {stages: Sm90Tile(64, stages, in_registers=True) for stages in _MANY_STAGES}
         return {
-            f"{stages} stages": {**_UNMEASURED, "gpu.tuning.sm90_configs._INT8_TILE": put(tile)}
+            f"{stages} stages": {**_PREFERRED, "gpu.tuning.sm90_configs._INT8_TILE": put(tile)}
             for stages, tile in tiles.items()
         }
     found: dict[str, Patches] = {}
     for stages, n in itertools.product(_FEW_STAGES[kept], (1, 2) if kept == "binary" else (1,)):
         tile = {"bits" if kept == "binary" else "int8": (Sm90Tile(64, stages),)}
-        found[f"{stages} stages, {n} programs"] = _UNMEASURED | {
+        found[f"{stages} stages, {n} programs"] = _PREFERRED | {
             _SMALL_M: lambda present, tile=tile: present | tile,
             "gpu.tuning.sm90_configs.configure_int8": programs(n),
         }

@@ -150,8 +150,7 @@ FORMATS: dict[str, Format] = {
     "uint8": Format(torch.uint8, 255, affine=True),
     "fp8_e4m3": Format(torch.float8_e4m3fn, 448, kernel="e4m3", decode=partial(_decode_fp8, "fp8_e4m3")),
     "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decode_fp8, "fp8_e5m2")),
-    # The kernel "bits1_half" multiplies query rows as two int8 terms. It has not been measured yet.
-    "binary": _make_odd(1, size=_mean_abs, kernel="bits1"),
+    "binary": _make_odd(1, size=_mean_abs, kernel="bits1_half"),
     # bf16 scales have the range of fp32, and are more precise than the numbers.
     **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2, 1)},
 }

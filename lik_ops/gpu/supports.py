@@ -216,8 +216,6 @@ def prefers_encoded(K: int, arch: Architecture, found: Sm90Choice) -> str | None
     least = arch.processors // 2
     assert isinstance(found.config, Sm90Config)
     return _prefer(
-        (get_code_bits(found.config.ENCODING) > 0, "binary documents: not measured yet"),
-        (found.config.ENCODING == "fp8_fp8", "FP8 queries: not measured yet"),
         (found.row_tiles * K < least, f"slower for fewer than {least} {_PAIRS}"),
     )
 

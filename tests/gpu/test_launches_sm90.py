@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="these are launches of Triton's kernels")
 if INTERPRETING:
     pytest.skip("stands for a GPU's launches", allow_module_level=True)
 
-from lik_ops.gpu import backend, supports
+from lik_ops.gpu import backend
 from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.runtime import gluon, launcher
 from lik_ops.gpu.tuning import architectures
@@ -160,7 +160,11 @@ CALLS = {
     "int8, long queries": (partial(quantised, "int8", "token", length=128), [RING, "maxsim_sum_parts"]),
     "int8, normalised": (partial(quantised, "int8", "token", normalize=True), ["maxsim_unit_counts", TERMS, RAGGED]),
     "uint8": (partial(quantised, "uint8", "token"), [RAGGED]),
-    "bits": (partial(quantised, "binary", "document"), [RAGGED]),
+    "bits": (partial(quantised, "binary", "document"), [RING]),
+    "bits, normalised": (
+        partial(quantised, "binary", "token", normalize=True),
+        ["maxsim_unit_counts", TERMS, RAGGED],
+    ),
     "step": (step, [RING, "maxsim_grad_documents", "maxsim_grad_queries"]),
     "step, atomics": (
         partial(step, backward="unified"),
@@ -211,9 +215,8 @@ def test_later_calls_launch_what_the_first_did(name, log):
         assert later == found[0]
 
 
-def test_signs_of_strided_queries_are_launched(log, monkeypatch):
+def test_signs_of_strided_queries_are_launched(log):
     """Signs have strides of their own, in the first call, which makes the plan, and in later ones."""
-    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
     Q, D, *_ = drawn()
     made, found = lik_ops.quantize(D.float(), "binary", "document", query="binary"), []
     for queries in (Q, torch.stack([Q, -Q], 2)[:, :, 0]):
@@ -225,10 +228,10 @@ def test_signs_of_strided_queries_are_launched(log, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, Nq])
-@pytest.mark.parametrize(("format", "query"), [("fp8_e4m3", "fp8"), ("binary", "int8"), ("binary", "binary")])
-def test_kernels_that_are_not_measured_yet_launch(format, query, rows, log, monkeypatch):
-    """Neither is preferred yet, but ``LIK_OPS_KERNEL=sm90`` forces them."""
-    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
+@pytest.mark.parametrize(
+    ("format", "query"), [("fp8_e4m3", "fp8"), ("binary", "half"), ("binary", "int8"), ("binary", "binary")]
+)
+def test_dense_binary_and_fp8_documents_launch_one_kernel(format, query, rows, log):
     call, _ = quantised(format, "token", rows, query=query)
     for _ in range(3):
         log.clear()

@@ -65,7 +65,7 @@ SMALL_M_TILES = {
     "int8": (Sm90Tile(tokens=64, stages=6),),
     "fp8": (Sm90Tile(tokens=64, stages=2), Sm90Tile(tokens=128, stages=2, cost=0.85)),
     "fp32": (Sm90Tile(tokens=64, stages=1),),
-    "bits": (Sm90Tile(tokens=64, stages=16),),  # a tile has 1 KB, and an SM needs some 16 KB in flight
+    "bits": (Sm90Tile(tokens=64, stages=8),),  # more stages are not faster: `benchmarks/results/sweep_encoded.json`
 }
 # Registers per thread at the start of a small-M program, whose 12 warps are half of the threads of two programs.
 _TWO_PROGRAMS_REGISTERS = 80

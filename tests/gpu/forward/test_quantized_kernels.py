@@ -77,16 +77,16 @@ def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, opt
         rounded = dataclasses.replace(p, stored=p.stored._replace(format=f"{format}_int8"))
         scores, argmax = rounded.forward(normalize=normalize, argmax_dtype=torch.int32 if winners else None)
         assert_right(rounded, scores, argmax if winners else None, normalize)
-        if d <= 256:
-            with pytest.raises(AssertionError):
-                assert_right(p, scores, None, normalize)  # less accurate than two terms
+        if d <= 256:  # less accurate than two terms
+            exact, two_terms = p.to("cpu").forward(portable, normalize)[0], p.forward(normalize=normalize)[0]
+            off = [(x.cpu() - exact).nan_to_num(0, 0, 0).double().norm() for x in (scores, two_terms)]
+            assert off[0] > 20 * off[1]
 
 
 @pytest.mark.parametrize(
     ("mode", "d", "scale", "options"), [("cross", 128, "token", False), ("pairs", 20, "tensor", True)]
 )
-def test_binary_documents_and_two_terms(place, mode, d, scale, options, monkeypatch):
-    monkeypatch.setitem(FORMATS, "binary", FORMATS["binary"]._replace(kernel="bits1_half"))
+def test_binary_documents_and_two_terms(place, mode, d, scale, options):
     for dtype in dtypes(place):
         p = problem(mode, dtype, d, "binary", scale, options).to(place.device)
         scores, argmax = p.forward()
@@ -98,8 +98,9 @@ def test_binary_documents_and_two_terms(place, mode, d, scale, options, monkeypa
     ("mode", "d", "scale"),
     [("cross", 128, "token"), ("candidates", 96, "tensor"), ("pairs", 20, "token"), ("cross", 300, "token")],
 )
-def test_signs_of_queries_score_like_queries_of_signs(place, mode, d, scale):
-    """Their products are exact in half precision, too."""
+def test_signs_of_queries_score_like_queries_of_signs(place, mode, d, scale, monkeypatch):
+    """Their products are exact if whole rows are multiplied, too."""
+    monkeypatch.setitem(FORMATS, "binary", FORMATS["binary"]._replace(kernel="bits1"))
     for dtype in dtypes(place):
         p = problem(mode, dtype, d, "binary", scale, options=True)
         p.r.Q[0, :3] = 0

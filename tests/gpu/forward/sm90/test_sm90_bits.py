@@ -13,26 +13,13 @@ if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
 from lik_ops.csrc_triton.forward.sm90 import bits
-from lik_ops.formats.table import FORMATS
-from lik_ops.gpu import choose, supports
+from lik_ops.gpu import choose
 from lik_ops.gpu.tuning import architectures
 
 from . import test_sm90_int8 as dense
 from .test_sm90_int8 import SCALES, SM_90, fast, packed
 
 QUERIES = ("half", "int8", "binary")
-
-
-@pytest.fixture(autouse=True)
-def _preferred(monkeypatch):
-    """Prefer the kernel, and two int8 terms for half-precision queries. Neither is measured yet."""
-    from lik_ops.gpu import backend
-
-    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
-    monkeypatch.setitem(FORMATS, "binary", FORMATS["binary"]._replace(kernel="bits1_half"))
-    backend.forget()
-    yield
-    backend.forget()
 
 
 def choice(
@@ -43,7 +30,7 @@ def choice(
     return choose.choose_int8(Q, data, torch.empty(K, Ld if each_token else 1, device="meta"), terms, arch, kept)
 
 
-def test_when_it_is_chosen(monkeypatch):
+def test_when_it_is_chosen():
     assert choice().programs == 264 and choice().config.SMALL_M and choice(Nq=3, terms=2).programs == 132
     assert choice(Nq=16).config.ENCODING == "bits1_int8" and not choice(Nq=16).config.SMALL_M
     assert choice(Nq=2).config.PROGRAMS_PER_SM == 1 and choice(terms=2).config.PROGRAMS_PER_SM == 2
@@ -51,8 +38,7 @@ def test_when_it_is_chosen(monkeypatch):
         assert isinstance(choice(**other), str), other
     assert not isinstance(choice(Nq=16, Ld=181, each_token=True), str)
     assert isinstance(choice(arch=architectures.ARCHITECTURES["sm_80"]), str)
-    monkeypatch.undo()
-    assert choice() == "binary documents: not measured yet"
+    assert choice(K=65) == "slower for fewer than 66 (row tile, document) pairs"
 
 
 def executed(ptx: str, operands: list[int]) -> list[int]:

@@ -16,7 +16,7 @@ from .test_sm90_int8 import CASES, fast, packed
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
-from lik_ops.gpu import backend, choose, supports
+from lik_ops.gpu import backend, choose
 from lik_ops.gpu.tuning import architectures, forward_configs, sm90_configs
 
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
@@ -104,23 +104,19 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scal
         assert torch.equal(fast(Q, D, q_mask, weight), scores)  # a replayed call
 
 
-def test_when_fp8_queries_use_the_kernel(monkeypatch):
+def test_when_fp8_queries_use_the_kernel():
     Q = torch.empty(9, 32, 128, device="meta", dtype=torch.float16)
     data, scale = torch.empty(140, 132, 128, dtype=torch.int8, device="meta"), torch.empty(140, 132, device="meta")
     chosen = partial(choose.choose_fp8, Q, data, kept="fp8_fp8", arch=SM_90)
-    assert chosen(scale) == "FP8 queries: not measured yet"
     assert chosen(scale[:, :1]) == "FP8 queries with a scale that tokens share"
-    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
     found = chosen(scale).config
     assert found.ENCODING == "fp8_fp8" and found.PRECOMPUTED_SCALES and not found.SMALL_M
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), [case for case in MANY if case[3] % 4 == 0])
-def test_fp8_queries(Nq, Nd, Lq, Ld, d, monkeypatch):
+def test_fp8_queries(Nq, Nd, Lq, Ld, d):
     """Bit for bit like the kernel of packed documents, and within the rounding of queries and sums."""
-    monkeypatch.setattr(supports, "prefers_encoded", lambda *_: None)
-    backend.forget()
     D = replace(documents(Nd, Ld, d, "fp8_e4m3", "token", Lq), query="fp8")
     tokens = D.dequantize(torch.float32).double()
     for dtype in HALF:
@@ -134,7 +130,6 @@ def test_fp8_queries(Nq, Nd, Lq, Ld, d, monkeypatch):
         assert ((scores.double() - exact).abs() <= products * (1 / 16 + 1 / 64) + small * 2.0**-17).all()
         Q[0, 0, 3] = float("inf")
         assert fast(Q, D)[0].isnan().all()
-    backend.forget()
 
 
 @pytest.mark.gpu
@@ -170,7 +165,6 @@ def test_nan_infinities_and_scales_below_zero(format, dtype):
 @pytest.mark.gpu
 def test_documents_in_chunks(monkeypatch):
     """A workspace holds the partial sums of a query."""
-    from lik_ops.gpu import backend
     from lik_ops.gpu.forward import sm90_dense
 
     Q = torch.randn(2, 300, 64, device="cuda", dtype=torch.bfloat16)

@@ -199,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="output file (default benchmarks/results/cold_start.json)")
     parser.add_argument("--without-gpu", action="store_true", help="list the kernels of lik_ops, on a CPU")
+    parser.add_argument("--only", choices=("lik_ops", *contenders.PEERS), help="one implementation (default all)")
     parser.add_argument("--run", help=argparse.SUPPRESS)  # one implementation in this process
     parser.add_argument("--passes", type=int, default=2, help="passes over the calls (default 2)")
     parser.add_argument("--warmed", action="store_true", help="without a GPU: list what is compiled after warmup")
@@ -216,7 +217,7 @@ def main() -> None:
         if args.out:
             print("wrote", write())
     else:
-        for name in ("lik_ops", *contenders.PEERS):
+        for name in (args.only,) if args.only else ("lik_ops", *contenders.PEERS):
             with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as other:
                 runs = {"empty cache": _run_process(name, cache, args.passes)}
                 runs["filled cache"] = _run_process(name, cache, args.passes)

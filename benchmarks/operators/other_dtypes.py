@@ -1,4 +1,4 @@
-"""Measure fp32, binary, FP8, and many features against bf16 at d 128, and against compositions of lik_ops functions.
+"""Measure fp32, binary, FP8, and many features against bf16, compositions of lik_ops functions, and peers.
 
     python -m benchmarks.operators.other_dtypes [--only TEXT] [--rounds 30] [--out FILE]
 
@@ -6,12 +6,14 @@
 computes the same scores with functions of lik_ops on converted tokens: one fp16 term for TF32, three products as one
 call of `3 d` features for fp32, and plain scores of masked tokens that are replaced for masks. A call that is more than
 5 % slower than its composition is a defect, and the program then fails. ``error`` and ``mean_error`` are differences
-from fp64 scores of some pairs, over the largest score. "einsum" is the same formula of torch.
+from fp64 scores of some pairs, over the largest score. "einsum" is the same formula of torch. ``goal`` is the largest
+wanted ratio (`GOALS`). Peers compute fp32 in half precision. The file is rewritten after each case.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch import Tensor
 
 import lik_ops
 
-from ..support import common
+from ..support import common, contenders
 from ..support.gpu import Timer
 
 SIZES = {  # Nq, Nd, Lq, Ld
@@ -36,6 +38,18 @@ SIZES = {  # Nq, Nd, Lq, Ld
 WIDE = (256, 320, 512, 1024, 2560, 4096)
 WIDE_SIZES = {"32 x 200": (32, 200, 32, 1024), "1 x 200": (1, 200, 32, 1024)}
 SLOWER = 1.05
+# Wanted times in ms, by the time of bf16 on the same GPU when the goals were set (one H100). Ratios hold on other GPUs.
+GOALS = {
+    "fp32, 1 x 1000": (0.030, {"tf32": 0.056, "fp32": 0.056}),
+    "fp32, 16 x 1000": (0.059, {"tf32": 0.085, "fp32": 0.19}),
+    "fp32, pages 1 x 1000": (0.340, {"tf32": 0.45, "fp32": 1.15}),
+    "fp32, pages 64 x 64": (1.27, {"tf32": 1.40, "fp32": 4.4}),
+    "fp32, in-batch 256": (0.205, {"tf32": 0.25, "fp32": 0.70}),
+    "fp32 step, in-batch 256": (1, {"tf32": 1.3, "fp32": 2.5}),
+    "quantized, 1 x 100k": (1.48, {"binary": 0.25, "binary x int8": 0.25}),
+    "quantized, 16 x 1000": (0.059, {"binary": 0.050, "binary x int8": 0.050, "fp8_e4m3 x fp8": 0.045}),
+    "quantized, pages 1 x 1000": (0.329, {"binary": 0.22, "binary x int8": 0.22, "fp8_e4m3 x fp8": 0.22}),
+} | {f"d {d}, {sizes}": (1, {"mask": 1.25, "argmax": 1.25, "normalize": 1.15}) for d in WIDE for sizes in WIDE_SIZES}
 Calls = dict[str, Callable[[], object]]
 
 
@@ -101,15 +115,30 @@ def fp32_calls(sizes: tuple[int, ...], training: bool) -> Calls:
         "tf32, composed": lambda: lik_ops.maxsim(Q.half(), D.half()),
         "fp32": with_precision("ieee", lambda: lik_ops.maxsim(Q, D)),
         "fp32, composed": lambda: lik_ops.maxsim(split(Q, "hhl"), split(D, "hlh")),
+        "tf32, einsum": with_precision("tf32", lambda: einsum(Q, D)),
+        "fp32, einsum": with_precision("ieee", lambda: einsum(Q, D)),
+        **peer_calls(sizes, 128, "float32"),
     }
 
 
 def quantized_calls(sizes: tuple[int, ...]) -> Calls:
     Q, D = draw(*sizes, 128, torch.bfloat16)
     stored = {name: lik_ops.quantize(D, name) for name in ("int8", "binary", "fp8_e4m3")}
+    for name, query in (("binary", "int8"), ("binary", "binary"), ("fp8_e4m3", "fp8")):
+        stored[f"{name} x {query}"] = dataclasses.replace(stored[name], query=query)
+    stored["binary, scale per document"] = lik_ops.quantize(D, "binary", "document")
+    stored["binary x int8, scale per document"] = lik_ops.quantize(D, "binary", "document", query="int8")
     return {"bf16": lambda: lik_ops.maxsim(Q, D)} | {
         name: lambda x=x: lik_ops.maxsim(Q, x) for name, x in stored.items()
     }
+
+
+def peer_calls(sizes: tuple[int, ...], d: int, dtype: str) -> Calls:
+    """Return the calls of the peers that support the case."""
+    case = common.Case("", *sizes, d=d, dtype=dtype)
+    x = common.Inputs(case, "cuda")
+    scorers = {name: contenders.get_scorer(name, case, x) for name in contenders.PEERS}
+    return {name: lambda f=f: f(x.Q, x.D) for name, f in scorers.items() if not isinstance(f, str)}
 
 
 def wide_calls(sizes: tuple[int, ...], d: int) -> Calls:
@@ -128,6 +157,7 @@ def wide_calls(sizes: tuple[int, ...], d: int) -> Calls:
         "argmax": lambda: lik_ops.maxsim_with_argmax(Q, D),
         "normalize": lambda: lik_ops.maxsim(Q, D, normalize=True),
         "einsum": lambda: einsum(Q, D),
+        **peer_calls(sizes, d, "bfloat16"),
     }
 
 
@@ -159,17 +189,22 @@ def main() -> int:
             times = timer.compare(make())
         for call, ms in times.items():
             records.append({"case": {"name": f"{name}, {call}"}, "ms": ms, "ratio": ms / times["bf16"]})
+            bf16, goals = GOALS.get(name, (1, {}))
+            if call in goals:
+                records[-1]["goal"] = goals[call] / bf16
             composed = times.get(f"{call}, composed")
             if composed is not None and ms > SLOWER * composed:
                 slower.append(f"{name}, {call}: {ms:.4f} ms, composed {composed:.4f}")
-            print(f"{name + ', ' + call:45} {ms:9.4f} ms  {ms / times['bf16']:6.2f} of bf16", flush=True)
+            goal = f", goal {records[-1]['goal']:.2f}" if "goal" in records[-1] else ""
+            print(f"{name + ', ' + call:55} {ms:9.4f} ms  {ms / times['bf16']:6.2f} of bf16{goal}", flush=True)
         if name.startswith("fp32, "):
             with torch.no_grad():
                 for call, errors in measure_errors(SIZES[name.removeprefix("fp32, ")]).items():
                     records.append({"case": {"name": f"{name}, {call}, accuracy"}} | errors)
                     print(f"{name + ', ' + call:45} error {errors['error']:.2e}, mean {errors['mean_error']:.2e}")
-    torch.backends.cuda.matmul.fp32_precision = precision
-    print("wrote", common.write("other_dtypes", records, path=args.out))
+        torch.backends.cuda.matmul.fp32_precision = precision
+        written = common.write("other_dtypes", records, *contenders.PEERS, path=args.out)
+    print("wrote", written)
     print(
         "\n".join(["slower than their composition:", *slower] if slower else ["no call is slower than its composition"])
     )

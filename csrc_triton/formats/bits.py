@@ -1,8 +1,8 @@
 """Codes of 1, 2 or 4 bits, which are decoded to odd numbers while a tile of tokens is loaded.
 
 A code c of n bits is the number ``2 c - (2^n - 1)``, such as -1 and 1 for one bit. The first feature of a byte is in
-its lowest bits. `KernelConfig.ENCODING` is "bits1", "bits2" or "bits4", or "bits1_half" or "bits1_int8" if query rows
-are two int8 terms or one, or "bits1_binary" if they are signs.
+its lowest bits. `KernelConfig.ENCODING` is "bits1", "bits2" or "bits4". Query rows are two int8 terms with "bits1_half"
+and, next to bf16 scales, "bits1_rotated", one term with "bits1_int8", and signs with "bits1_binary".
 
 For half-precision queries, codes may also be read as words of eight features, "bitwords1" to "bitwords4". The bits of a
 code become bits of the mantissa of a number whose last place is 1, and a subtraction removes the rest:
@@ -15,8 +15,8 @@ number = x - (2^10 + 2^n)                            # exact
 
 Two features share a register, so eight features take 14 to 17 instructions.
 
-"bitwords1_half", "bitwords1_int8" and "bitwords1_binary" are "bits1_half" to "bits1_binary", read as bytes of eight
-signs. A byte becomes two registers of four int8 numbers in 8 instructions.
+"bitwords1_half" to "bitwords1_binary" are "bits1_half" to "bits1_binary", read as bytes of eight signs. A byte becomes
+two registers of four int8 numbers in 8 instructions.
 """
 
 import triton

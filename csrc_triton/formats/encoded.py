@@ -6,7 +6,7 @@
 - "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion. Next to FP8 queries, "fp8_fp8" or "e4m3_fp8".
 - "number": another type that Triton converts.
 - "bits1" to "bits4", and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`. One bit also has "bits1_half",
-  "bits1_int8", "bits1_binary", and the same with "bitwords1".
+  "bits1_rotated", "bits1_int8", "bits1_binary", and the same with "bitwords1".
 - "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
 - A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
@@ -16,7 +16,7 @@ Every encoded value is exact in fp16 and bf16. Similarities are dequantized afte
 S[s, t] = <q[s], x[t]> * scale[t] + minimum[t] * sum(q[s])
 ```
 
-**int8 terms.** A conversion costs more than a product. For int8 documents, "bits1_half", "bits1_int8" and
+**int8 terms.** A conversion costs more than a product. For int8 documents and "bits1_half" to
 "bits1_binary", query rows are split into int8 terms instead:
 
 ```text

@@ -59,11 +59,12 @@ class Quantized:
         codes: for residual codes, the centroid of each token, int32 or int64, the shape of `data` without its last
             axis. A document with a code outside the codec scores NaN. None for other formats.
         codec: for residual codes, the codec that decodes them, on the device of `data`. None for other formats.
-        query: ``"half"`` rounds query rows to 1/64516 of their largest feature on a GPU, in products with ``"int8"``
-            and ``"binary"`` documents of at most 256 features. ``"int8"`` rounds them to 1/254, which needs about half
-            the time if there are many queries. Only ``"int8"`` and ``"binary"`` documents allow ``"int8"``. Only
-            ``"binary"`` documents allow ``"binary"``. It replaces each query feature by its sign, on every device. Only
-            ``"fp8_e4m3"`` documents allow ``"fp8"``. It lets a GPU round the features of fp16 and bf16 queries to FP8.
+        query: ``"half"`` rounds query rows to 1/64516 of their largest feature on a GPU, in products with ``"int8"``,
+            ``"binary"`` and ``"rq1"`` documents of at most 256 features. ``"int8"`` rounds them to 1/254, which needs
+            about half the time if there are many queries. Only ``"int8"`` and ``"binary"`` documents allow ``"int8"``.
+            Only ``"binary"`` documents allow ``"binary"``. It replaces each query feature by its sign, on every device.
+            Only ``"fp8_e4m3"`` documents allow ``"fp8"``. It lets a GPU round the features of fp16 and bf16 queries to
+            FP8.
 
     Raises:
         TypeError: a dtype or type is wrong.

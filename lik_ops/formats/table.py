@@ -152,7 +152,8 @@ FORMATS: dict[str, Format] = {
     "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decode_fp8, "fp8_e5m2")),
     "binary": _make_odd(1, size=_mean_abs, kernel="bits1_half"),
     # bf16 scales have the range of fp32, and are more precise than the numbers.
-    **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2, 1)},
+    **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2)},
+    "rq1": _make_odd(1, rotated=True, scale=torch.bfloat16, kernel="bits1_rotated"),
 }
 RESIDUAL_FORMATS: dict[str, Format] = {
     f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n, kernel=f"codes{n}") for n in (1, 2, 4, 8)

@@ -192,7 +192,8 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) 
     bits = get_code_bits(C.ENCODING) > 0
     fp8_queries = C.ENCODING == "fp8_fp8"
     has_fp8 = C.ENCODING != "" and not bits
-    each_token = scale.shape[1] > 1 and (fp8_queries or not has_fp8) and (C.SMALL_M or not bits)
+    copied = C.SMALL_M and C.ENCODING != "bits1_rotated" if bits else fp8_queries or not has_fp8
+    each_token = scale.shape[1] > 1 and copied
     odd_scales = each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous())
     counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(

@@ -301,10 +301,12 @@ def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
         return coarse.d**0.5 / 253
     if coarse.query == "fp8":  # query features are rounded to 4 bits, and sums to 14 bits
         return 1 / 16 + 1 / 64 + coarse.d**0.5 / 2**17
-    if OPERAND_FORMATS[coarse.format].kernel in ("int8", "bits1_half"):  # query rows are rounded to 1/64,516
-        return coarse.d**0.5 / 64_000
-    if ALL_FORMATS[coarse.format].rotated:  # rotated queries are rounded to their dtype
-        return torch.finfo(Q.dtype).eps
+    # Rotated queries are rounded to their dtype, and query rows of int8 terms to 1/64,516 of their largest feature.
+    off = torch.finfo(Q.dtype).eps if ALL_FORMATS[coarse.format].rotated else 0.0
+    if OPERAND_FORMATS[coarse.format].kernel in ("int8", "bits1_half", "bits1_rotated"):
+        return off + coarse.d**0.5 / 64_000
+    if off:
+        return off
     halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 

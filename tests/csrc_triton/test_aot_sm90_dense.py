@@ -69,11 +69,12 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     block = [C.BN, C.BD]
     if C.ENCODING.startswith("bits"):
         block, element, kept = [C.BN * C.BD // 32], "i32", "int32"
+    scale = "bf16" if C.ENCODING == "bits1_rotated" else "fp32"
     signature = {
         "Q": QueryArgs(*queries),
         "D": f"tensordesc<{element}[{','.join(map(str, block))}],{make_tile_layout(block, kept)!r}>",
         "norms": described_norms(C.BN) if scales else "constexpr",
-        "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.FP32_TERMS else "*fp32", "i32", "i32"),
+        "numbers": EncodedDocumentArgs(f"*{element}", "constexpr" if C.FP32_TERMS else f"*{scale}", "i32", "i32"),
         "out": OutputArgs("*fp32", "*i16" if C.ARGMAX else "constexpr"),
         "sizes": SizeArgs(*["i32"] * 4),
     }
@@ -120,22 +121,26 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
 
 @pytest.mark.parametrize("each_token", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "Nq", "Lq", "Ld", "options", "terms"),
+    ("dtype", "Nq", "Lq", "Ld", "options", "kept"),
     [
-        (torch.bfloat16, 1, 32, 180, False, 2),
-        (torch.float32, 2, 16, 300, True, 1),
-        (torch.float16, 2, 32, 64, True, 2),
-        (torch.bfloat16, 256, 32, 300, False, 1),
-        (torch.float16, 64, 1024, 1024, True, 2),
+        (torch.bfloat16, 1, 32, 180, False, "bits1_half"),
+        (torch.bfloat16, 1, 32, 180, False, "bits1_rotated"),
+        (torch.float32, 2, 16, 300, True, "bits1_binary"),
+        (torch.float16, 2, 32, 64, True, "bits1_half"),
+        (torch.float32, 3, 32, 64, True, "bits1_rotated"),
+        (torch.bfloat16, 256, 32, 300, False, "bits1_binary"),
+        (torch.float16, 64, 1024, 1024, True, "bits1_half"),
+        (torch.bfloat16, 64, 1024, 1024, True, "bits1_rotated"),
     ],
     ids=str,
 )
-def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, terms, each_token, tmp_path):
-    chosen = {"each_token": each_token, "terms": terms, "kept": "bits1_half" if terms == 2 else "bits1_binary"}
+def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, kept, each_token, tmp_path):
+    terms, rotated = 1 if kept == "bits1_binary" else 2, kept == "bits1_rotated"
+    chosen = {"each_token": each_token, "terms": terms, "kept": kept}
     choice = sm90_configs.configure_int8(SM_90, dtype, SizeArgs(Nq, 256, Lq, Ld), 128, **chosen)
     C = choice.config
     assert choice.programs == min(132 * C.PROGRAMS_PER_SM, 256) if C.SMALL_M else C.PROGRAMS_PER_SM == 1
-    source = numbers_source(choice, dtype, 128, options, each_token and C.SMALL_M)
+    source = numbers_source(choice, dtype, 128, options, each_token and C.SMALL_M and not rotated)
     compiled = compile_as_launched(source, GPUTarget("cuda", 90, 32), choice.launch_options)
     assert "s32.s8.s8" in compiled.asm["ptx"] and "prmt.b32" in compiled.asm["ptx"]
     check(compiled, tmp_path, products=True)

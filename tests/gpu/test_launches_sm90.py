@@ -229,7 +229,8 @@ def test_signs_of_strided_queries_are_launched(log):
 
 @pytest.mark.parametrize("rows", [1, Nq])
 @pytest.mark.parametrize(
-    ("format", "query"), [("fp8_e4m3", "fp8"), ("binary", "half"), ("binary", "int8"), ("binary", "binary")]
+    ("format", "query"),
+    [("fp8_e4m3", "fp8"), ("binary", "half"), ("binary", "int8"), ("binary", "binary"), ("rq1", "half")],
 )
 def test_dense_binary_and_fp8_documents_launch_one_kernel(format, query, rows, log):
     call, _ = quantised(format, "token", rows, query=query)

@@ -43,7 +43,7 @@ def load_tile_scales(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
     """
     t = gl.minimum(t0, Ld - C.BN) + gl.arange(0, C.BN, layout=layout)
     at = numbers.scale + k.to(gl.int64) * numbers.stride_doc
-    return gl.load(at + t.to(gl.int64) * numbers.stride_l)
+    return gl.load(at + t.to(gl.int64) * numbers.stride_l).to(gl.float32)
 
 
 @gluon.jit

@@ -80,7 +80,7 @@ def load_document_scale(numbers, k, C: gl.constexpr):
     if C.PRECOMPUTED_SCALES:
         scale = 0.0
     else:
-        scale = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc)
+        scale = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc).to(gl.float32)
     return scale
 
 
@@ -133,6 +133,7 @@ def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes,
         each = 1.0
         if C.FP32_TERMS == 0:
             each = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
+            each = each.to(gl.float32)
         row = k.to(gl.int64) * sizes.Ld + t
         tokens = numbers.ptr + row * (TOKEN_WORDS if get_code_bits(C.ENCODING) > 0 else d)
         S = gl.full([C.MMA_ROWS, STEP], 0.0, gl.float32, LAYOUT)

@@ -94,10 +94,11 @@ def has_conversion_warps(C):
 def copies_scales(C):
     """Return whether TMA copies the precomputed scales of tokens into the pipeline, next to their tiles.
 
-    It does not if a consumer or the conversion warps load them (FP8 and binary documents) or compute them (fp32).
+    It does not if a consumer or the conversion warps load them (FP8, binary and rotated documents) or compute them
+    (fp32). The bf16 scales of rotated documents have no aligned rows.
     """
     if get_code_bits(C.ENCODING):
-        return C.SMALL_M
+        return C.SMALL_M and C.ENCODING != "bits1_rotated"
     return C.ENCODING in ("", "fp8_fp8") and (C.FP32_TERMS == 0 or C.PRECOMPUTED_TERMS)
 
 

@@ -116,6 +116,14 @@ def converts_tokens(C):
 
 
 @triton.constexpr_function
+def _loads_scales(C):
+    """Return whether consumers load the scales of tokens from global memory."""
+    if C.ENCODING == "bits1_rotated":
+        return C.PRECOMPUTED_SCALES
+    return is_fp8(C.ENCODING) and C.ENCODING != "fp8_fp8"
+
+
+@triton.constexpr_function
 def get_small_m_registers(C):
     """Return the registers per thread of the second consumer and of the producer.
 
@@ -182,13 +190,13 @@ def _advance_tile(k, t0, Ld, C: gl.constexpr):
 
 @gluon.jit
 def _prefetch_scales(numbers, k, t0, sizes, layout: gl.constexpr, C: gl.constexpr):
-    """Load the FP8 token scales of the tile after the one at token t0 of document k.
+    """Load the token scales of the tile after the one at token t0 of document k.
 
     Returns:
-        The scales, or 0 if documents are not FP8, then the document and the first token of that tile.
+        The scales, or 0 unless `_loads_scales`, then the document and the first token of that tile.
     """
     scale = 0
-    if converts_tokens(C) and C.FP32_TERMS == 0:
+    if _loads_scales(C):
         k, t0 = _advance_tile(k, t0, sizes.Ld, C)
         scale = load_tile_scales(numbers, gl.minimum(k, sizes.K - 1), t0, sizes.Ld, layout, C)
     return scale, k, t0
@@ -241,7 +249,7 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
         if BITS:
             # The token is the left operand in registers, and the stage is free before the product.
             a = gl.convert_layout(load_numbers(tile, tables, True), gl.DotOperandLayout(0, S.type.layout, 4))
-            if C.PRECOMPUTED_SCALES:
+            if C.PRECOMPUTED_SCALES and copies_scales(C):
                 scale = ring.norms.inverse.index(slot).load(layout)
             mbarrier.arrive(ring.empty.index(slot), count=1)
             S = warpgroup_mma(a, q[0], S, use_acc=False, is_async=True)
@@ -350,7 +358,7 @@ def _dequantize_maxima(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C:
 def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
     """Score all query rows against every second document of the program (consumer warp group G).
 
-    FP8 token scales are not in the pipeline. They are loaded from global memory two tiles ahead.
+    With `_loads_scales`, token scales are not in the pipeline. They are loaded from global memory two tiles ahead.
     """
     ACC: gl.constexpr = make_accumulator_layout(_count_columns(C), q_smem.dtype)
     ROW: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))

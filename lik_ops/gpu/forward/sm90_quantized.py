@@ -14,7 +14,7 @@ from ...core.arguments import make_metadata_key
 from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
-from ...csrc_triton.formats.bits import get_code_bits, has_sign_queries
+from ...csrc_triton.formats.bits import get_code_bits
 from ...formats.table import OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import gluon, launcher
@@ -39,8 +39,8 @@ class QuantizedPlan(Sm90Plan):
     For int8 documents with two terms, row tiles hold 128 query tokens, and a part of a longer query holds 64. With one
     term they hold twice as many.
 
-    The plan is made from Q itself. `forward` rounds binary queries to signs, whose strides depend on the strides of
-    Q only.
+    The plan is made from Q itself. `forward` rounds binary queries to signs, and rotates queries for rotated documents.
+    The strides of the result depend on the strides of Q only.
     """
 
     instead = "maxsim_forward_ragged"
@@ -49,8 +49,9 @@ class QuantizedPlan(Sm90Plan):
         super().__init__(choice, Q, data, None)
         C = choice.config
         assert isinstance(C, Sm90Config)
-        self.bits, self.signs = get_code_bits(C.ENCODING) > 0, has_sign_queries(C.ENCODING)
-        self.each_token = C.PRECOMPUTED_SCALES and (C.SMALL_M if self.bits else C.ENCODING in ("", "fp8_fp8"))
+        self.bits = get_code_bits(C.ENCODING) > 0
+        copied = C.SMALL_M and C.ENCODING != "bits1_rotated" if self.bits else C.ENCODING in ("", "fp8_fp8")
+        self.each_token = C.PRECOMPUTED_SCALES and copied
         if self.bits:
             self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
         self.expanded = None if scale.shape == data.shape[:2] else data.shape[:2]  # the shape of shared scales
@@ -65,7 +66,7 @@ class QuantizedPlan(Sm90Plan):
         if self.bits and not _has_words(data):
             return None
         data = data if data.dtype == self.read_as else data.view(self.read_as)
-        Q = stored.transform_queries(Q) if self.signs else Q
+        Q = stored.transform_queries(Q)
         x = QuantizedArgs(Q, data, q_mask, q_weight, scale)
         try:
             found = self.calls.run((), x, self.device, self._compute, x)

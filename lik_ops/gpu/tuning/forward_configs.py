@@ -49,7 +49,7 @@ _INT8_MMA_FEATURES = 32  # features of one tensor core instruction
 INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1} | {
     f"{read}1_{query}": terms
     for read in ("bits", "bitwords")
-    for query, terms in (("half", 2), ("int8", 1), ("binary", 1))
+    for query, terms in (("half", 2), ("rotated", 2), ("int8", 1), ("binary", 1))
 }
 MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
 # With so many documents, most SMs of an H200 have two programs or fewer.

@@ -155,6 +155,24 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld"), CASES)
+def test_rotated_bits_are_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale):
+    """Their scales are bf16, and queries are rotated first."""
+    torch.manual_seed(Lq)
+    tokens = torch.randn(Nd, Ld, 128) * (0.2 + torch.rand(Nd, Ld, 1))
+    D = lik_ops.quantize(tokens, "rq1", scale).to("cuda")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        Q = torch.randn(Nq, 128, Lq).to("cuda", dtype).transpose(1, 2)
+        Q[0, 1] = 0
+        scores = fast(Q, D)
+        assert torch.equal(scores, packed(Q, D))
+        torch.testing.assert_close(scores.cpu(), lik_ops.maxsim(Q.cpu(), D.to("cpu")), rtol=0, atol=0.02 * Lq)
+        for _ in range(3):  # the third call is replayed
+            assert torch.equal(lik_ops.maxsim(Q, D), scores)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES[:2])
 def test_bits_hang_on_nothing_else_in_the_call(scale, query):

@@ -11,6 +11,7 @@ from ..core.segments import PackedArgs
 from ..families.chamfer.portable import backward_chamfer, forward_chamfer
 from ..families.head.portable import backward_head, forward_head
 from ..families.loss.portable import count_labels, label_gradients, label_losses
+from ..families.pooling.clusters import WardClustering
 from ..families.soft.portable import backward_soft, forward_soft
 from ..formats.table import EncodedTokens
 from .backward import packed as packed_backward

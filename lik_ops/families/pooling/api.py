@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize as l2_normalize
 
 from ...api.packing import copy_from_host, is_sequences, lengths_to_mask, pack_sequences
+from ...backends import select_backend
 from ...core.arguments import (
     check_choice,
     check_count,
@@ -25,13 +26,14 @@ from ...core.arguments import (
 )
 from ...core.messages import describe_type, format_shape
 from ...ops.checks import values
+from ...portable.pace import limit_threads
 from . import clusters
 
 _OP = "pool_tokens"
 METHODS = ("hierarchical", "kmeans", "sequential")
 METRICS = ("cosine", "rows")
 # The distances of a batch of documents. Three buffers of this size are allocated.
-MAX_DISTANCES_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+MAX_DISTANCES_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
 
 
 def pool_tokens(
@@ -96,10 +98,11 @@ def pool_tokens(
     check_count(_OP, "num_protected", num_protected)
     check_flag(_OP, "normalize", normalize)
     tokens, lengths = _pack_documents(D, d_mask, doc_lengths, cu_seqlens_d)
-    if not bool(tokens.isfinite().all()):
+    if tokens.numel() and not torch.stack(tokens.detach().aminmax()).isfinite().all():
         raise ValueError(f"{_OP}: D: expected finite tokens, got NaN or infinity")
     with torch.no_grad():
-        labels, cu_seqlens = _label_tokens(tokens.detach(), lengths, factor, num_protected, _Clustering(method, metric))
+        clustering = _Clustering.on(tokens.device, method, metric)
+        labels, cu_seqlens = _label_tokens(tokens.detach(), lengths, factor, num_protected, clustering)
         order = labels.argsort(stable=True)
         sizes = labels.bincount(minlength=int(cu_seqlens[-1]))
     pooled = tokens.to(score_dtype(tokens.dtype))[order]
@@ -163,6 +166,17 @@ def _check_documents(D: Any, spelled: str, rank: int) -> None:
 class _Clustering(NamedTuple):
     method: str
     metric: str
+    ward: clusters.WardClustering | None  # for the hierarchical method
+
+    @classmethod
+    def on(cls, device: torch.device, method: str, metric: str) -> _Clustering:
+        """Return a clustering for documents on a device.
+
+        Distances are fp64, whatever the dtype of the tokens is. The kernels of the hierarchical method compute in fp64.
+        """
+        if method != "hierarchical":
+            return cls(method, metric, None)
+        return cls(method, metric, select_backend(device, torch.float32).WardClustering(device))
 
     def find(self, tokens: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
         """Return the cluster of each token ``[B, n]`` of padded documents ``[B, n, d]``, whose padding is zero."""
@@ -171,12 +185,13 @@ class _Clustering(NamedTuple):
             return clusters.find_sequential_clusters(lengths, counts, n)
         if self.method == "kmeans":
             return clusters.find_kmeans_clusters(tokens, lengths, counts)
-        ward = clusters.WardClustering(B, n, tokens.device)
+        assert self.ward is not None
         measure = clusters.measure_cosine if self.metric == "cosine" else clusters.measure_rows
-        measure(tokens, out=ward.squared)
-        return ward.find_clusters(lengths, counts)
+        measure(tokens, out=self.ward.reserve(B, n))
+        return self.ward.find_clusters(lengths, counts)
 
 
+@limit_threads
 def _label_tokens(
     tokens: Tensor, lengths: list[int], factor: float, num_protected: int, clustering: _Clustering
 ) -> tuple[Tensor, Tensor]:
@@ -194,7 +209,9 @@ def _label_tokens(
         places = torch.arange(max(rest[i] for i in batch), device=device)
         is_token = places < n_rest[at, None]
         rows = torch.where(is_token, (starts + n_tokens - n_rest)[at, None] + places, 0)
-        padded = torch.where(is_token[..., None], tokens[rows].double(), 0)
+        padded = tokens.index_select(0, rows.flatten()).view(*rows.shape, tokens.shape[1]).double()
+        if rest[batch[-1]] < len(places):  # documents are in descending order of their lengths
+            padded.masked_fill_(~is_token[..., None], 0)
         found = clustering.find(padded, n_rest[at], n_clusters[at])
         labels[rows[is_token]] = (found + (n_tokens - n_rest)[at, None])[is_token]
         kept[at] = (n_tokens - n_rest)[at] + found.masked_fill(~is_token, -1).amax(1) + 1

@@ -12,8 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...portable.pace import adjust_threads
+
 KMEANS_ROUNDS = 10
 _FAR = 1e200  # the squared distance of padding, and of a cluster to itself; finite, so that it can be multiplied by 0
+# Relative. Merges of nearly the same cost as the last merge of the cut are made, because costs have rounding errors.
+_COST_MARGIN = 1e-9
 
 
 def find_sequential_clusters(lengths: Tensor, counts: Tensor, n: int) -> Tensor:
@@ -74,7 +78,12 @@ def _number_by_first_token(labels: Tensor, is_token: Tensor, k: int) -> Tensor:
 
 def measure_cosine(tokens: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the squared cosine distances ``(1 - <a, b>)^2`` of all pairs of tokens of norm 1, ``[B, n, n]``."""
-    return torch.bmm(tokens, tokens.mT, out=out).neg_().add_(1).square_()
+    return _subtract_from_one(torch.bmm(tokens, tokens.mT, out=out)).square_()
+
+
+def _subtract_from_one(x: Tensor) -> Tensor:
+    """Replace `x` by ``1 - x`` in one pass."""
+    return torch.add(x.new_ones(()), x, alpha=-1, out=x)
 
 
 def measure_rows(tokens: Tensor, out: Tensor | None = None) -> Tensor:
@@ -82,22 +91,36 @@ def measure_rows(tokens: Tensor, out: Tensor | None = None) -> Tensor:
 
     Padding must be zero. It is at distance 1 from each token, so it does not contribute to differences of rows.
     """
-    distances = torch.bmm(tokens, tokens.mT).neg_().add_(1)
+    distances = _subtract_from_one(torch.bmm(tokens, tokens.mT))
     squares = distances.square().sum(-1)
     products = torch.bmm(distances, distances.mT, out=out)
     return products.mul_(-2).add_(squares[:, :, None]).add_(squares[:, None]).clamp_(min=0)
 
 
-class _Clusters(NamedTuple):
-    """The clusters of each document, all ``[B, m]``, in the order of their first tokens."""
+class ClusterBatch(NamedTuple):
+    """The clusters of each document, in any order, with padding after the last one."""
 
-    first: Tensor  # the first token
-    sizes: Tensor  # the number of tokens, fp64
-    is_filled: Tensor  # False for the padding of documents that have fewer clusters
+    first: Tensor  # the first token, int64 [B, m]
+    sizes: Tensor  # the number of tokens, fp64 [B, m]
+    counts: Tensor  # the number of clusters of each document, int64 [B]
+
+
+class MergeTerms(NamedTuple):
+    """The clusters of the next round: ``p row(one) + q row(two) - between``. All ``[B, left]``.
+
+    Merged clusters come first. A cluster that is not merged has p = 1, q = 0, and between = 0.
+    """
+
+    one: Tensor  # the position of the cluster in this round, int64
+    two: Tensor  # the position of the cluster that is merged with it, int64; `one` without a merge
+    p: Tensor  # fp64
+    q: Tensor  # fp64
+    between: Tensor  # fp64
+    counts: Tensor  # the number of clusters of each document, int64 [B]
 
 
 class WardClustering:
-    """Ward's method for a batch of documents, with a workspace that is reused.
+    """Ward's method for batches of documents, with a workspace that is reused.
 
     The result equals ``scipy.cluster.hierarchy.linkage(distances, "ward")``, cut by ``fcluster(..., counts,
     "maxclust")``. Merges of equal cost may differ.
@@ -106,23 +129,34 @@ class WardClustering:
     distance of their centroids. C is the union of A and B, and K is any other cluster. With ``p = a / (a + b)`` and
     ``q = b / (a + b)``, the Lance-Williams formula gives ``G[C, K] = p G[A, K] + q G[B, K] - p q G[A, B]``.
 
-    Each round merges all pairs of clusters that are each other's nearest cluster. Ward's costs are reducible, so this
-    gives the same tree as merging one pair at a time. Each round keeps about two thirds of the clusters, so most of
-    the time is spent in the first rounds.
+    Each round merges all pairs of clusters that are each other's nearest cluster, and the cheapest pair in any case.
+    Ward's costs are reducible: C is no nearer to K than A or B was. So the tree is the same as with one merge at a
+    time, and no later merge with a cluster costs less than the merge with its present nearest cluster.
 
-    The caller fills `squared` with the squared distances of all pairs of tokens, fp64 ``[B, n, n]``.
+    The cut makes the cheapest k merges of the tree. The k-th cheapest merge so far is an upper limit of their costs. A
+    cluster whose nearest cluster costs more than the limit is dropped, because no merge that includes it is in the
+    cut. A document is finished if all its clusters are dropped.
+
+    The caller fills the result of `reserve` with the squared distances of all pairs of tokens, fp64 ``[B, n, n]``.
 
     Source: Ward, "Hierarchical grouping to optimize an objective function", 1963; Murtagh, "A survey of recent advances
     in hierarchical clustering algorithms", 1983 (reciprocal nearest neighbors).
     """
 
-    def __init__(self, B: int, n: int, device: torch.device) -> None:
-        self._buffers = [torch.empty(B * n * n, dtype=torch.float64, device=device) for _ in range(3)]
-        self._shape = B, n, n
+    buffers = 3  # matrices of the workspace
 
-    @property
-    def squared(self) -> Tensor:
-        """The workspace for squared distances, which `find_clusters` overwrites."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+        self._shape = 0, 0, 0
+
+    def reserve(self, B: int, n: int) -> Tensor:
+        """Return the workspace for the squared distances of a batch ``[B, n, n]``, which `find_clusters` overwrites."""
+        self._shape = B, n, n
+        if not self._buffers or B * n * n > len(self._buffers[0]):
+            self._buffers.clear()  # free the old workspace first
+            for _ in range(self.buffers):
+                self._buffers.append(torch.empty(B * n * n, dtype=torch.float64, device=self._device))
         return self._view(0, *self._shape)
 
     def _view(self, buffer: int, *shape: int) -> Tensor:
@@ -135,79 +169,140 @@ class WardClustering:
             lengths: the number of tokens of each document, int64 ``[B]``.
             counts: the number of clusters of each document, int64 ``[B]``. Equal costs can lead to fewer clusters.
         """
-        B, n, _ = self.squared.shape
+        B, n, _ = self._shape
         places = torch.arange(n, device=lengths.device)
-        parents, costs = places.repeat(B, 1), self.squared.new_full((B, n), math.inf)
-        is_token = places < lengths[:, None]
-        if not is_token.all():
-            self.squared.masked_fill_(~(is_token[:, :, None] & is_token[:, None]), _FAR)
-        clusters = _Clusters(places.repeat(B, 1), self.squared.new_ones(B, n), is_token)
+        # Column n receives the writes of clusters that are not merged.
+        parents, costs = places.new_zeros(B, n + 1), self._buffers[0].new_full((B, n + 1), math.inf)
+        parents[:, :n] = places
+        merges = (lengths - counts).clamp(min=0)
+        self._pad(self._view(0, *self._shape), lengths)
+        clusters = ClusterBatch(places.repeat(B, 1), self._buffers[0].new_ones(B, n), lengths)
         while (m := clusters.first.shape[1]) > 1:
-            cost, nearest = self._find_nearest(clusters.sizes)
-            mutual = (nearest.gather(1, nearest) == places[:m]) & (cost < _FAR / n)
-            merges = mutual & (places[:m] < nearest)
-            document, row = merges.nonzero(as_tuple=True)
-            if len(row) == 0:
+            adjust_threads()
+            cost, nearest = self._find_nearest(clusters)
+            is_mutual = _find_mutual(cost, nearest)
+            has_other = cost < _FAR / n  # False for NaN and infinity, so that every round drops or merges a cluster
+            is_mutual &= has_other
+            parent = clusters.first.gather(1, nearest)
+            is_absorbed = is_mutual & (parent < clusters.first)
+            child = torch.where(is_absorbed, clusters.first, n)
+            parents.scatter_(1, child, parent)
+            costs.scatter_(1, child, cost)
+            costs[:, n] = math.inf
+            limits = _find_limits(costs, merges)
+            # A limit of -inf becomes NaN, and no cluster stays.
+            stays = (cost <= limits + _COST_MARGIN * limits.abs()) & has_other & ~is_absorbed
+            stays &= places[:m] < clusters.counts[:, None]
+            left = stays.sum(1)
+            width = int(left.max())
+            if width < 2:
                 break
-            child = clusters.first[document, nearest[document, row]]
-            parents[document, child] = clusters.first[document, row]
-            costs[document, child] = cost[document, row]
-            stays = clusters.is_filled & ~(mutual & ~merges)
-            clusters = self._merge(clusters, nearest, merges, stays)
-        return _cut(parents, costs, lengths, counts)
+            clusters, terms = self._plan_merges(clusters, nearest, is_mutual & ~is_absorbed, stays, left, width)
+            self._combine(terms, m)
+        return _cut(parents[:, :n], costs[:, :n], merges)
 
-    def _find_nearest(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return half of the least cost of merging each cluster with another one, and which. Both are ``[B, m]``."""
-        B, m = sizes.shape
+    def _pad(self, squared: Tensor, counts: Tensor) -> None:
+        """Set the squared distances of padding."""
+        least, m = int(counts.min()), squared.shape[1]
+        if least < m:
+            is_padding = torch.arange(least, m, device=counts.device) >= counts[:, None]
+            squared[:, least:].masked_fill_(is_padding[:, :, None], _FAR)
+            squared[:, :, least:].masked_fill_(is_padding[:, None], _FAR)
+
+    def _find_nearest(self, clusters: ClusterBatch) -> tuple[Tensor, Tensor]:
+        """Return half of the least cost of merging each cluster with another one, and which. Both are ``[B, m]``.
+
+        The cost of a cluster without another one is at least `_FAR` / n.
+        """
+        B, m = clusters.first.shape
         squared, cost = self._view(0, B, m, m), self._view(1, B, m, m)
         squared.diagonal(dim1=1, dim2=2).fill_(_FAR)
-        weights = 1 / sizes
+        if m == self._shape[1]:  # each cluster is one token, because each round merges some clusters
+            least, nearest = squared.min(-1)
+            return least.div_(2), nearest
+        weights = 1 / clusters.sizes
         torch.div(squared, torch.add(weights[:, :, None], weights[:, None], out=cost), out=cost)
-        nearest = cost.argmin(-1)
-        return cost.gather(2, nearest[..., None]).squeeze(2), nearest
+        least, nearest = cost.min(-1)
+        return least, nearest
 
-    def _merge(self, old: _Clusters, nearest: Tensor, merges: Tensor, stays: Tensor) -> _Clusters:
-        """Merge clusters with their nearest one, and drop the clusters that do not stay."""
+    def _plan_merges(
+        self, old: ClusterBatch, nearest: Tensor, merges: Tensor, stays: Tensor, left: Tensor, width: int
+    ) -> tuple[ClusterBatch, MergeTerms]:
+        """Return the clusters of the next round, and how their distances are computed.
+
+        Args:
+            old: the clusters of this round.
+            nearest: the nearest cluster of each cluster, int64 ``[B, m]``.
+            merges: the clusters that are merged with their nearest one, bool ``[B, m]``.
+            stays: the clusters that are left in the next round, bool ``[B, m]``.
+            left: the number of these clusters of each document, int64 ``[B]``.
+            width: the maximum of `left`.
+        """
         B, m = stays.shape
-        left = int(stays.sum(1).max())
-        one = stays.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :left]
-        is_filled, merges = stays.gather(1, one), merges.gather(1, one)
-        two = torch.where(merges, nearest.gather(1, one), one)
-        a, b = old.sizes.gather(1, one), old.sizes.gather(1, two).masked_fill(~merges, 0)
-        row, other = ((torch.arange(B, device=one.device)[:, None] * m + x).flatten() for x in (one, two))
-        pairs = merges.flatten().nonzero().squeeze(1)
-        p, q = ((x / (a + b)).flatten()[pairs] for x in (a, b))
-        between = p * q * self._buffers[0][(row * m)[pairs] + two.flatten()[pairs]]
-        terms = [x[:, None] for x in (p, q, between)]
-        padding = None if is_filled.all() else (~is_filled).flatten().nonzero().squeeze(1)
-        rows = self._combine_rows(row, other[pairs], pairs, terms, padding, m)
-        self._view(0, B, m, left).copy_(rows.view(B, left, m).mT)
-        self._combine_rows(row, other[pairs], pairs, terms, padding, left)
-        self._buffers[:2] = self._buffers[1::-1]
-        return _Clusters(old.first.gather(1, one), a + b, is_filled)
+        places = torch.arange(m, device=left.device)
+        merges = merges & stays
+        after = (stays & ~merges).cumsum(1) + merges.sum(1, keepdim=True)
+        order = torch.where(merges, merges.cumsum(1), after) - 1
+        order.masked_fill_(~stays, width)  # column `width` receives all other clusters
+        one = nearest.new_zeros(B, width + 1).scatter_(1, order, places.expand(B, m))[:, :width]
+        merged = merges.gather(1, one) & (places[:width] < left[:, None])
+        two = torch.where(merged, nearest.gather(1, one), one)
+        a, b = old.sizes.gather(1, one), old.sizes.gather(1, two).masked_fill_(~merged, 0)
+        total = a + b
+        p, q = a / total, b / total
+        squared = self._view(0, B, m * m).gather(1, one * m + two)
+        between = torch.where(merged, p * q * squared, 0)  # the diagonal may have any value
+        return ClusterBatch(old.first.gather(1, one), total, left), MergeTerms(one, two, p, q, between, left)
 
-    def _combine_rows(
-        self, row: Tensor, other: Tensor, pairs: Tensor, terms: list[Tensor], padding: Tensor | None, width: int
-    ) -> Tensor:
-        """Select rows of the first buffer, and merge some with other rows. The result is in the second buffer."""
-        p, q, between = terms
-        x = self._buffers[0][: len(self._buffers[0]) // width * width].view(-1, width)
-        found = torch.index_select(x, 0, row, out=self._view(1, len(row), width))
-        ones, others = self._view(2, 2, len(pairs), width)
-        torch.index_select(found, 0, pairs, out=ones)
-        torch.index_select(x, 0, other, out=others)
-        found.index_copy_(0, pairs, ones.mul_(p).addcmul_(others, q).sub_(between))
-        return found if padding is None else found.index_fill_(0, padding, _FAR)
+    def _combine(self, terms: MergeTerms, m: int) -> None:
+        """Replace the squared distances ``[B, m, m]`` by the distances between the clusters of the next round."""
+        one, two, p, q, between, counts = terms
+        B, width = one.shape
+        merged = int((one != two).sum(1).max())
+        p, q, two, shift = (x[:, :merged] for x in (p, q, two, -between))
+        x, rows, others = self._view(0, B * m, m), self._view(1, B, width, m), self._view(2, B, merged, m)
+        starts = torch.arange(B, device=one.device)[:, None] * m
+        torch.index_select(x, 0, (starts + one).flatten(), out=rows.view(-1, m))
+        torch.index_select(x, 0, (starts + two).flatten(), out=others.view(-1, m))
+        mean = rows[:, :merged]
+        torch.addcmul(shift[..., None], mean, p[..., None], out=mean).addcmul_(others, q[..., None])
+        out, others = self._view(0, B, width, width), self._view(2, B, width, merged)
+        torch.gather(rows, 2, one[:, None].expand(B, width, width), out=out)
+        torch.gather(rows, 2, two[:, None].expand(B, width, merged), out=others)
+        mean = out[..., :merged]
+        torch.addcmul(shift[:, None], mean, p[:, None], out=mean).addcmul_(others, q[:, None])
+        self._pad(out, counts)
 
 
-def _cut(parents: Tensor, costs: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+def _find_mutual(cost: Tensor, nearest: Tensor) -> Tensor:
+    """Return whether each cluster and its nearest one are each other's nearest cluster, bool ``[B, m]``.
+
+    The cheapest cluster of each document and its nearest one are made each other's nearest, in place. Rounding can lead
+    to a cycle of nearest clusters, in which no pair is mutual.
+    """
+    cheapest = cost.argmin(1, keepdim=True)
+    other = nearest.gather(1, cheapest)
+    nearest.scatter_(1, other, cheapest)
+    cost.scatter_(1, other, cost.gather(1, cheapest))
+    return nearest.gather(1, nearest) == torch.arange(nearest.shape[1], device=nearest.device)
+
+
+def _find_limits(costs: Tensor, merges: Tensor) -> Tensor:
+    """Return the cost of the last of the cheapest merges of each document ``[B, 1]``, or infinity if there are fewer.
+
+    Args:
+        costs: the costs of merges, infinite for tokens that are not merged, fp64 ``[B, n]``.
+        merges: the number of merges of the cut, int64 ``[B]``.
+    """
+    limits = costs.sort(1).values.gather(1, (merges - 1).clamp(min=0)[:, None])
+    return limits.masked_fill(merges[:, None] == 0, -math.inf)
+
+
+def _cut(parents: Tensor, costs: Tensor, merges: Tensor) -> Tensor:
     """Return the cluster of each token after the cheapest merges. A parent is before its children."""
     n = parents.shape[1]
-    merges = (lengths - counts).clamp(min=0)
-    limits = costs.sort(1).values.gather(1, (merges - 1).clamp(min=0)[:, None])
-    limits = limits.masked_fill(merges[:, None] == 0, -math.inf)
-    roots = torch.where((costs <= limits) & costs.isfinite(), parents, torch.arange(n, device=parents.device))
+    places = torch.arange(n, device=parents.device)
+    roots = torch.where((costs <= _find_limits(costs, merges)) & costs.isfinite(), parents, places)
     for _ in range(max(1, n - 1).bit_length()):
         roots = roots.gather(1, roots)
-    is_root = roots == torch.arange(n, device=parents.device)
-    return (is_root.cumsum(1) - 1).gather(1, roots)
+    return ((roots == places).cumsum(1) - 1).gather(1, roots)

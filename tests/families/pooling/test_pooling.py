@@ -1,5 +1,7 @@
 """Test pooled tokens against the reference and scipy's clusters, gradients of means, layouts, and errors."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ from torch.nn.functional import normalize
 
 import lik_ops
 from lik_ops import reference
+from lik_ops.families.pooling import clusters
+from lik_ops.families.pooling.clusters import WardClustering
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 METHODS = ("hierarchical", "kmeans", "sequential")
@@ -72,6 +76,47 @@ def test_a_chain_of_merges_needs_one_round_for_each():
         tokens, _ = lik_ops.pool_tokens([chain], 20 / count, num_protected=0)
         expected = reference.pool_tokens(chain, 20 / count, num_protected=0)
         torch.testing.assert_close(tokens, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_cheapest_pairs_end_cycles_of_nearest_clusters():
+    """Here 0 is nearest to 2, 2 to 1, and 1 to 0, so no pair is mutual. Rounding leads to such distances."""
+    ward = WardClustering(torch.device("cpu"))
+    ward.reserve(2, 3).copy_(torch.tensor([[9, 2, 1], [1, 9, 2], [2, 1, 9]]))
+    labels = ward.find_clusters(torch.tensor([3, 3]), torch.tensor([2, 1]))
+    assert labels.tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
+@devices
+@pytest.mark.parametrize("n", [15, 31, 45, 58])
+def test_tokens_at_nearly_equal_distances_have_the_asked_number_of_clusters(device, n):
+    """Costs differ by rounding errors only. Costs that are exactly equal lead to fewer clusters."""
+    directions = torch.randn(8, n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    tokens = torch.linalg.qr(directions).Q.to(device)
+    for count in (1, 2, n // 2):
+        _, cu_seqlens = lik_ops.pool_tokens(tokens, n / count, num_protected=0)
+        assert int(cu_seqlens.diff().max()) <= count
+
+
+def test_infinite_distances_are_not_merged():
+    tokens = torch.full((3, 4), 1e200, dtype=torch.float64)
+    _, cu_seqlens = lik_ops.pool_tokens([tokens, tokens[:2]], 3, num_protected=0)
+    assert cu_seqlens.tolist() == [0, 3, 5]
+
+
+@pytest.mark.parametrize("metric", ["cosine", "rows"])
+def test_stopping_early_does_not_change_clusters(monkeypatch, metric):
+    """Without a limit, all merges of the tree are made."""
+    documents = draw(*range(1, 120, 2))
+    found = [lik_ops.pool_tokens(documents, factor, metric=metric) for factor in (1.2, 2, 9)]
+    rounds, combine = [], WardClustering._combine
+    monkeypatch.setattr(WardClustering, "_combine", lambda *args: rounds.append(1) or combine(*args))
+    lik_ops.pool_tokens(documents, 2, metric=metric)
+    few = len(rounds)
+    monkeypatch.setattr(clusters, "_COST_MARGIN", math.inf)
+    for n, factor in enumerate((1.2, 2, 9)):
+        whole = lik_ops.pool_tokens(documents, factor, metric=metric)
+        assert all(torch.equal(a, b) for a, b in zip(found[n], whole, strict=True))
+    assert few < (len(rounds) - few) / 3
 
 
 @devices

@@ -447,6 +447,20 @@ class ChamferConfig(NamedTuple):
     SINGLE_STEP: bool = False  # BD covers the rows of terms
 
 
+class WardMergeArgs(NamedTuple):
+    """The clusters of the next round of Ward's method: ``p row(one) + q row(two) - between``. Contiguous ``[B, left]``.
+
+    A cluster that is not merged has two = one, p = 1, q = 0, and between = 0.
+    """
+
+    one: Any  # int64, position in this round
+    two: Any  # int64
+    p: Any  # fp64
+    q: Any  # fp64
+    between: Any  # fp64
+    counts: Any  # int64 [B], the number of clusters of each document
+
+
 # Integers of a named tuple are run-time arguments, and compiled code assumes nothing about them. No size thus causes
 # another compilation. There are two exceptions. Compiled code knows whether all VECTOR_STRIDES are multiples of 16,
 # which allows vector loads. For contiguous tensors this follows from d. UNIT_STRIDES become constants if they are 1.

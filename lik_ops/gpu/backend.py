@@ -7,7 +7,7 @@ from ..core.plan_cache import plans
 from ..families.chamfer.gpu import backward_chamfer, forward_chamfer
 from ..families.head.gpu import backward_head, forward_head
 from ..families.loss.gpu import count_labels, label_gradients, label_losses
-from ..families.pooling.clusters import WardClustering
+from ..families.pooling.gpu import KernelWardClustering as WardClustering
 from ..families.soft.gpu import backward_soft, forward_soft
 from .backward.dense import GradientPlan, backward_lowmem, backward_unified
 from .backward.packed import backward_cut, backward_quantized, backward_ragged

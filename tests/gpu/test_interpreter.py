@@ -39,6 +39,7 @@ MODULES = [
     "gpu/forward/test_sum_parts",
     "gpu/forward/test_splits",
     "families/soft/test_soft_splits",
+    "families/pooling/test_pooling_kernels",
 ]
 PROCESSES = 4
 

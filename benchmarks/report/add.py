@@ -3,7 +3,8 @@
     python -m benchmarks.report.add NEW.json [--to benchmarks/results/NAME.json]
 
 A row of the run replaces the row of the same name. Other rows stay and keep the commit they were measured at. They
-also keep their GPUs if these differ.
+also keep their GPUs if these differ. If the run did not measure the peers of a row, their figures stay, and
+``peers_commit`` names the commit they were measured at.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from pathlib import Path
 
 from ..support import common
+from ..support.contenders import PEERS
 
 
 def _is_measured(record: dict) -> bool:
@@ -30,12 +32,27 @@ def _kept(record: dict, old: dict, new: dict) -> dict:
     return {**of, **others, **rest}
 
 
+def _with_peers(record: dict, old: dict) -> dict:
+    """Return a record of a run with the figures of peers that only an old record of the same name has."""
+    kept = {
+        field: {name: x for name, x in old[field].items() if name.startswith(PEERS)}
+        for field in ("ms", "quality")
+        if isinstance(old.get(field), dict)
+    }
+    if not kept.get("ms") or any(name.startswith(PEERS) for name in record.get("ms", {})):
+        return record
+    return {**record, **{field: record.get(field, {}) | x for field, x in kept.items()}, "peers_commit": old["commit"]}
+
+
 def joined(old: dict, new: dict) -> dict:
     """Return `new` plus the records of `old` that it has not measured, in the order of `old`."""
     if old["benchmark"] != new["benchmark"]:
         raise ValueError(f"benchmark: the result is of {old['benchmark']}, the run of {new['benchmark']}")
     records = {r["case"]["name"]: _kept(r, old, new) for r in old["records"]}
-    records |= {r["case"]["name"]: r for r in new["records"] if _is_measured(r)}
+    for record in filter(_is_measured, new["records"]):
+        name = record["case"]["name"]
+        commit = old["environment"]["commit"]
+        records[name] = _with_peers(record, {"commit": commit, **records[name]}) if name in records else record
     return {**new, "records": list(records.values())}
 
 

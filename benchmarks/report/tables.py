@@ -503,8 +503,8 @@ def options(results: Path = RESULTS) -> str:
     return f"{text}\n\n{table(['case', 'shape', 'plain', 'with option', 'by hand', 'cost', 'goal'], rows)}"
 
 
-FORMATS = ("full", "int8", "int8 document", "int8 x int8", "int8 document x int8", "uint8", "fp8_e4m3", "binary")
-FORMATS = (*FORMATS, "rq4", "rq2", "rq1")
+FORMATS = ("full", "int8", "int8 document", "int8 x int8", "int8 document x int8", "uint8", "fp8_e4m3")
+FORMATS += ("fp8_e4m3 x fp8", "binary", "binary document", "binary document x int8", "rq4", "rq2", "rq1")
 SEARCHES = ("full", "int8", "both", "full on the host", "both, full on the host")
 
 
@@ -519,9 +519,8 @@ def formats(results: Path = RESULTS) -> str:
             row = [case["tokens"], f"{case['documents']:,}", *(number(ms.get(n), 2) for n in SEARCHES)]
             searches.append([*row, f"{record['rescored']:.3%}", f"{record['recall']:.2f}"])
         elif ms:
-            peer = min((name for name in ms if name not in FORMATS), key=ms.__getitem__, default="")
-            row = [shape(case), *(number(ms.get(name), 4) for name in FORMATS)]
-            rows.append([*row, f"{ms[peer]:.4f} ({peer})" if peer else "-"])
+            peer = _find_fastest_peer(record)
+            rows.append([shape(case), *(number(ms.get(name), 4) for name in FORMATS), _format_peer(record, peer)])
             off = (found.get(name) for name in (*FORMATS, peer))
             quality.append([shape(case), *(f"{q['error']:.0e}, {q['spearman']:.4f}" if q else "-" for q in off)])
     header = ["shape", *FORMATS, "fastest peer in 8 bits"]
@@ -545,6 +544,18 @@ def formats(results: Path = RESULTS) -> str:
     )
 
 
+def _find_fastest_peer(record: dict) -> str:
+    """Return the peer with the least time in a record of formats, or an empty string."""
+    ms = record["ms"]
+    return min((name for name in ms if name.startswith(COLUMNS[1:3])), key=ms.__getitem__, default="")
+
+
+def _format_peer(record: dict, peer: str) -> str:
+    """Return the time and the name of a peer, and the commit if another run measured it."""
+    commit = f", {record['peers_commit'][:7]}" if "peers_commit" in record else ""
+    return f"{record['ms'][peer]:.4f} ({peer}{commit})" if peer else "-"
+
+
 def _rate_row(record: dict) -> list[str]:
     """Return the rates of quantizing of a record, or nothing if they were not measured."""
     case, ms = record["case"], record.get("quantize_ms", {})
@@ -559,6 +570,7 @@ SHOWN_FORMATS = {
     "int8 document x int8": 'the same, `query="int8"`',
     "fp8_e4m3": "FP8",
     "binary": "binary",
+    "binary document x int8": 'binary, scale per document, `query="int8"`',
 }
 
 
@@ -566,11 +578,10 @@ def quantized(results: Path = RESULTS) -> str:
     """Return the table of formats: milliseconds, and the fastest peer in 8 bits."""
     document, rows = load("quantized", results), []
     for record in (r for r in document["records"] if r.get("goals")):
-        ms = record["ms"]
-        peer = min((name for name in ms if name not in FORMATS), key=ms.__getitem__, default="")
-        row = [shape(record["case"]), *(number(ms.get(name), 4) for name in SHOWN_FORMATS)]
-        rows.append([*row, f"{ms[peer]:.4f} ({peer})" if peer else "-"])
-    text = f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. int8 and FP8 have a scale per token unless said."
+        row = [shape(record["case"]), *(number(record["ms"].get(name), 4) for name in SHOWN_FORMATS)]
+        rows.append([*row, _format_peer(record, _find_fastest_peer(record))])
+    text = f"{machine(document, 'torch', 'triton', *COLUMNS[1:3])}. Formats have a scale per token unless said. The"
+    text += " commit next to a peer says that another run measured it."
     return f"{text}\n\n{table(['shape', *SHOWN_FORMATS.values(), 'fastest peer in 8 bits'], rows)}"
 
 

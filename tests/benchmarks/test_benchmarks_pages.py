@@ -172,6 +172,10 @@ def test_limits_of_the_performance_page_are_in_the_results():
     ours, scores = large[tables.OURS], large["scores"]
     assert f"needs {ours['ms'] / scores['ms']:.1f} times the time" in limits
     assert ours["peak_mb"] / scores["peak_mb"] == pytest.approx(1 / 5, abs=0.01) and "a fifth" in limits
+    calls = tables.load("cliffs")["calls"]
+    slower = [found for call in calls if (found := [x for name, x in call["slower"].items() if name != "unified"])]
+    assert f"{len(slower)} of {len(calls)} random calls" in limits
+    assert f"at most {max(map(max, slower)):.2f} times" in limits
     (top_k,) = (r for r in tables.load("first_calls")["records"] if r["case"]["name"] == "maxsim_token_topk")
     assert f"need {1000 * top_k['seconds'][-1]:.0f} ms" in limits
     shapes = [
@@ -318,10 +322,13 @@ def test_tables_of_formats(tmp_path):
     written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
     text = tables.formats(tmp_path).splitlines()
     row = "| 1 x 1000, 32, 300, 128 |"
-    gaps = " | ".join("-" * 9)
+    gaps = " | ".join("-" * (len(tables.FORMATS) - 2))
     assert f"{row} 0.5000 | 0.2500 | {gaps} | 0.7500 (flash-maxsim int8 x int8) |" in text
     assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | {gaps} | 1e-03, 0.9999 |" in text
     assert f"{row} 150 | {gaps} |" in text
+    whole["peers_commit"] = "1234567890"
+    written(tmp_path, "quantized", [whole])
+    assert f"{gaps} | 0.7500 (flash-maxsim int8 x int8, 1234567) |" in tables.formats(tmp_path)
     assert text[-1] == "| topics | 100,000 | 1.00 | 0.50 | 0.60 | - | - | 0.123% | 0.90 |"
     record = {
         "case": {"name": "hashed"},

@@ -158,7 +158,7 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld"), CASES)
 def test_rotated_bits_are_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale):
-    """Their scales are bf16, and queries are rotated first."""
+    """Their scales are bf16, and queries are rotated first. Binary documents with these scales give the same bits."""
     torch.manual_seed(Lq)
     tokens = torch.randn(Nd, Ld, 128) * (0.2 + torch.rand(Nd, Ld, 1))
     D = lik_ops.quantize(tokens, "rq1", scale).to("cuda")
@@ -167,7 +167,11 @@ def test_rotated_bits_are_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, sc
         Q[0, 1] = 0
         scores = fast(Q, D)
         assert torch.equal(scores, packed(Q, D))
-        torch.testing.assert_close(scores.cpu(), lik_ops.maxsim(Q.cpu(), D.to("cpu")), rtol=0, atol=0.02 * Lq)
+        rotated = D.stored().transform_queries(Q)
+        signs = lik_ops.Quantized(D.data, D.scale.float(), "binary", 128, D.dtype)
+        assert torch.equal(scores, fast(rotated, signs))
+        exact, off = bound(rotated, signs, None, None)
+        assert ((scores.double() - exact).abs() <= off).all()
         for _ in range(3):  # the third call is replayed
             assert torch.equal(lik_ops.maxsim(Q, D), scores)
 

@@ -45,8 +45,10 @@ _TILE_TOKENS, _TILE_FEATURES = 32, 64
 # The integers that hold eight features, by the bits of a feature.
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
 # Formats with a kernel for dense documents.
-_DENSE_FORMATS = ("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, "rq1")
-_DENSE_FORMATS += (*choose.FP8_FORMATS, FP8_QUERIES)
+_DENSE_FORMATS = (
+    *("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, "rq1"),
+    *(*choose.FP8_FORMATS, FP8_QUERIES),
+)
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 

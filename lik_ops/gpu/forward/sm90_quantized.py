@@ -49,7 +49,7 @@ class QuantizedPlan(Sm90Plan):
         super().__init__(choice, Q, data, None)
         C = choice.config
         assert isinstance(C, Sm90Config)
-        self.bits = get_code_bits(C.ENCODING) > 0
+        self.bits, self.transforms = get_code_bits(C.ENCODING) > 0, C.ENCODING in ("bits1_binary", "bits1_rotated")
         copied = C.SMALL_M and C.ENCODING != "bits1_rotated" if self.bits else C.ENCODING in ("", "fp8_fp8")
         self.each_token = C.PRECOMPUTED_SCALES and copied
         if self.bits:
@@ -66,7 +66,7 @@ class QuantizedPlan(Sm90Plan):
         if self.bits and not _has_words(data):
             return None
         data = data if data.dtype == self.read_as else data.view(self.read_as)
-        Q = stored.transform_queries(Q)
+        Q = stored.transform_queries(Q) if self.transforms else Q
         x = QuantizedArgs(Q, data, q_mask, q_weight, scale)
         try:
             found = self.calls.run((), x, self.device, self._compute, x)

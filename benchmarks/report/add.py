@@ -41,7 +41,8 @@ def _with_peers(record: dict, old: dict) -> dict:
     }
     if not kept.get("ms") or any(name.startswith(PEERS) for name in record.get("ms", {})):
         return record
-    return {**record, **{field: record.get(field, {}) | x for field, x in kept.items()}, "peers_commit": old["commit"]}
+    fields = {field: record.get(field, {}) | x for field, x in kept.items()}
+    return {**record, **fields, "peers_commit": old.get("peers_commit", old["commit"])}
 
 
 def joined(old: dict, new: dict) -> dict:

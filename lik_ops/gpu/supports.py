@@ -174,6 +174,13 @@ def prefers_row_maxima(rows: int, Lq: int, arch: Architecture, found: RowMaximaC
     )
 
 
+def copies_token_scales(C: Sm90Config) -> bool:
+    """Return whether TMA copies scales of the tokens of encoded documents, as `copies_scales` of the kernels says."""
+    if get_code_bits(C.ENCODING):
+        return C.SMALL_M and C.ENCODING != "bits1_rotated"
+    return C.ENCODING in ("", "fp8_fp8")
+
+
 def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) -> str | None:
     """Return the reason why `maxsim_forward_specialized` cannot serve dense int8, FP8 or binary documents, or None.
 
@@ -192,8 +199,7 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) 
     bits = get_code_bits(C.ENCODING) > 0
     fp8_queries = C.ENCODING == "fp8_fp8"
     has_fp8 = C.ENCODING != "" and not bits
-    copied = C.SMALL_M and C.ENCODING != "bits1_rotated" if bits else fp8_queries or not has_fp8
-    each_token = scale.shape[1] > 1 and copied
+    each_token = scale.shape[1] > 1 and copies_token_scales(C)
     odd_scales = each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous())
     counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(

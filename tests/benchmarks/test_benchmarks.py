@@ -31,7 +31,7 @@ from benchmarks.operators import (  # noqa: E402
     quantized,
     training,
 )
-from benchmarks.report import before  # noqa: E402
+from benchmarks.report import add, before  # noqa: E402
 from benchmarks.retrieval import (  # noqa: E402
     fidelity,
     retrieve,
@@ -429,6 +429,19 @@ def test_formats_without_a_gpu_or_time_still_write(monkeypatch, tmp_path):
 
 
 # before
+
+
+def test_peers_of_an_older_run_keep_their_commit():
+    def run(commit, **ms):
+        record = {"case": {"name": "row"}, "ms": ms, "quality": {name: {} for name in ms}}
+        return {"benchmark": "quantized", "environment": {"commit": commit, "gpus": ["GPU"]}, "records": [record]}
+
+    peer = "flash-maxsim int8 x int8"
+    once = add.joined(run("a", full=1.0, **{peer: 2.0}), run("b", full=0.5))
+    (record,) = add.joined(once, run("c", full=0.25))["records"]
+    assert record["ms"] == {"full": 0.25, peer: 2.0} and record["peers_commit"] == "a" and peer in record["quality"]
+    (record,) = add.joined(once, run("c", **{peer: 1.0}))["records"]
+    assert record["ms"] == {peer: 1.0} and "peers_commit" not in record
 
 
 def test_rows_of_two_checkouts_are_joined():

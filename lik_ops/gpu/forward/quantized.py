@@ -46,8 +46,14 @@ _TILE_TOKENS, _TILE_FEATURES = 32, 64
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
 # Formats with a kernel for dense documents.
 _DENSE_FORMATS = (
-    *("int8", INT8_QUERIES, "binary", BINARY_INT8_QUERIES, BINARY_QUERIES, "rq1"),
-    *(*choose.FP8_FORMATS, FP8_QUERIES),
+    "int8",
+    INT8_QUERIES,
+    "binary",
+    BINARY_INT8_QUERIES,
+    BINARY_QUERIES,
+    "rq1",
+    *choose.FP8_FORMATS,
+    FP8_QUERIES,
 )
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
@@ -184,7 +190,7 @@ def _view_words(stored: EncodedTokens, c: PackedArgs, kept: Any) -> tuple[Tensor
 
 
 def _split_encoding(kept: Any) -> tuple[str, str, str]:
-    """Return the name of a code, its bits, and the suffix for query rows of int8 terms, such as "_half", or ""s."""
+    """Return the name of a code, its bits, and the suffix for query rows of int8 terms, such as "_half", if any."""
     for name in ("bits", "codes"):
         if isinstance(kept, str) and kept.startswith(name):
             return name, kept[len(name)], kept[len(name) + 1 :]

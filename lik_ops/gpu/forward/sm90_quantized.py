@@ -16,7 +16,7 @@ from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
 from ...csrc_triton.formats.bits import get_code_bits
 from ...formats.table import OPERAND_FORMATS, EncodedTokens
-from .. import choose
+from .. import choose, supports
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, use_device
 from ..tuning import sm90_configs
@@ -50,8 +50,7 @@ class QuantizedPlan(Sm90Plan):
         C = choice.config
         assert isinstance(C, Sm90Config)
         self.bits, self.transforms = get_code_bits(C.ENCODING) > 0, C.ENCODING in ("bits1_binary", "bits1_rotated")
-        copied = C.SMALL_M and C.ENCODING != "bits1_rotated" if self.bits else C.ENCODING in ("", "fp8_fp8")
-        self.each_token = C.PRECOMPUTED_SCALES and copied
+        self.each_token = C.PRECOMPUTED_SCALES and supports.copies_token_scales(C)
         if self.bits:
             self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
         self.expanded = None if scale.shape == data.shape[:2] else data.shape[:2]  # the shape of shared scales

@@ -1,14 +1,11 @@
 """Test that the dense Gluon kernels compile for sm_90 without a GPU: concurrent wgmma, no spills, shared memory."""
 
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from lik_ops.csrc_triton.common import token_norms
@@ -19,7 +16,8 @@ from lik_ops.csrc_triton.forward.sm90.pipeline import make_tile_layout
 from lik_ops.gpu.tuning import architectures, sm90_configs
 
 from ..support.aot import Case, _documents, _queries
-from ..support.machine_code import compile_as_launched, cuda_resources, repeated_spills, unused_barriers
+from ..support.aot_cases import alternate
+from ..support.machine_code import compile_as_launched, compile_sm90, cuda_resources, repeated_spills, unused_barriers
 
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 
@@ -96,54 +94,55 @@ def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: 
     return numbers_source(choice, dtype, d, options, each_token)
 
 
-@pytest.mark.parametrize("each_token", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "d", "Nq", "Lq", "Ld", "options", "terms"),
-    [
-        (torch.bfloat16, 128, 1, 32, 1024, False, 2),
-        (torch.float32, 64, 2, 16, 180, True, 2),
-        (torch.bfloat16, 128, 256, 32, 300, False, 2),
-        (torch.float32, 96, 256, 5, 300, True, 2),
-        (torch.bfloat16, 128, 64, 1024, 1024, True, 2),
-        (torch.float16, 64, 2, 32, 180, False, 1),
-        (torch.bfloat16, 128, 1, 32, 1024, True, 1),
-        (torch.bfloat16, 128, 256, 32, 300, True, 1),
-        (torch.float32, 128, 64, 1024, 1024, True, 1),
-    ],
+    ("dtype", "d", "Nq", "Lq", "Ld", "options", "terms", "each_token"),
+    alternate(
+        [
+            (torch.bfloat16, 128, 1, 32, 1024, False, 2),
+            (torch.float32, 64, 2, 16, 180, True, 2),
+            (torch.bfloat16, 128, 256, 32, 300, False, 2),
+            (torch.float32, 96, 256, 5, 300, True, 2),
+            (torch.bfloat16, 128, 64, 1024, 1024, True, 2),
+            (torch.float16, 64, 2, 32, 180, False, 1),
+            (torch.bfloat16, 128, 1, 32, 1024, True, 1),
+            (torch.bfloat16, 128, 256, 32, 300, True, 1),
+            (torch.float32, 128, 64, 1024, 1024, True, 1),
+        ],
+        1,
+    ),
     ids=str,
 )
-def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, each_token, tmp_path):
-    target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(int8_source(dtype, d, Nq, Lq, Ld, options, each_token, terms), target)
-    assert "s32.s8.s8" in compiled.asm["ptx"]
-    check(compiled, tmp_path, products=True)
+def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, each_token):
+    source = int8_source(dtype, d, Nq, Lq, Ld, options, each_token, terms)
+    assert "s32.s8.s8" in compile_checked(source, products=True).asm["ptx"]
 
 
-@pytest.mark.parametrize("each_token", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "Nq", "Lq", "Ld", "options", "kept"),
-    [
-        (torch.bfloat16, 1, 32, 180, False, "bits1_half"),
-        (torch.bfloat16, 1, 32, 180, False, "bits1_rotated"),
-        (torch.float32, 2, 16, 300, True, "bits1_binary"),
-        (torch.float16, 2, 32, 64, True, "bits1_half"),
-        (torch.float32, 3, 32, 64, True, "bits1_rotated"),
-        (torch.bfloat16, 256, 32, 300, False, "bits1_binary"),
-        (torch.float16, 64, 1024, 1024, True, "bits1_half"),
-        (torch.bfloat16, 64, 1024, 1024, True, "bits1_rotated"),
-    ],
+    ("dtype", "Nq", "Lq", "Ld", "options", "kept", "each_token"),
+    alternate(
+        [
+            (torch.bfloat16, 1, 32, 180, False, "bits1_half"),
+            (torch.bfloat16, 1, 32, 180, False, "bits1_rotated"),
+            (torch.float32, 2, 16, 300, True, "bits1_binary"),
+            (torch.float16, 2, 32, 64, True, "bits1_half"),
+            (torch.float32, 3, 32, 64, True, "bits1_rotated"),
+            (torch.bfloat16, 256, 32, 300, False, "bits1_binary"),
+            (torch.float16, 64, 1024, 1024, True, "bits1_half"),
+            (torch.bfloat16, 64, 1024, 1024, True, "bits1_rotated"),
+        ],
+        1,
+    ),
     ids=str,
 )
-def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, kept, each_token, tmp_path):
+def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, kept, each_token):
     terms, rotated = 1 if kept == "bits1_binary" else 2, kept == "bits1_rotated"
     chosen = {"each_token": each_token, "terms": terms, "kept": kept}
     choice = sm90_configs.configure_int8(SM_90, dtype, SizeArgs(Nq, 256, Lq, Ld), 128, **chosen)
     C = choice.config
     assert choice.programs == min(132 * C.PROGRAMS_PER_SM, 256) if C.SMALL_M else C.PROGRAMS_PER_SM == 1
     source = numbers_source(choice, dtype, 128, options, each_token and C.SMALL_M and not rotated)
-    compiled = compile_as_launched(source, GPUTarget("cuda", 90, 32), choice.launch_options)
+    compiled = compile_checked(source, choice.launch_options, products=True)
     assert "s32.s8.s8" in compiled.asm["ptx"] and "prmt.b32" in compiled.asm["ptx"]
-    check(compiled, tmp_path, products=True)
     registers, _ = cuda_resources(compiled.asm["cubin"])
     threads = 12 * 32 if C.SMALL_M else 16 * 32
     assert registers * threads * C.PROGRAMS_PER_SM <= 65536
@@ -168,11 +167,9 @@ def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int,
     ],
     ids=str,
 )
-def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp_path):
-    compiled = compile_as_launched(fp8_source(dtype, kept, d, Nq, Lq, Ld, options), GPUTarget("cuda", 90, 32))
+def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options):
+    compiled = compile_checked(fp8_source(dtype, kept, d, Nq, Lq, Ld, options), products=True)
     assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
-    check(compiled, tmp_path, products=True)
-    assert compiled.metadata.shared <= SM_90.shared_memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -185,12 +182,10 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options, tmp
     ],
     ids=str,
 )
-def test_fp8_queries_compile_as_meant(dtype, d, Nq, Lq, Ld, options, tmp_path):
+def test_fp8_queries_compile_as_meant(dtype, d, Nq, Lq, Ld, options):
     choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept="fp8_fp8")
     source = numbers_source(choice, dtype, d, options, True)
-    compiled = compile_as_launched(source, GPUTarget("cuda", 90, 32))
-    assert "f32.e4m3.e4m3" in compiled.asm["ptx"]
-    check(compiled, tmp_path, products=True)
+    assert "f32.e4m3.e4m3" in compile_checked(source, products=True).asm["ptx"]
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -198,13 +193,13 @@ def test_fp8_queries_compile_as_meant(dtype, d, Nq, Lq, Ld, options, tmp_path):
     ("d", "Nq", "Lq", "options"),
     [(128, 64, 1024, False), (128, 256, 32, False), (96, 64, 100, True), (64, 64, 20, True), (128, 16, 32, False)],
 )
-def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
+def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms):
     choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, terms=terms)
     assert (Nq > 16) == choice.config.PRECOMPUTED_TERMS
-    compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
-    assert "f32.f16.f16" in compiled.asm["ptx"]
+    source = numbers_source(choice, torch.float32, d, options, False)
     # Eight conversion warps leave 192 registers. Two terms are then 8 % faster than with 4 warps and no spills.
-    check(compiled, tmp_path, products=True, most_spills=48 if Nq == 16 and terms == 2 else 0)
+    compiled = compile_checked(source, products=True, most_spills=48 if Nq == 16 and terms == 2 else 0)
+    assert "f32.f16.f16" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("terms", [1, 2])
@@ -212,34 +207,23 @@ def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
     ("d", "Nq", "Lq", "options", "argmax", "masked"),
     [(128, 64, 1024, False, True, False), (128, 16, 32, True, True, True), (64, 9, 32, False, False, True)],
 )
-def test_fp32_rows_with_argmax_or_mask_compile_as_meant(d, Nq, Lq, options, argmax, masked, terms, tmp_path):
+def test_fp32_rows_with_argmax_or_mask_compile_as_meant(d, Nq, Lq, options, argmax, masked, terms):
     chosen = {"terms": terms, "argmax": argmax, "masked": masked, "first": True}
     choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, **chosen)
     assert choice.config.PRECOMPUTED_TERMS
-    source = numbers_source(choice, torch.float32, d, options, False)
-    check(compile_as_launched(source, GPUTarget("cuda", 90, 32)), tmp_path, products=True)
+    compile_checked(numbers_source(choice, torch.float32, d, options, False), products=True)
 
 
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
-def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms, tmp_path):
+def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms):
     choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, terms=terms)
-    compiled = compile_as_launched(numbers_source(choice, torch.float32, d, options, False), GPUTarget("cuda", 90, 32))
+    compiled = compile_checked(numbers_source(choice, torch.float32, d, options, False))
     assert "f32.f16.f16" in compiled.asm["ptx"]
-    check(compiled, tmp_path)
 
 
 def described_norms(BN: int) -> str:
     return f"tensordesc<fp32[{BN}],{make_tile_layout([BN], 'float32')!r}>"
-
-
-def serialised(ptx: str, directory: Path) -> list[str]:
-    """Return the ptxas messages about wgmma instructions that it serializes."""
-    path = directory / "kernel.ptx"
-    path.write_text(ptx)
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(directory / "kernel.cubin")]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return [line for line in report.splitlines() if "wgmma" in line or "GMMA" in line]
 
 
 @pytest.mark.parametrize("norms", ["", "found", "given"])
@@ -254,10 +238,9 @@ def serialised(ptx: str, directory: Path) -> list[str]:
     ],
     ids=str,
 )
-def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
-    target = GPUTarget("cuda", 90, 32)
+def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms):
     kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 300)
-    check(compile_as_launched(kernel, target), tmp_path, products=norms != "")
+    compile_checked(kernel, products=norms != "")
 
 
 @pytest.mark.parametrize(("argmax", "norms"), [(True, ""), (False, "given"), (True, "given")])
@@ -266,20 +249,29 @@ def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
     [(torch.bfloat16, 128, 1024, False), (torch.float16, 128, 32, True), (torch.bfloat16, 64, 8, True)],
     ids=str,
 )
-def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms, tmp_path):
+def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms):
     kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 1024)
-    check(compile_as_launched(kernel, GPUTarget("cuda", 90, 32)), tmp_path, products=True)
+    compile_checked(kernel, products=True)
 
 
-def check(compiled, tmp_path: Path, products: bool = False, most_spills: int = 0) -> None:
-    """Check the compiled kernel. Some registers may spill once for each document, but `most_spills` for each tile."""
+def compile_checked(
+    source: GluonASTSource, options: dict | None = None, products: bool = False, most_spills: int = 0
+) -> CompiledKernel:
+    """Compile a kernel and check it. Some registers may spill once for each document, but `most_spills` for each tile.
+
+    Args:
+        products: see `repeated_spills`.
+    """
+    compiled, report = compile_sm90(source, options)
     ptx = compiled.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
-    assert serialised(ptx, tmp_path) == []
+    assert "registers" in report
+    assert [line for line in report.splitlines() if "wgmma" in line or "GMMA" in line] == []  # serialized products
     assert unused_barriers(compiled.asm["ttgir"]) == []
     registers, spills = repeated_spills(compiled.asm["cubin"], products)
     assert spills <= most_spills, f"{spills} spill instructions in loops, {registers} registers"
     assert compiled.metadata.shared <= SM_90.shared_memory_bytes
+    return compiled
 
 
 def wide_source(
@@ -323,25 +315,23 @@ def wide_source(
     )
 
 
-@pytest.mark.parametrize("argmax", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "d", "Lq", "Ld", "options"),
-    [
-        (torch.bfloat16, 768, 128, 1024, False),
-        (torch.float16, 208, 32, 300, True),
-        (torch.bfloat16, 1024, 8, 64, True),
-        (torch.bfloat16, 256, 32, 20, True),
-        (torch.float16, 512, 128, 100, False),
-        (torch.bfloat16, 320, 8, 127, True),
-    ],
+    ("dtype", "d", "Lq", "Ld", "options", "normalize", "masked", "argmax"),
+    alternate(
+        [
+            (torch.bfloat16, 768, 128, 1024, False),
+            (torch.float16, 208, 32, 300, True),
+            (torch.bfloat16, 1024, 8, 64, True),
+            (torch.bfloat16, 256, 32, 20, True),
+            (torch.float16, 512, 128, 100, False),
+            (torch.bfloat16, 320, 8, 127, True),
+        ],
+        3,
+    ),
     ids=str,
 )
-def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, masked, argmax, tmp_path):
-    target = GPUTarget("cuda", 90, 32)
-    compiled = compile_as_launched(wide_source(dtype, d, Lq, Ld, options, normalize, masked, argmax), target)
-    check(compiled, tmp_path)
+def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, masked, argmax):
+    compile_checked(wide_source(dtype, d, Lq, Ld, options, normalize, masked, argmax))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 
+import pytest
 import torch
 
 from lik_ops.formats.table import INT8_QUERIES
@@ -366,3 +367,14 @@ def common_and_others() -> tuple[list[tuple[Case, str]], list[tuple[Case, str]]]
     common = unique(quick, seen)
     every = ((case, name) for name, arch in ARCHITECTURES.items() for case in _every_case(arch))
     return common, unique(itertools.chain(pairs, every), seen)
+
+
+def alternate(shapes: list[tuple], flags: int) -> list:
+    """Return the shapes with all combinations of flags as parameters of tests. Every second one is a slow test.
+
+    Each shape is in a fast test, and so is each flag with both values.
+    """
+    combinations = [(*shape, *values) for shape in shapes for values in itertools.product((False, True), repeat=flags)]
+    firsts = (n // 2**flags for n in range(len(combinations)))
+    slow = [(n + sum(c[-flags:])) % 2 == 1 for n, c in zip(firsts, combinations, strict=True)]
+    return [pytest.param(*c, marks=[pytest.mark.slow] * s) for c, s in zip(combinations, slow, strict=True)]

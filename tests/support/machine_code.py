@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -90,3 +93,16 @@ def unused_barriers(ttgir: str) -> list[str]:
 def compile_as_launched(source: ASTSource, target: GPUTarget, options: dict[str, int] | None = None) -> CompiledKernel:
     """Compile a kernel as `launcher` does, by default with four warps, which most kernels use."""
     return triton.compile(source, target=target, options=add_compile_options(options or {"num_warps": 4}))
+
+
+def compile_sm90(source: ASTSource, options: dict[str, int] | None = None) -> tuple[CompiledKernel, str]:
+    """Compile a kernel for sm_90, and return it with the report of ptxas.
+
+    Triton's disk cache has no reports, so it is not read.
+    """
+    report = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(report):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        kernel = compile_as_launched(source, GPUTarget("cuda", 90, 32), options)
+    return kernel, report.getvalue()

@@ -143,7 +143,7 @@ def test_every_error_begins_with_the_function(function):
             try:
                 value = change(_tensor(right[name]))
             except RuntimeError:
-                continue  # The caller does not know the shape of the packed tensor, so the error must not show it.
+                continue  # torch cannot change this tensor in this way
             try:
                 _call(function, right, **{name: value})
             except (TypeError, ValueError) as error:
@@ -247,7 +247,7 @@ LISTS = {
 
 @pytest.mark.parametrize("function", LISTS)
 def test_lists_of_another_d_are_shown_as_they_came(function):
-    """`docs/retrieval.md` allows `top_k=0`."""
+    """The caller does not know the shape of the packed tensor, so the error must not show it."""
     call, more = getattr(lik_ops, function), LISTS[function]
     wide = [torch.randn(3, 9), torch.randn(4, 9)]
     jagged = torch.nested.nested_tensor(wide, layout=torch.jagged)

@@ -66,7 +66,7 @@ def gradients(scores, leaves, retain_graph=True):
 @pytest.mark.filterwarnings("ignore:.*[Nn]ested tensor:UserWarning")
 def test_scores_winners_and_gradients_are_those_of_padded_tokens(q_form, d_form, device):
     if {q_form, d_form} <= {"dense", "one"}:
-        return
+        pytest.skip("neither side has lengths")
     q_lengths = {"dense": (4, 4, 4), "one": (6,)}.get(q_form, Q_LENGTHS)
     d_lengths = {"dense": (9, 9), "one": (9,)}.get(d_form, D_LENGTHS)
     queries, documents = draw(q_lengths, device), draw(d_lengths, device)

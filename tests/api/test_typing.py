@@ -17,7 +17,7 @@ from lik_ops.opcheck.samples.table import list_registered
 
 Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
 QUERIES = list(Q)
-STORE, CU_SEQLENS = D.flatten(0, 1), torch.arange(5) * 5
+STORE = D.flatten(0, 1)
 AT, LENGTHS = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
 
 

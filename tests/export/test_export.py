@@ -21,7 +21,6 @@ from lik_ops.portable.forward import blocked
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).parents[1] / "data"
-DY = Dim.DYNAMIC
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -8,8 +8,8 @@ from lik_ops.formats import rotation, table
 
 FORMATS = {"rq4": 4, "rq2": 2, "rq1": 1}
 every_format = pytest.mark.parametrize(("format", "nbits"), FORMATS.items())
-# Relative L2 errors of the best uniform quantizers of Gaussian features (Max, 1960), rounded up.
 FIRST_ROWS = {3: [0.9267766952966371, -0.021446609406726245, -0.375], 4: [0.5, -0.5, -0.5, 0.5]}
+# Relative L2 errors of the best uniform quantizers of Gaussian features (Max, 1960), rounded up.
 LARGEST_ERRORS = {"rq4": 0.108, "rq2": 0.346, "rq1": 0.605}
 
 

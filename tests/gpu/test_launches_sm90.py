@@ -35,7 +35,6 @@ if gluon.load_kernels() is None:
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 Nq, Lq, Nd, Ld, d = 16, 32, 300, 180, 128
 RING, RAGGED, TERMS = "maxsim_forward_specialized", "maxsim_forward_ragged", "maxsim_query_terms"
-GRADIENTS = "maxsim_grad_documents", "maxsim_grad_queries"
 
 
 class Described(Bound):

@@ -158,7 +158,7 @@ def test_training_in_the_host(name, options, monkeypatch, capsys):
     assert example.main(["--steps", "3", *size, *options]) == 0, capsys.readouterr().out
 
 
-def test_losses_of_pylate_take_the_callables():
+def test_pylate_scores_match_its_own():
     scores = host("pylate.scores.colbert")
     torch.manual_seed(0)
     Q, D = (torch.nn.functional.normalize(torch.randn(shape), dim=-1) for shape in ((4, 5, 16), (4, 2, 9, 16)))

@@ -408,7 +408,7 @@ def test_the_peak_is_measured():
 
 
 # Long and wide queries, many short documents, pairs, long documents, wide tokens, everything small.
-WIDE_OFFSETS = (
+LARGE_SHAPES = (
     ("cross", (1, 2, 8192, 40, 4096)),
     ("cross", (500, 2000, 4, 3, 2)),
     ("cross", (3, 4000, 32, 40, 16)),
@@ -421,7 +421,7 @@ WIDE_OFFSETS = (
 )
 
 
-@pytest.mark.parametrize("layout, shape", WIDE_OFFSETS, ids=str)
+@pytest.mark.parametrize("layout, shape", LARGE_SHAPES, ids=str)
 def test_the_workspace_is_bounded(layout, shape):
     for dtype, extras in ((torch.bfloat16, True), (torch.float32, False)):
         p = Problem(shape, layout, dtype)

@@ -145,13 +145,17 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
             layout = make_batched_args(Q, D, *rest, scores, argmax if winners else None)
             if not kind.takes(layout):
                 break
-            taken += 1
             each(layout, extras).run()
             results.append((scores, argmax))
+        if not results:
+            continue
+        taken += 1
         for actual, expected in zip(*results, strict=True):
             same_bits(actual, expected)
     # The machine decides how many rows are enough for `FewQueriesForward`. Candidates of many tokens do not qualify.
-    assert taken == 8 or candidates or kind is FewQueriesForward
+    assert taken == 4 or candidates or kind is FewQueriesForward
+    if not taken:
+        pytest.skip("slices score this shape")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

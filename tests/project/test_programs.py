@@ -71,10 +71,6 @@ def said(request):
     return {name: tuple(x) for name, x in json.loads(run.stdout.splitlines()[-1]).items()}
 
 
-def has_triton(said):
-    return "none: triton is not installed" not in said["info"][1]
-
-
 def test_no_program_ends_in_a_traceback(said):
     wrong = {"unknown"} | {name for name in CASES if name.startswith(("warmup,", "opcheck,"))} - {"warmup, cpu"}
     for name, (code, _, errors) in said.items():

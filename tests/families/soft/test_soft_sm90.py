@@ -65,7 +65,7 @@ def served(monkeypatch):
 @at_sizes
 @pytest.mark.parametrize("options", [False, True])
 def test_gradients_are_those_of_the_formula(sizes, options, served):
-    """With `options` there are weights. Weights of masked query tokens do not affect the gradient of Q."""
+    """With `options` there are weights."""
     Q, D = tokens(sizes)
     Nq, Nd, Lq = sizes[:3]
     w = torch.rand(Nq, Lq, device="cuda") if options else None

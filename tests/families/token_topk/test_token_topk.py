@@ -113,11 +113,9 @@ def test_of_equal_tokens_the_first_are_the_best(count):
     assert torch.equal(indices, expected.indices[:, :count])
 
 
-@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+@pytest.mark.parametrize("number", [n for n, p in enumerate(PROBLEMS) if p.layout == "cross"])
 def test_a_score_does_not_depend_on_its_batch(number):
     p = PROBLEMS[number]
-    if p.layout != "cross":
-        return
     x = build(p, "cpu")
     whole = score(lik_ops.maxsim_token_topk, x, 3)
     i, j = p.Nq - 1, p.Nd - 1
@@ -143,7 +141,9 @@ def test_empty_sets(sizes):
     Nq, Nd, Ld, Lq = sizes
     Q, D = torch.randn(Nq, Lq, 8, requires_grad=True), torch.randn(Nd, Ld, 8, requires_grad=True)
     scores = lik_ops.maxsim_token_topk(Q, D, 3, reduction="mean")
-    assert torch.equal(scores, reference.maxsim_token_topk(Q, D, 3)) or Ld * Lq
+    torch.testing.assert_close(
+        scores.double(), reference.maxsim_token_topk(Q.double(), D.double(), 3, reduction="mean")
+    )
     for g, x in zip(torch.autograd.grad(scores.sum(), (Q, D)), (Q, D), strict=True):
         assert g.shape == x.shape and not g.isnan().any()
 

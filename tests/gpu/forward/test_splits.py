@@ -226,13 +226,16 @@ def test_when_documents_are_cut():
 )
 def test_the_workspace_is_bounded(arch):
     arch = replace(arch, processors=132)
+    splits = 0
     for Nq, Nd, Lq, Ld in ((1, 1, 1, 2**24), (1, 64, 32, 65536), (4, 60, 1000, 8192), (1, 2, 60000, 65536)):
         for argmax in (False, True):
             found = chosen(Nq, Nd, Lq, Ld, d=96, argmax=argmax, normalize=True, arch=arch)
             if isinstance(found, generic_choices.SplitChoice):
+                splits += 1
                 rows = Nq * Lq
                 assert found.most * (rows * (8 if argmax else 4) + 4) + 4 * rows <= 32 * 2**20
                 assert 2 * Nd <= found.most
+    assert splits
 
 
 def test_info_says_so():

@@ -13,8 +13,6 @@ from lik_ops.portable.forward import topk as portable_topk
 
 from ...support.common import INTERPRETING
 
-DEVICE = "cpu" if INTERPRETING else "cuda"
-RUNS = pytest.mark.gpu if not INTERPRETING else ()
 KINDS = ("normal", "special", "equal", "falling", "few")
 
 

@@ -290,7 +290,7 @@ def test_features_that_bytes_do_not_tell_are_told_apart(checked):
     other = lik_ops.quantize(torch.randn(5, 6, 12), "binary")
     assert other.data.shape == D.data.shape
     make_quantized_known(checked, lambda: lik_ops.maxsim(Q, D))
-    with pytest.raises(ValueError, match="d"):
+    with pytest.raises(ValueError, match="expected d = 16 as in Q"):
         lik_ops.maxsim(Q, other)
 
 

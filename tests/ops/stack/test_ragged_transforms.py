@@ -17,7 +17,7 @@ from ...support.ragged import DEVICES, KINDS, build, same_bits
 # torch warns if it loops over an operator without a batching rule.
 pytestmark = pytest.mark.filterwarnings("error:.*batching rule.*")
 
-B, Nq, Nd, K, P, Tq, Td, d = 3, 3, 4, 2, 5, 9, 14, 8
+B, Nq, Nd, Tq, Td, d = 3, 3, 4, 9, 14, 8
 LONGEST = 6
 NAMES = ("Q", "D", "cu_seqlens_q", "d_offsets", "d_lengths", "pairs", "q_mask", "d_mask", "q_weight")
 ALL = (True, True, True)

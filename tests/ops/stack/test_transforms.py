@@ -408,7 +408,7 @@ DERIVED = {
 def test_derivatives_of_a_search_raise(search, what, of):
     given = {"Q": torch.randn(Nq, Lq, d), "D": torch.randn(K, Ld, d), "q_weight": torch.rand(Nq, Lq)}
     if search == "retrieve from the host" and (of == "D" or "compiled" in what):
-        return
+        pytest.skip("documents in host memory have no gradients, and their searches do not compile")
     names = list(given)
 
     def scores(x):

@@ -321,7 +321,7 @@ def test_a_writer_that_fails_at_any_step_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(os.fsync))
     monkeypatch.setattr(safetensors.torch, "save_file", failing(safetensors.torch.save_file))
     monkeypatch.setattr(Path, "write_bytes", failing(Path.write_bytes))
-    for step in range(1, 8):
+    for step in range(1, 8):  # all calls before the commit
         calls.clear()
         fails[:] = [step]
         with pytest.raises(OSError, match="no space"):

@@ -131,7 +131,7 @@ def norms(request, monkeypatch):
 def test_row_tiles_hold_every_query_token(Nq, Lq):
     found = choice(Nq=Nq, Lq=Lq)
     if found is None:
-        return
+        pytest.skip("the generic kernel scores this shape")
     assert found.parts * found.config.ROWS_PER_QUERY >= Lq
     assert found.row_tiles * sm90_configs.SM90_TILE_ROWS >= Nq * found.parts * found.config.ROWS_PER_QUERY
     assert 0.95 * min(132, found.row_tiles * 1000) <= found.programs <= 132

@@ -36,7 +36,7 @@ class TinyColBERT(nn.Module):
         super().__init__()
         self.words = nn.Embedding(rows, dim, padding_idx=PADDING)
         self.norm = nn.LayerNorm(dim)
-        self.neighbours = nn.Conv1d(dim, dim, CONTEXT, padding=CONTEXT // 2)
+        self.neighbors = nn.Conv1d(dim, dim, CONTEXT, padding=CONTEXT // 2)
         self.mixed = nn.Linear(dim, dim)
         self.importance = nn.Linear(dim, 1)
         self.log_scale = nn.Parameter(torch.zeros(()))
@@ -58,7 +58,7 @@ class TinyColBERT(nn.Module):
         words = self.words(ids)
         normed = self.norm(words)
         seen = torch.where(mask[..., None], normed, 0)  # padding does not change an embedding
-        mixed = F.gelu(self.neighbours(seen.transpose(1, 2)).transpose(1, 2))
+        mixed = F.gelu(self.neighbors(seen.transpose(1, 2)).transpose(1, 2))
         weight = F.softplus(self.importance(normed).squeeze(-1))
         return words + self.mixed(mixed), mask, weight
 

@@ -44,7 +44,7 @@ PEAK_TFLOPS = {"NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989}
 DARK = {INK: "#e6edf3", CARD: "#0d1117", GRID: "#3d444d"}
 MARKERS = (("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"))
 STYLE = dict(zip(COLUMNS, MARKERS, strict=True))
-CALL_COLOURS = {"bfloat16": "#0072b2", "float16": "#56b4e9", "float32": "#d55e00", "tf32": "#e69f00"}
+CALL_COLORS = {"bfloat16": "#0072b2", "float16": "#56b4e9", "float32": "#d55e00", "tf32": "#e69f00"}
 CALL_MARKERS = {  # an option that starts with a key has its marker
     "plain": "o",
     "weighted": "p",
@@ -149,8 +149,8 @@ def draw_case(axes: Axes, record: dict, x: float) -> None:
     axes.plot([x, x], [min(found.values()), ceiling], color=GRID, lw=2, zorder=1)
     axes.scatter(x, ceiling, s=90, color=INK, marker="_", zorder=2)
     for name, y in found.items():
-        colour, marker = STYLE[name]
-        axes.scatter(x, y, s=70 if name == OURS else 34, color=colour, marker=marker, zorder=3, linewidths=0)
+        color, marker = STYLE[name]
+        axes.scatter(x, y, s=70 if name == OURS else 34, color=color, marker=marker, zorder=3, linewidths=0)
     below = min(found.values()) / 1.12
     axes.text(x, below, record["case"]["name"], rotation=90, ha="center", va="top", fontsize=8)
 
@@ -172,9 +172,9 @@ def roofline(results: Path = RESULTS, out: Path = IMAGES) -> Path:
             draw_case(axes, record, x)
         axes.grid(True, which="major", lw=0.5)
         axes.set_axisbelow(True)
-        for name, (colour, marker) in STYLE.items():
+        for name, (color, marker) in STYLE.items():
             if any(name in timed(record) for record in records):
-                axes.scatter([], [], color=colour, marker=marker, label=name)
+                axes.scatter([], [], color=color, marker=marker, label=name)
         axes.scatter([], [], s=90, color=INK, marker="_", label="measured rate")
         figure.legend(loc="outside lower center", ncols=6, fontsize=9, frameon=False)
         shown = [record["case"]["name"] for record in records]
@@ -205,8 +205,8 @@ def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
     with plt.rc_context(RC):
         figure, axes = plt.subplots(figsize=(9, 1.2 + 0.27 * len(bars)), layout="constrained")
         rows = range(len(bars))
-        colours = [STYLE[peer][0] for _, peer, _ in bars]
-        axes.barh(rows, [ratio - 1 for *_, ratio in bars], left=1, color=colours, height=0.7)
+        colors = [STYLE[peer][0] for _, peer, _ in bars]
+        axes.barh(rows, [ratio - 1 for *_, ratio in bars], left=1, color=colors, height=0.7)
         for row, (_, _, ratio) in enumerate(bars):
             axes.text(max(ratio, 1) * 1.02, row, f"{ratio:.2f}", va="center", fontsize=8)
         axes.axvline(1, color=INK, lw=1)
@@ -219,9 +219,9 @@ def speed(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         axes.set_yticks(rows, [name for name, *_ in bars], fontsize=8)
         axes.grid(True, axis="x", lw=0.5)
         axes.set_axisbelow(True)
-        for name, (colour, _) in itertools.islice(STYLE.items(), 1, None):
+        for name, (color, _) in itertools.islice(STYLE.items(), 1, None):
             if any(peer == name for _, peer, _ in bars):
-                axes.barh(math.nan, math.nan, color=colour, label=name)
+                axes.barh(math.nan, math.nan, color=color, label=name)
         legend = {"title": "fastest other contender", "title_fontsize": 9}
         figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False, **legend)
         draw_title(figure, f"lik_ops compared with the fastest other contender, {machine(document)}")
@@ -240,15 +240,15 @@ def cliffs(results: Path = RESULTS, out: Path = IMAGES) -> Path:
         figure, axes = plt.subplots(figsize=(9, 5.6), layout="constrained")
         for (option, dtype), own in groups.items():
             at = [call["floor_ms"] for call in own], [call["ratio"] for call in own]
-            axes.scatter(*at, s=16, color=CALL_COLOURS[dtype], marker=CALL_MARKERS[option], alpha=0.7, linewidths=0)
+            axes.scatter(*at, s=16, color=CALL_COLORS[dtype], marker=CALL_MARKERS[option], alpha=0.7, linewidths=0)
         axes.set(xscale="log", yscale="log", xlabel="floor, ms", ylabel="time / floor")
         axes.axhline(1, color=INK, lw=1)
         ticks(axes.xaxis, axes.get_xlim())
         ticks(axes.yaxis, axes.get_ylim())
         axes.grid(True, which="major", lw=0.5)
         axes.set_axisbelow(True)
-        for dtype, colour in CALL_COLOURS.items():
-            axes.scatter([], [], color=colour, marker="o", label=dtype)
+        for dtype, color in CALL_COLORS.items():
+            axes.scatter([], [], color=color, marker="o", label=dtype)
         for option in dict.fromkeys(option for option, _ in sorted(groups)):
             axes.scatter([], [], color=INK, marker=CALL_MARKERS[option], label=option or "quantized")
         figure.legend(loc="outside lower center", ncols=8, fontsize=9, frameon=False)

@@ -78,7 +78,7 @@ def forward(self, q, d):
     return (getitem,)""",
         )
 
-    def test_the_retriever(self):
+    def test_retriever_graphs(self):
         """Check the graphs of a module with other operators and dynamic sizes."""
         program = torch.export.export(Retriever(), _retriever_inputs(), dynamic_shapes=_DYNAMIC)
         self.assertExpectedInline(
@@ -112,7 +112,7 @@ aten.topk.default
 <built-in function getitem>""",
         )
 
-    def test_a_compiled_training_step(self):
+    def test_compiled_training_step_graphs(self):
         """Check the graphs from Dynamo and AOTAutograd."""
         backend = AotEagerAndRecordGraphs()
 
@@ -266,7 +266,7 @@ def test_fake_and_meta_tensors_give_shapes_without_computing():
     assert lik_ops.maxsim(Q, D).shape == (10_000, 10_000)
 
 
-def test_no_grad_keeps_no_winners():
+def test_traced_graph_has_argmax_only_with_gradients():
     """Check that a graph without gradients computes no argmax."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -31,7 +31,7 @@ of_every_operator = pytest.mark.parametrize("op", OPERATORS)
 
 @pytest.mark.parametrize(("check", "of"), [*_selections()])
 @of_every_operator
-def test_a_sample_of_every_operator(op, check, of):
+def test_some_samples_of_every_operator(op, check, of):
     """Run every check on some samples.
 
     `torch.library.opcheck` is slow and depends little on the dtype. It runs on every 11th sample, and the samples are
@@ -115,7 +115,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("check", FAULTS)
-def test_the_checks_find_what_is_wrong(check, wrong):
+def test_each_check_detects_its_fault(check, wrong):
     """Check that each check finds its fault."""
     function, fake, message = FAULTS[check]
     wrong.register(function, fake)
@@ -133,14 +133,14 @@ def test_the_checks_find_what_is_wrong(check, wrong):
     ],
     ids=["written", "returned"],
 )
-def test_writing_to_an_input_and_returning_it_are_found(wrong, function, message):
+def test_strides_check_detects_mutated_and_returned_inputs(wrong, function, message):
     """Check that mutated and returned inputs are found."""
     wrong.register(function, _fake)
     with pytest.raises(AssertionError, match=message):
         checks.CHECKS["strides"]("wrong", _wrong_operator(), checks.Selection("cpu"))
 
 
-def test_a_changed_graph_is_found(monkeypatch):
+def test_changed_snapshot_raises(monkeypatch):
     """Check that a changed snapshot raises."""
     make, expected = graphs.SNAPSHOTS["exported"]
     monkeypatch.setitem(graphs.SNAPSHOTS, "exported", (make, expected + "\nlik.maxsim"))
@@ -148,7 +148,7 @@ def test_a_changed_graph_is_found(monkeypatch):
         graphs.check_snapshot("exported", "cpu")
 
 
-def test_the_command_prints_a_table_and_fails_where_a_check_does(monkeypatch, capsys):
+def test_command_output_and_exit_codes(monkeypatch, capsys):
     """Check the output and exit code of the command."""
 
     def fine(name, op, of):
@@ -176,7 +176,7 @@ def test_the_command_prints_a_table_and_fails_where_a_check_does(monkeypatch, ca
         assert stop.value.code == 2
 
 
-def test_processes_that_share_the_work_find_the_same(monkeypatch):
+def test_one_and_two_processes_give_the_same_results(monkeypatch):
     """Compare the results of one and two processes, on checks that compile nothing.
 
     One of the checks has all dtypes at once.

@@ -225,12 +225,12 @@ def test_every_argument_of_every_function_is_in_the_table():
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_the_calls_are_right_but_for_what_is_changed(function):
+def test_table_calls_are_valid(function):
     for right in CALLS[function]:
         _calls(function, right)
 
 
-def _complaint(function, right, name, value, is_allowed):
+def _describe_problem(function, right, name, value, is_allowed):
     """Return a description of the problem if `value` raises no error or an unclear one, else None."""
     try:
         _calls(function, right, **{name: value})
@@ -244,11 +244,12 @@ def _complaint(function, right, name, value, is_allowed):
 
 
 @pytest.mark.parametrize("function, number, name", CASES)
-def test_what_an_argument_cannot_be_is_named_by_a_short_error(function, number, name):
+def test_invalid_value_error_is_short_and_names_argument(function, number, name):
     right = CALLS[function][number]
     allowed = ALLOWED.get((function, name), ALLOWED.get(name, set()))
     found = {
-        kind: _complaint(function, right, name, make(right[name]), kind in allowed) for kind, make in WRONG.items()
+        kind: _describe_problem(function, right, name, make(right[name]), kind in allowed)
+        for kind, make in WRONG.items()
     }
     assert not {kind: x[:150] for kind, x in found.items() if x is not None}
 
@@ -275,7 +276,7 @@ REFERENCE = {
 
 
 @pytest.mark.parametrize("function", REFERENCE)
-def test_the_reference_scores_nothing_that_is_wrong(function):
+def test_reference_rejects_invalid_arguments(function):
     right, score = REFERENCE[function], getattr(lik_ops.reference, function)
     score(**right)
     for name, value in right.items():
@@ -287,7 +288,7 @@ def test_the_reference_scores_nothing_that_is_wrong(function):
                 pytest.fail(f"{name}: {kind}")
 
 
-def test_a_corpus_is_for_retrieve_alone(tmp_path):
+def test_maxsim_functions_reject_corpus(tmp_path):
     pytest.importorskip("safetensors")
     corpus = lik_ops.Corpus.create(tmp_path / "corpus", d, torch.float32)
     for function in (lik_ops.maxsim, lik_ops.maxsim_pairs, lik_ops.maxsim_with_argmax, lik_ops.maxsim_varlen):

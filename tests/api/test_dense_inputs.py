@@ -40,7 +40,7 @@ def sequences(function):
 
 @every_function
 @pytest.mark.parametrize("form", ["list", "tuple", "jagged", "strided", "holes"])
-def test_scores_and_gradients_have_the_bits_of_padded_calls(function, form):
+def test_scores_and_gradients_match_padded_calls_bitwise(function, form):
     queries, documents, weights = sequences(function)
     (Q, q_mask), (D, d_mask), (weight, _) = map(padded, (queries, documents, weights))
     leaves = [queries[0], queries[3], documents[0], documents[3], weights[0]]
@@ -59,7 +59,7 @@ def test_scores_and_gradients_have_the_bits_of_padded_calls(function, form):
 
 
 @every_function
-def test_equal_lengths_need_no_mask_and_no_mask_is_accepted(function):
+def test_equal_length_lists_match_dense_and_reject_masks(function):
     Q, D = torch.randn(3, 4, d), torch.randn(3, 5, d)
     same(function(list(Q), list(D)), function(Q, D))
     with pytest.raises(ValueError, match=r"q_mask: expected None with a list or nested tensor Q"):
@@ -71,7 +71,7 @@ def test_equal_lengths_need_no_mask_and_no_mask_is_accepted(function):
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *SEARCHES, "maxsim", "maxsim_with_argmax", "maxsim_pairs"])
-def test_arrays_are_tensors(name):
+def test_numpy_arrays_score_like_tensors(name):
     function = {
         **FUNCTIONS,
         **SEARCHES,
@@ -96,7 +96,7 @@ def test_arrays_are_tensors(name):
         same(function(arrays, D, None, None), function(Q, D, q_mask, None))
 
 
-def test_memory_is_shared_if_it_can_be():
+def test_numpy_arrays_share_memory_when_possible():
     from lik_ops.core.arrays import share_arrays
 
     x = np.arange(12.0, dtype=np.float32).reshape(3, 4)
@@ -115,7 +115,7 @@ def test_memory_is_shared_if_it_can_be():
         lik_ops.maxsim(torch.zeros(1, 2, 3), np.ma.masked_array(np.ones((1, 2, 3))))
 
 
-def test_a_corpus_takes_arrays(tmp_path):
+def test_corpus_accepts_numpy_queries(tmp_path):
     pytest.importorskip("safetensors", reason="corpora are files of it")
     corpus = lik_ops.Corpus.create(tmp_path / "corpus", d=d, dtype=torch.float32)
     corpus.append(draw(D_LENGTHS, grad=False))

@@ -170,7 +170,7 @@ TAKES_ARRAYS = {
 
 
 @pytest.mark.parametrize("function", sorted(CALLS.keys() - TAKES_ARRAYS))
-def test_arrays_are_hinted_to_be_converted(function):
+def test_array_error_suggests_from_numpy(function):
     for right in CALLS[function]:
         for name, x in right.items():
             if not isinstance(x, torch.Tensor):
@@ -182,14 +182,14 @@ def test_arrays_are_hinted_to_be_converted(function):
         assert f"{name}[0]: expected a Tensor, got ndarray: convert it with torch.from_numpy" in message
 
 
-def test_what_is_no_array_gets_no_hint():
+def test_other_type_errors_do_not_suggest_from_numpy():
     for x in ([1.0], "text", np.ma.masked_array(np.ones((2, 3))), None):
         assert "from_numpy" not in _error("maxsim_soft", {"Q": Q3, "D": x, "temperature": 1.0})
 
 
 @pytest.mark.parametrize("name", ("q_mask", "d_mask"))
 @pytest.mark.parametrize("function", [name for name, rights in CALLS.items() if any("d_mask" in x for x in rights)])
-def test_masks_of_floats_are_hinted_to_be_compared(function, name):
+def test_float_mask_error_suggests_comparison_with_zero(function, name):
     for right in CALLS[function]:
         if not isinstance(right.get(name), torch.Tensor):
             continue
@@ -199,7 +199,7 @@ def test_masks_of_floats_are_hinted_to_be_compared(function, name):
 
 
 @pytest.mark.parametrize("given", ("float16", "torch.float16", "half", np.float16, np.dtype("float16")))
-def test_dtypes_of_other_kinds_are_hinted(given, tmp_path):
+def test_dtype_error_suggests_torch_dtype(given, tmp_path):
     calls = {
         "warmup": lambda: lik_ops.warmup(**{**WARM, "dtype": given}),
         "Quantized": lambda: lik_ops.Quantized(D3.char(), D3[..., 0], "int8", d, given),
@@ -217,7 +217,7 @@ def test_dtypes_of_other_kinds_are_hinted(given, tmp_path):
 
 @pytest.mark.parametrize("function", ("maxsim_varlen", "maxsim_pair_list"))
 @pytest.mark.parametrize("twin", ("", "_with_argmax"))
-def test_packed_tokens_without_their_bounds_are_hinted(function, twin):
+def test_shape_error_mentions_cu_seqlens(function, twin):
     function, more = function + twin, PAIRS if "pair" in function else {}
     with pytest.raises(ValueError, match=re.escape("expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got [15, 8]")):
         getattr(lik_ops, function)(Q3, D3.flatten(0, 1), **more)
@@ -227,7 +227,7 @@ def test_packed_tokens_without_their_bounds_are_hinted(function, twin):
         getattr(lik_ops, function)(Q3, D3, cu_seqlens_d=CU_D, **more)
 
 
-def test_only_functions_that_take_bounds_speak_of_them():
+def test_dense_function_errors_do_not_mention_cu_seqlens():
     for function in (lik_ops.maxsim, lik_ops.maxsim_pairs, lik_ops.maxsim_with_argmax):
         with pytest.raises(ValueError, match="D: expected") as raised:
             function(LIST, D3[None, None])
@@ -246,7 +246,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("function", LISTS)
-def test_lists_of_another_d_are_shown_as_they_came(function):
+def test_wrong_d_error_shows_original_list_shapes(function):
     """The caller does not know the shape of the packed tensor, so the error must not show it."""
     call, more = getattr(lik_ops, function), LISTS[function]
     wide = [torch.randn(3, 9), torch.randn(4, 9)]
@@ -263,7 +263,7 @@ def test_lists_of_another_d_are_shown_as_they_came(function):
             call(wide, D3, **more)
 
 
-def test_packed_weights_of_a_list_are_shown_as_they_came():
+def test_packed_weight_error_shows_original_shape():
     for weight in (torch.ones(3), torch.ones(2, 4)):
         expected = f"maxsim: q_weight: expected a list like Q, or packed [Tq] = [7], got {list(weight.shape)}"
         with pytest.raises(ValueError, match=re.escape(expected)):
@@ -271,25 +271,25 @@ def test_packed_weights_of_a_list_are_shown_as_they_came():
 
 
 @pytest.mark.parametrize("function", ("retrieve", "maxsim_streamed"))
-def test_a_path_is_hinted_to_be_opened(function):
+def test_path_error_suggests_corpus_open(function):
     for path in ("somewhere", Path("somewhere")):
         with pytest.raises(TypeError, match=rf"{function}: D: .*: open a corpus with lik_ops\.Corpus\.open$"):
             getattr(lik_ops, function)(Q3, path, *[3] * (function == "retrieve"))
 
 
-def test_indices_of_other_sizes_are_told_the_right_ones():
+def test_doc_offsets_error_shows_the_expected_shape():
     with pytest.raises(ValueError, match=re.escape("doc_offsets: expected [Nq, K] = [2, *], got [1, 3]")):
         lik_ops.maxsim_candidates_varlen(Q3, D3.flatten(0, 1), *[x[:1] for x in LISTED.values()])
 
 
-def test_no_documents_are_wanted():
+def test_top_k_of_zero_returns_no_documents():
     """`top_k=0`, which docs/retrieval.md allows."""
     for options in ({}, {"largest": False}, {"coarse": lik_ops.quantize(D3)}):
         scores, indices = lik_ops.retrieve(Q3, D3, 0, **options)[:2]
         assert scores.shape == indices.shape == (2, 0) and indices.dtype == torch.int64
 
 
-def test_a_tensor_that_no_memory_holds_is_refused():
+def test_lengths_to_mask_rejects_sizes_beyond_memory():
     with pytest.raises(ValueError, match=r"^lengths_to_mask: L: expected sizes that fit memory"):
         lik_ops.lengths_to_mask(torch.tensor([1]), 2**61)
     assert lik_ops.lengths_to_mask(torch.empty(0, dtype=torch.long), 3).shape == (0, 3)
@@ -297,22 +297,22 @@ def test_a_tensor_that_no_memory_holds_is_refused():
     assert mask(torch.arange(3)).shape == (3, 3)
 
 
-def test_tokens_without_values_train_no_codec():
+def test_codec_training_rejects_meta_tokens():
     with pytest.raises(ValueError, match=r"^ResidualCodec\.train: tokens: expected values"):
         lik_ops.ResidualCodec.train(D3.to("meta"))
 
 
-def test_a_falsy_dtype_is_no_default():
+def test_falsy_dtype_is_rejected():
     with pytest.raises(TypeError, match=r"^Quantized\.of_codes: dtype: expected float16, .* got int$"):
         lik_ops.Quantized.of_codes(CODES, RESIDUALS, CODEC, 0)
 
 
-def test_ids_of_floats_are_no_masks():
+def test_float_ids_are_rejected():
     with pytest.raises(TypeError, match=r"^forward_with_ids: q_ids: expected .*, got torch\.float32$"):
         SCORER.forward_with_ids(Q3, D3, IDS["Q"].float(), IDS["D"])
 
 
-def test_documents_are_not_indexed_by_sparse_tensors():
+def test_sparse_index_is_rejected():
     with pytest.raises(
         TypeError, match=r"^Quantized: index: expected a dense \(strided\) tensor, got layout torch.sparse"
     ):

@@ -1,4 +1,4 @@
-"""Test serving behaviors that other MaxSim libraries get wrong or pin in their tests: see `test_peer_behaviours`."""
+"""Test serving behaviors that other MaxSim libraries get wrong or pin in their tests: see `test_peer_behaviors`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lik_ops.portable.forward import packed
 
 from ..portable.test_portable import peak_bytes
 from ..support.ragged import DEVICES, INF, NAN
-from .test_peer_behaviours import entry_points
+from .test_peer_behaviors import entry_points
 
 MiB = 1 << 20
 
@@ -33,7 +33,7 @@ def draw(device, *shapes, dtype=torch.float32):
 # Defects: PyTorch and serving.
 
 
-def test_defect_fakes_leave_later_eager_calls_alone():
+def test_defect_fake_tensor_calls_do_not_break_eager_calls():
     """A call under FakeTensorMode breaks later calls of a peer."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -45,7 +45,7 @@ def test_defect_fakes_leave_later_eager_calls_alone():
 
 
 @pytest.mark.parametrize("name", ["maxsim", "maxsim_varlen", "maxsim_with_argmax"])
-def test_defect_small_inference_calls_compile_without_a_break(name):
+def test_defect_inference_calls_compile_without_graph_break(name):
     torch.compiler.reset()
     Q, D = draw("cpu", (1, 3, 8), (2, 5, 8))
     function = getattr(lik_ops, name)
@@ -54,7 +54,7 @@ def test_defect_small_inference_calls_compile_without_a_break(name):
         torch.testing.assert_close(compiled(Q, D), function(Q, D), rtol=0, atol=0)
 
 
-def test_defect_importing_makes_no_cuda_context():
+def test_defect_import_creates_no_cuda_context():
     code = "import torch, lik_ops; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -133,7 +133,7 @@ def test_defect_no_hidden_copies():
 @pytest.mark.parametrize(
     "dtype, rtol", [(torch.float32, 1e-5), (torch.float16, 2e-2), (torch.bfloat16, 3e-2)], ids=["fp32", "fp16", "bf16"]
 )
-def test_pinned_scores_are_fp32_and_within_the_dtype_of_the_reference(dtype, rtol, device):
+def test_pinned_scores_are_fp32_and_close_to_the_reference(dtype, rtol, device):
     tokens = draw(device, (3, 7, 24), (4, 33, 24))
     expected = reference.maxsim(*tokens)
     for name, scores in entry_points(*(t.to(dtype) for t in tokens)).items():
@@ -141,7 +141,7 @@ def test_pinned_scores_are_fp32_and_within_the_dtype_of_the_reference(dtype, rto
         torch.testing.assert_close(scores, expected, rtol=rtol, atol=10 * rtol)
 
 
-def test_pinned_nan_query_tokens_touch_their_query_only(device):
+def test_pinned_nan_query_tokens_affect_only_their_query(device):
     """The peer's scores are -inf. Here they are NaN, as in PyTorch, and the backward through NaN stays non-finite."""
     Q, D = draw(device, (3, 4, 8), (2, 5, 8))
     Q[1, 2, 3] = NAN
@@ -159,7 +159,7 @@ def test_pinned_infinities_score_infinity(device):
         assert scores.tolist() == [[12.0, INF]] * 2, name
 
 
-def test_pinned_the_first_of_identical_tokens_wins(device):
+def test_pinned_argmax_is_the_first_of_identical_tokens(device):
     Q, D = torch.ones(2, 3, 4, device=device), torch.ones(2, 70, 4, device=device)
     assert lik_ops.maxsim_with_argmax(Q, D)[1].eq(0).all()
     assert lik_ops.maxsim_varlen_with_argmax(Q, D)[1].eq(0).all()
@@ -168,7 +168,7 @@ def test_pinned_the_first_of_identical_tokens_wins(device):
     assert argmax.tolist() == [[[0, 0, -1]], [[0, 0, 0]]]  # the peer's argmax is 0 for padding
 
 
-def test_pinned_winners_are_those_of_torch(device):
+def test_pinned_argmax_matches_torch(device):
     Q, D = draw(device, (3, 4, 8), (5, 40, 8))
     expected = torch.einsum("isd,jtd->ijst", Q.double(), D.double()).argmax(-1)
     assert torch.equal(lik_ops.maxsim_with_argmax(Q, D)[1], expected)
@@ -185,7 +185,7 @@ def test_pinned_garbage_past_the_lengths_changes_nothing(device):
         torch.testing.assert_close(lik_ops.maxsim_padded(Q, D, *lengths), expected, rtol=0, atol=0)
 
 
-def test_pinned_ragged_pairs_from_one_token_to_a_thousand_with_shared_ids(device):
+def test_pinned_pair_list_with_shared_ids_matches_reference(device):
     q_lengths, d_lengths = (1, 1024, 7, 80), (1, 333, 1024, 16, 64)
     queries, documents = ([torch.randn(n, 8, device=device) for n in lengths] for lengths in (q_lengths, d_lengths))
     pairs = [[0, 0], [1, 2], [1, 2], [3, 2], [0, 2], [2, 0], [1, 1]]
@@ -195,7 +195,7 @@ def test_pinned_ragged_pairs_from_one_token_to_a_thousand_with_shared_ids(device
 
 
 @pytest.mark.parametrize("Ld", [1, 16, 17, 32, 33, 48, 64, 65])
-def test_pinned_lengths_about_the_tiles(Ld, device):
+def test_pinned_scores_are_exact_around_tile_sizes(Ld, device):
     """Lq, B, and C are 1, and d is 8, 24, and 96."""
     for d in (8, 24, 96):
         Q, D = torch.randint(-2, 3, (1, 1, d), device=device), torch.randint(-2, 3, (1, Ld, d), device=device)
@@ -213,7 +213,7 @@ def test_pinned_no_pairs_give_no_scores(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_pinned_gradients_are_those_of_autograd(dtype, device):
+def test_pinned_gradients_match_reference_autograd(dtype, device):
     """Upstream gradients are random or zero. Zeros give exact zeros, and gradients have the dtype of their input."""
     Q, D = (torch.randint(-2, 3, shape, device=device).to(dtype) for shape in ((3, 7, 16), (4, 33, 16)))
     leaves = [Q.requires_grad_(), D.requires_grad_()]
@@ -230,7 +230,7 @@ def test_pinned_gradients_are_those_of_autograd(dtype, device):
 
 
 @pytest.mark.parametrize("name", ["maxsim", "maxsim_varlen", "lists"])
-def test_pinned_a_contrastive_loss_falls_as_the_references_does(name, device):
+def test_pinned_contrastive_loss_falls_like_the_reference(name, device):
     """The loss falls by a factor above 1.3 in 50 steps, and 200 steps leak no memory."""
     start = [torch.randn(8, length, 16, device=device) for length in (6, 20)]
     labels = torch.arange(8, device=device)

@@ -47,7 +47,7 @@ giant = st.sampled_from((0, 129, 300, 1100))
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(q_lengths=lengths, d_lengths=lengths, long=giant, options=st.booleans(), d=st.sampled_from((1, 3, 16, 40)))
-def test_scores_and_winners_are_those_of_each_pair_alone(kind, device, q_lengths, d_lengths, long, options, d):
+def test_scores_and_argmax_match_the_reference_of_each_pair(kind, device, q_lengths, d_lengths, long, options, d):
     if long:
         d_lengths = [*d_lengths[:3], long, *d_lengths[3:]]
     for dtype in dtypes_of(device):
@@ -66,7 +66,7 @@ def test_scores_and_winners_are_those_of_each_pair_alone(kind, device, q_lengths
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_normalised_scores_are_as_exact_as_their_dtype(kind, device):
+def test_normalized_scores_match_the_fp64_reference(kind, device):
     for dtype in dtypes_of(device):
         b = build(*LENGTHS, kind, 24, dtype, device, normalize=True, exact=False)
         scores = b.call()[0]
@@ -77,7 +77,7 @@ def test_normalised_scores_are_as_exact_as_their_dtype(kind, device):
             torch.testing.assert_close(scores[index].double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_public_functions_take_packed_and_dense_sides(device):
+def test_packed_and_dense_inputs_match_maxsim(device):
     b = build((4, 4, 4), (6, 6, 6, 6, 6), "cross", 8, torch.float32, device, options=False)
     Q, D = b.Q.view(3, 4, 8), b.D.view(5, 6, 8)
     w = torch.rand(3, 4, device=device)
@@ -103,7 +103,7 @@ def test_public_functions_take_packed_and_dense_sides(device):
     close(scores, expected.flatten())
 
 
-def test_padded_scores_are_those_of_the_first_tokens(device):
+def test_padded_scores_use_only_tokens_within_lengths(device):
     Q, D = torch.randn(3, 5, 8, device=device), torch.randn(3, 4, 7, 8, device=device)
     q_lengths = torch.tensor([5, 0, 2], device=device)
     d_lengths = torch.tensor([[7, 0, 1, 3], [7, 0, 8, -1], [2, -3, 9, 7]], device=device, dtype=torch.int32)
@@ -177,7 +177,7 @@ def forms(q_lengths, d_lengths, b: Batch) -> dict[str, Tensor]:
     dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16)),
     normalize=st.booleans(),
 )
-def test_packed_padded_masked_and_listed_scores_have_the_same_bits(q_lengths, d_lengths, long, d, dtype, normalize):
+def test_scores_have_the_same_bits_in_every_layout(q_lengths, d_lengths, long, d, dtype, normalize):
     """The dense call of one pair also gives these bits, because padding and packing change nothing on a CPU."""
     d_lengths = [*d_lengths, long] if long else d_lengths
     b = build(q_lengths, d_lengths, "cross", d, dtype, options=False, normalize=normalize, exact=False)
@@ -191,7 +191,7 @@ def test_packed_padded_masked_and_listed_scores_have_the_same_bits(q_lengths, d_
                 assert torch.equal(scores[i, j], alone), name
 
 
-def test_many_of_each_keep_their_bits():
+def test_layouts_have_the_same_bits_across_several_blocks():
     """The call spans several blocks of queries, documents, and candidates of a query."""
     short = [n % 9 for n in range(packed.MIN_OWN_BLOCK_ITEMS + 20)]
     for q_lengths, d_lengths in (((32, 5) * 8, range(1, 140)), ((900, 3), (2000, 1, 30) * 3), ((5, 0, 9), short)):
@@ -207,7 +207,7 @@ def test_many_of_each_keep_their_bits():
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_the_formulas_at_the_winners(kind, normalize, device):
+def test_gradients_match_the_fp64_formulas_at_the_argmax(kind, normalize, device):
     """Candidates and pairs repeat documents and queries, and their gradients add up."""
     for dtype in dtypes_of(device):
         for options, backward in ((False, "auto"), (True, "auto"), (True, "unified")):
@@ -252,7 +252,7 @@ def test_gradcheck(kind):
 
 @pytest.mark.parametrize("dtype, normalize", [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_large_gradients_are_those_of_the_dense_call(kind, dtype, normalize, device):
+def test_gradients_of_large_batches_match_the_dense_call(kind, dtype, normalize, device):
     """The call has more tokens, documents, and argmax values than one block."""
     count, Lq, Ld = 90, 32, 350
     if normalize and device == "cuda":
@@ -274,7 +274,7 @@ def test_large_gradients_are_those_of_the_dense_call(kind, dtype, normalize, dev
         torch.testing.assert_close(a, e, rtol=0, atol=tolerance)
 
 
-def test_gradients_only_where_asked_for_and_found_again(device):
+def test_requested_gradients_match_with_recomputed_argmax(device):
     b = build(*LENGTHS, "cross", 8, torch.float32, device, exact=False)
     for leaf in b.leaves():
         b.Q, b.D, b.weight = (t.detach().requires_grad_(t.data_ptr() == leaf.data_ptr()) for t in b.leaves())
@@ -290,7 +290,7 @@ def test_gradients_only_where_asked_for_and_found_again(device):
     assert [x.numel() for x in grads] == [0, b.D.numel(), 0]
 
 
-def test_gradients_are_reproducible_and_leave_out_what_has_no_winner():
+def test_gradients_are_reproducible_and_zero_for_masked_rows():
     b = build((32,) * 30, tuple(range(0, 90, 2)), "cross", 16, exact=False)
     scores, argmax = b.call()
     g = torch.randn_like(scores)
@@ -303,7 +303,7 @@ def test_gradients_are_reproducible_and_leave_out_what_has_no_winner():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_zero_where_there_is_nothing_to_meet(kind, device):
+def test_gradients_are_zero_without_queries_or_documents(kind, device):
     """Test calls without queries or without documents, and packed rows outside every segment."""
     nothing, some = torch.tensor([2], device=device), torch.tensor([0, 2, 5], device=device)
     for cu_q, cu_d in ((nothing, some), (some, nothing), (nothing, nothing)):
@@ -319,7 +319,7 @@ def test_gradients_are_zero_where_there_is_nothing_to_meet(kind, device):
             assert gradient.eq(0).all()
 
 
-def test_rows_that_no_segment_holds_are_never_read(device):
+def test_rows_outside_segments_are_never_read(device):
     """Packed tensors may hold more rows than the sequences. Rows between segments must not be read."""
     Q, D = (torch.full((20, 4), NAN, device=device) for _ in range(2))
     Q[3:8], D[2:6], D[9:12] = (torch.randn(n, 4, device=device) for n in (5, 4, 3))
@@ -355,7 +355,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_reaches_outside_is_nan_and_nothing_else_changes(kind, bad, device):
+def test_invalid_segments_score_nan_and_leave_others_unchanged(kind, bad, device):
     b = build(*LENGTHS, kind, 8, torch.float32, device, exact=False)
     if kind == "candidates":
         b.chosen = torch.arange(6, device=device).expand(5, -1)
@@ -386,7 +386,7 @@ def test_what_reaches_outside_is_nan_and_nothing_else_changes(kind, bad, device)
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_pairs_of_nothing_are_nan(device):
+def test_invalid_pairs_score_nan(device):
     b = build(*LENGTHS, "pairs", 8, torch.float32, device, exact=False)
     bad = [[5, 0], [-1, 0], [0, 6], [0, -1], [BIG, BIG], [-BIG - 1, 2]]
     b.chosen = torch.tensor([[0, 3], *bad, [2, 5]], device=device, dtype=torch.int32)
@@ -408,7 +408,7 @@ def test_pairs_of_nothing_are_nan(device):
     assert scores.isnan().tolist() == [False, True]  # the second query has 40 tokens
 
 
-def test_winners_of_another_call_are_not_read(device):
+def test_out_of_range_argmax_contributes_no_gradient(device):
     """Argmax values beyond their document, which no forward writes, contribute no gradient."""
     b = build((2, 3), (4, 2), "cross", 4, torch.float32, device, options=False)
     argmax = torch.tensor([[4, 99, 3, -7, 0], [2, 32767, 1, 0, 5]], device=device, dtype=torch.int16)
@@ -425,7 +425,7 @@ def test_winners_of_another_call_are_not_read(device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_not_looking_at_values_changes_no_result(kind, monkeypatch):
+def test_results_match_if_values_are_not_host_readable(kind, monkeypatch):
     for options in (False, True):
         b = build((3, 0, 9, 1), (5, 0, 30, 2), kind, 8, torch.float64, options=options, exact=False)
         b.cu_q[-1] += 1  # points outside the tensor
@@ -443,7 +443,7 @@ def test_not_looking_at_values_changes_no_result(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_value_decides_what_is_launched_elsewhere(kind):
+def test_portable_backend_reads_no_values_of_meta_tensors(kind):
     """Meta tensors have no values, so reading one raises an error."""
     from lik_ops.portable import backend as portable
 
@@ -456,7 +456,7 @@ def test_no_value_decides_what_is_launched_elsewhere(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_workspace_is_bounded(kind):
+def test_workspace_is_bounded(kind):
     """One giant document is batched with tiny ones. Padding all documents to the longest would need gigabytes."""
     d_lengths = (40000, *[3, 9, 0, 30] * 300)
     b = build((32, 1, 300, 8) * 4, d_lengths, kind, 32, torch.bfloat16, exact=False)
@@ -480,7 +480,7 @@ def test_the_workspace_is_bounded(kind):
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation():
+def test_no_host_synchronization():
     b = build(*LENGTHS, "pairs", 64, torch.bfloat16, "cuda", options=False, exact=False)
     Q, D = b.Q.requires_grad_(), b.D.requires_grad_()
     padded = torch.randn(2, 4, 8, device="cuda"), torch.randn(2, 3, 9, 8, device="cuda")

@@ -15,12 +15,12 @@ def device(request):
     return request.param
 
 
-def unpadded(argmax, cu_seqlens):
+def unpack_argmax(argmax, cu_seqlens):
     return [x.t() for x in lik_ops.unpack(argmax, cu_seqlens)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_winners_of_packed_tokens_are_those_of_each_pair_alone(kind, device):
+def test_packed_argmax_matches_the_reference_of_each_pair(kind, device):
     b = build(*LENGTHS, kind, 8, torch.float32, device)
     Q, D, w = b.Q.requires_grad_(), b.D.requires_grad_(), b.weight
     masks = {"q_mask": b.q_mask, "d_mask": b.d_mask} if kind == "pairs" else {}
@@ -40,7 +40,7 @@ def test_winners_of_packed_tokens_are_those_of_each_pair_alone(kind, device):
     same_bits(scores, plain(*arguments, **options, **masks, q_weight=w))
     assert argmax.dtype == torch.int64
     assert argmax.shape == ((len(b.chosen), 45) if kind == "pairs" else (Q.shape[0], b.lengths.shape[-1]))
-    by_query = argmax if kind == "pairs" else unpadded(argmax, b.cu_q)
+    by_query = argmax if kind == "pairs" else unpack_argmax(argmax, b.cu_q)
     tokens = b.clean()
     for index, i, j in b.cells():
         found = by_query[index[0]] if kind == "pairs" else by_query[i][index[1]]
@@ -55,7 +55,7 @@ def test_winners_of_packed_tokens_are_those_of_each_pair_alone(kind, device):
         torch.testing.assert_close(a, e)
 
 
-def test_winners_of_dense_sides_are_those_of_maxsim_with_argmax(device):
+def test_dense_argmax_matches_maxsim_with_argmax(device):
     Q, D = torch.randn(3, 4, 8, device=device), torch.randn(5, 6, 8, device=device)
     scores, argmax = lik_ops.maxsim_with_argmax(Q, D)
     found = lik_ops.maxsim_varlen_with_argmax(Q, D)
@@ -71,7 +71,7 @@ def test_winners_of_dense_sides_are_those_of_maxsim_with_argmax(device):
     assert torch.equal(lik_ops.maxsim_pair_list_with_argmax(list(Q), list(D), pairs)[1], found[1])
 
 
-def test_winners_of_padded_tokens_are_the_first_ones(device):
+def test_padded_argmax_matches_tokens_within_lengths(device):
     Q, D = torch.randn(3, 5, 8, device=device), torch.randn(3, 4, 7, 8, device=device)
     q_lengths = torch.tensor([5, 0, 2], device=device)
     d_lengths = torch.tensor([[7, 0, 1, 3], [7, 0, 8, -1], [2, -3, 9, 7]], device=device)
@@ -88,7 +88,7 @@ def test_winners_of_padded_tokens_are_the_first_ones(device):
         assert torch.equal(argmax[i, c], expected)
 
 
-def test_winners_are_minus_one_where_scores_are_nan(device):
+def test_argmax_is_minus_one_where_scores_are_nan(device):
     Q, D = torch.randn(6, 8, device=device), torch.randn(9, 8, device=device)
     cu_q, cu_d = torch.tensor([0, 2, 7], device=device), torch.tensor([0, 4, 10], device=device)
     scores, argmax = lik_ops.maxsim_varlen_with_argmax(Q, D, cu_q, cu_d)
@@ -102,7 +102,7 @@ def test_winners_are_minus_one_where_scores_are_nan(device):
 
 
 @pytest.mark.gpu
-def test_the_winners_of_packed_queries_need_a_bound_on_a_gpu():
+def test_argmax_of_packed_queries_needs_max_seqlen_q_on_gpu():
     b = build((3, 2), (4, 5), "pairs", 8, device="cuda", options=False)
     with pytest.raises(ValueError, match="maxsim_pair_list_with_argmax: max_seqlen_q: expected a bound"):
         lik_ops.maxsim_pair_list_with_argmax(b.Q, b.D, b.chosen, cu_seqlens_q=b.cu_q, cu_seqlens_d=b.cu_d)
@@ -117,7 +117,7 @@ def test_errors_name_the_function_called(name):
 
 
 @pytest.mark.parametrize("name", ["varlen", "pair_list"])
-def test_compiled_calls_have_the_winners_of_eager_ones(name):
+def test_compiled_scores_and_argmax_match_eager(name):
     b = build(*LENGTHS, "pairs", 8, options=False)
 
     def call(Q, D, cu_q, cu_d, pairs):

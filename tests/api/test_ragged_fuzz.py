@@ -20,7 +20,7 @@ SCALES = [
 
 @pytest.mark.filterwarnings("ignore:.*[Nn]ested tensor:UserWarning")
 @pytest.mark.parametrize("device, calls", SCALES)
-def test_bad_calls_end_in_errors_or_nan(device, calls):
+def test_invalid_calls_raise_or_score_nan(device, calls):
     outcomes = fuzz_ragged.run(calls, device, seed=calls)
     assert outcomes.total() == calls
     for outcome in ("right", "error", "nan", "winners"):
@@ -28,7 +28,7 @@ def test_bad_calls_end_in_errors_or_nan(device, calls):
 
 
 @pytest.mark.parametrize("wrong", ["scores", "gradients", "an error", "another error"])
-def test_what_ends_otherwise_is_found(wrong, monkeypatch):
+def test_fuzz_check_detects_broken_functions(wrong, monkeypatch):
     original = lik_ops.maxsim_padded
 
     def broken(Q, D, *args, **options):
@@ -48,6 +48,6 @@ def test_what_ends_otherwise_is_found(wrong, monkeypatch):
         fuzz_ragged.check(call, True, "cpu", True)
 
 
-def test_calls_are_drawn_from_their_seed():
+def test_fuzz_calls_are_reproducible_from_their_seed():
     first, second = (str(fuzz_ragged.bad_call(random.Random("3, 14"))[0]) for _ in range(2))
     assert first == second

@@ -43,7 +43,7 @@ def _dtypes(place):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @given(problem=problems, data=st.data())
-def test_scores_and_winners_match_the_reference(place, problem, data):
+def test_scores_and_argmax_match_the_reference(place, problem, data):
     problem = Problem(**{**problem.__dict__, "dtype": data.draw(_dtypes(place))})
     x = build(problem, place.device)
     with place.use():
@@ -86,7 +86,7 @@ def test_more_documents_than_programs_at_a_time(place, mask, Ld):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_first_of_equal_tokens_wins_within_and_across_tiles(place):
+def test_argmax_is_the_first_of_equal_tokens_across_tiles(place):
     token, worse = torch.ones(8), torch.zeros(8)
     D = torch.stack([worse] * 200)
     D[[70, 71, 130, 199]] = token
@@ -104,7 +104,7 @@ def test_padding_never_beats_negative_similarities(place, Ld):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_documents_and_queries_that_keep_nothing(place):
+def test_fully_masked_documents_score_minus_inf_and_queries_zero(place):
     """A document without kept tokens scores -inf for any weights. A query without kept tokens always scores 0."""
     Q, D = torch.randn(2, 3, 4, device=place.device), torch.randn(2, 5, 4, device=place.device)
     q_mask = torch.tensor([[True, False, True], [False, False, False]], device=place.device)
@@ -121,7 +121,7 @@ def test_documents_and_queries_that_keep_nothing(place):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_the_last_token_that_counts_may_lie_anywhere_in_a_long_document(place):
+def test_last_unmasked_token_may_be_anywhere_in_a_document(place):
     """With one query, kernels look for the last kept token before they read. Masked tokens are NaN."""
     Q, D = torch.randint(-3, 4, (1, 5, 16)).half(), torch.randint(-3, 4, (7, 1300, 16)).half()
     d_mask = torch.zeros(7, 1300, dtype=torch.bool)
@@ -139,7 +139,7 @@ def test_the_last_token_that_counts_may_lie_anywhere_in_a_long_document(place):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("with_argmax", [False, True])
-def test_nan_reaches_its_own_pairs_only(place, with_argmax):
+def test_nan_affects_only_its_own_pairs(place, with_argmax):
     Q, D = torch.randn(3, 4, 8, device=place.device), torch.randn(4, 90, 8, device=place.device)
     D[1, 66, 3] = math.nan
     D[1, 70, 0] = math.nan
@@ -154,7 +154,7 @@ def test_nan_reaches_its_own_pairs_only(place, with_argmax):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_infinities_follow_ieee_and_all_minus_inf_names_the_first_kept(place):
+def test_infinities_follow_ieee_and_minus_inf_ties_pick_first_kept(place):
     Q = torch.tensor([[[1.0, 0.0]]], device=place.device)
     D = torch.full((1, 6, 2), 0.0, device=place.device)
     D[0, :, 0] = -math.inf
@@ -240,7 +240,7 @@ def test_inputs_on_a_device_that_is_not_current():
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation():
+def test_no_host_synchronization():
     p = Problem(Nq=4, Nd=6, Lq=32, Ld=70, d=64, dtype=torch.bfloat16, q_mask="holes", d_mask="holes", weight=True)
     x = build(p, "cuda")
     leaves = [t.requires_grad_() for t in (x.Q, x.D)]

@@ -64,7 +64,7 @@ def gradients(scores, leaves, retain_graph=True):
 @pytest.mark.parametrize("d_form", [*FORMS, "dense", "one"])
 @pytest.mark.parametrize("q_form", [*FORMS, "dense", "one"])
 @pytest.mark.filterwarnings("ignore:.*[Nn]ested tensor:UserWarning")
-def test_scores_winners_and_gradients_are_those_of_padded_tokens(q_form, d_form, device):
+def test_scores_argmax_and_gradients_match_padded_tokens(q_form, d_form, device):
     if {q_form, d_form} <= {"dense", "one"}:
         pytest.skip("neither side has lengths")
     q_lengths = {"dense": (4, 4, 4), "one": (6,)}.get(q_form, Q_LENGTHS)
@@ -99,7 +99,7 @@ def test_scores_winners_and_gradients_are_those_of_padded_tokens(q_form, d_form,
 
 
 @pytest.mark.parametrize("form", ["list", "jagged"])
-def test_every_ragged_function_takes_them(form, device):
+def test_packed_functions_accept_lists_and_nested_tensors(form, device):
     queries, documents = draw(Q_LENGTHS, device, grad=False), draw(D_LENGTHS, device, grad=False)
     Q, D = as_form(form, queries), as_form(form, documents)
     (packed_q, cu_q), (packed_d, cu_d) = lik_ops.pack(queries), lik_ops.pack(documents)
@@ -115,7 +115,7 @@ def test_every_ragged_function_takes_them(form, device):
     same_bits(lik_ops.MaxSimScorer()(Q, D), expected)
 
 
-def test_pairs_of_sequences_have_gradients_without_a_bound(device):
+def test_pairs_of_sequences_have_gradients_without_max_seqlen_q(device):
     for form in ("list", "jagged"):
         queries, documents = draw((3, 1, 7), device), draw((5, 2, 4), device)
         w = draw((3, 1, 7), device, shape=())
@@ -130,7 +130,7 @@ def test_pairs_of_sequences_have_gradients_without_a_bound(device):
     same_bits(dense, lik_ops.maxsim(queries, documents[0]))
 
 
-def test_weights_come_as_the_queries_do(device):
+def test_list_packed_and_nested_weights_match_padded_weights(device):
     queries, documents, weights = draw(Q_LENGTHS, device), draw(D_LENGTHS, device), draw(Q_LENGTHS, device, shape=())
     (Q, q_mask), (D, d_mask), (w, _) = padded(queries), padded(documents), padded(weights)
     expected = lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=w)
@@ -144,7 +144,7 @@ def test_weights_come_as_the_queries_do(device):
             torch.testing.assert_close(a, e)
 
 
-def test_masks_go_with_dense_sides_only(device):
+def test_masks_are_accepted_for_dense_inputs_only(device):
     queries, documents = draw(Q_LENGTHS, device), draw(D_LENGTHS, device)
     Q = torch.randn(2, 5, d, device=device)
     q_mask = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]], device=device)
@@ -172,7 +172,7 @@ def test_jagged_values_are_not_copied():
     same_bits(lik_ops.maxsim(nested, nested), expected)
 
 
-def test_packing_takes_what_there_is_one_of_for_each_token():
+def test_pack_accepts_per_token_tensors_of_any_rank():
     weights = draw((2, 0, 3), shape=())
     packed, cu_seqlens = lik_ops.pack(weights)
     assert packed.shape == (5,) and cu_seqlens.tolist() == [0, 2, 2, 5]
@@ -183,7 +183,7 @@ def test_packing_takes_what_there_is_one_of_for_each_token():
 
 @pytest.mark.parametrize("kind", ("dense", "list", "jagged", "strided"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float64))
-def test_no_queries_and_no_documents_score_nothing(kind, dtype, device):
+def test_empty_lists_return_empty_scores(kind, dtype, device):
     Q = torch.randn(2, 3, d, device=device, dtype=dtype, requires_grad=True)
     other = Q if kind == "dense" else as_form(kind, list(Q.unbind()))
     expected = lik_ops.maxsim(Q, Q[:0])
@@ -209,7 +209,7 @@ def test_no_queries_and_no_documents_score_nothing(kind, dtype, device):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_query_of_its_own_drops_its_axis(form, device):
+def test_single_query_drops_the_query_axis(form, device):
     documents = draw(D_LENGTHS, device, grad=False)
     Q = torch.randn(5, d, device=device)
     weight = torch.rand(5, device=device)
@@ -224,7 +224,7 @@ def test_a_query_of_its_own_drops_its_axis(form, device):
     assert torch.equal(lik_ops.maxsim_varlen_with_argmax(Q, D, q_weight=weight)[1], winners)
 
 
-def test_a_query_of_its_own_has_a_row_of_candidates(device):
+def test_single_query_accepts_1d_candidates(device):
     store, cu_seqlens = lik_ops.pack(draw(D_LENGTHS, device, grad=False))
     Q = torch.randn(5, d, device=device, requires_grad=True)
     offsets, lengths = cu_seqlens[[4, 0, 2]], cu_seqlens.diff()[[4, 0, 2]]
@@ -242,7 +242,7 @@ def test_a_query_of_its_own_has_a_row_of_candidates(device):
 
 
 @pytest.mark.parametrize("form", ("dense", "packed", *FORMS))
-def test_a_bound_beyond_all_tokens_takes_no_memory(form, device):
+def test_huge_max_seqlen_q_gives_the_same_scores(form, device):
     sequences = draw((5, 5, 5), device)
     Q, cu_seqlens = lik_ops.pack(sequences) if form == "packed" else (None, None)
     if Q is None:
@@ -261,7 +261,7 @@ def test_a_bound_beyond_all_tokens_takes_no_memory(form, device):
     assert torch.equal(wide[:, :5], narrow)
 
 
-def test_bad_sequences_are_named():
+def test_errors_name_the_invalid_argument():
     q, x = draw(Q_LENGTHS, grad=False), draw(D_LENGTHS, grad=False)
     cu = torch.tensor([0, 3])
     nested, other = jagged(q), jagged(draw(Q_LENGTHS, shape=(), grad=False))
@@ -309,7 +309,7 @@ def test_bad_sequences_are_named():
         torch.func.grad(lambda t: lik_ops.maxsim([t], x[:1]).sum())(q[0])
 
 
-def test_autocast_takes_lists_along():
+def test_autocast_casts_lists_and_nested_tensors():
     q, x = draw(Q_LENGTHS, grad=False), draw(D_LENGTHS, grad=False)
     with torch.autocast("cpu", torch.bfloat16):
         scores = lik_ops.maxsim(q, jagged(x))
@@ -317,7 +317,7 @@ def test_autocast_takes_lists_along():
 
 
 @pytest.mark.parametrize("form", ["list", "tuple", "jagged"])
-def test_autocast_takes_lists_beside_quantised_documents_along(form):
+def test_autocast_casts_lists_with_quantized_documents(form):
     queries, D = draw(Q_LENGTHS, grad=False), lik_ops.quantize(torch.randn(5, 6, d))
     expected = lik_ops.maxsim([x.bfloat16() for x in queries], D)
     assert not torch.equal(expected, lik_ops.maxsim(queries, D))
@@ -330,7 +330,7 @@ def test_autocast_takes_lists_beside_quantised_documents_along(form):
 
 
 @pytest.mark.parametrize("form", ["list", "jagged"])
-def test_compiled_calls_give_the_scores_of_eager_ones(form):
+def test_compiled_scores_and_gradients_match_eager(form):
     torch.compiler.reset()
     compiled = torch.compile(lambda q, x: lik_ops.maxsim(q, x, normalize=True), backend="aot_eager", fullgraph=True)
     for q_lengths, d_lengths in ((Q_LENGTHS, D_LENGTHS), ((2, 2, 9, 5), (1, 6, 0, 3, 3))):
@@ -347,7 +347,7 @@ def test_compiled_calls_give_the_scores_of_eager_ones(form):
 
 
 @pytest.mark.gpu
-def test_no_host_synchronisation():
+def test_no_host_synchronization():
     queries, documents = draw(Q_LENGTHS, "cuda"), draw(D_LENGTHS, "cuda")
     nested = jagged(queries)
 

@@ -16,7 +16,7 @@ from ..support.ragged import DEVICES, INF, NAN
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("device", DEVICES)
-def test_maps_are_the_similarities_and_their_maxima_the_score(device, dtype, normalize):
+def test_map_matches_similarities_and_its_maxima_sum_to_score(device, dtype, normalize):
     Q, D = (torch.randn(n, 16, device=device).to(dtype) for n in (5, 9))
     q_mask, d_mask = torch.arange(5, device=device) != 2, (torch.arange(9, device=device) % 4 != 1).int()
     Q[2], D[1], D[5] = NAN, INF, NAN
@@ -70,7 +70,7 @@ def test_gradients_reach_no_masked_token():
     assert grad_Q.isfinite().all() and grad_D.isfinite().all() and grad_D[2].eq(0).all()
 
 
-def test_bad_arguments_are_named():
+def test_errors_name_the_invalid_argument():
     Q, D = torch.randn(3, 4, 8), torch.randn(3, 6, 8)
     for args, error, message in (
         ((None, D), TypeError, "Q: expected a Tensor, got NoneType"),

@@ -23,7 +23,7 @@ def device(request) -> str:
     return request.param
 
 
-def exactly(found, expected):
+def assert_equal(found, expected):
     close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -31,17 +31,17 @@ def test_scores_without_gradients(device):
     scorer = lik_ops.MaxSimScorer(normalize=True)
     Q = torch.randn(2, 3, 8, device=device, requires_grad=True)
     D = torch.randn(4, 5, 8, device=device, requires_grad=True)
-    exactly(scorer.score(Q, D), scorer(Q, D).detach())
+    assert_equal(scorer.score(Q, D), scorer(Q, D).detach())
     assert not scorer.score(Q, D).requires_grad and scorer(Q, D).requires_grad
 
 
-def test_scorer_retrieves_as_it_scores(device):
+def test_scorer_retrieve_uses_its_normalize_option(device):
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(9, 5, 8, device=device)
     d_mask = torch.rand(9, 5, device=device) > 0.3
     for normalize in (True, False):
         scorer = lik_ops.MaxSimScorer(normalize=normalize)
         found = scorer.retrieve(Q, D, 3, None, d_mask, chunk=2)
-        exactly(found, lik_ops.retrieve(Q, D, 3, d_mask=d_mask, normalize=normalize))
+        assert_equal(found, lik_ops.retrieve(Q, D, 3, d_mask=d_mask, normalize=normalize))
 
 
 def test_padding_by_token_ids(device):
@@ -58,7 +58,7 @@ def test_padding_by_token_ids(device):
 @pytest.mark.parametrize(
     ("dtype", "pad_id"), [(torch.uint8, 256), (torch.int8, 256), (torch.int16, 2**16), (torch.int32, 2**32)]
 )
-def test_padding_that_ids_cannot_hold_is_none(device, dtype, pad_id):
+def test_pad_id_beyond_the_ids_dtype_masks_nothing(device, dtype, pad_id):
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(4, 5, 8, device=device)
     q_ids, d_ids = (torch.zeros(x.shape[:2], dtype=dtype, device=device) for x in (Q, D))
     assert torch.equal(lik_ops.MaxSimScorer(pad_id=pad_id).forward_with_ids(Q, D, q_ids, d_ids), lik_ops.maxsim(Q, D))
@@ -76,16 +76,16 @@ def sources(D: torch.Tensor):
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_all_scores_of_a_corpus(device, chunk):
+def test_streamed_scores_match_maxsim_for_every_source(device, chunk):
     pytest.importorskip("numpy", reason="arrays are numpy's")
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(11, 5, 8, device=device)
     q_mask, weight = torch.tensor([[1, 0, 1], [1, 1, 0]], device=device), torch.rand(2, 3, device=device)
     for documents, options in sources(D):
-        exactly(lik_ops.maxsim_streamed(Q, documents, chunk=chunk, **options), lik_ops.maxsim(Q, D))
+        assert_equal(lik_ops.maxsim_streamed(Q, documents, chunk=chunk, **options), lik_ops.maxsim(Q, D))
         known = {"q_mask": q_mask, "q_weight": weight, "normalize": True}
         found = lik_ops.maxsim_streamed(Q, documents, chunk=chunk, **options, **known)
         close(found, reference.maxsim(Q, D, q_mask.bool(), q_weight=weight, normalize=True))
-        exactly(lik_ops.maxsim_streamed(Q[0], documents, chunk=chunk, **options), lik_ops.maxsim(Q[0], D))
+        assert_equal(lik_ops.maxsim_streamed(Q[0], documents, chunk=chunk, **options), lik_ops.maxsim(Q[0], D))
         assert lik_ops.maxsim_streamed(Q.requires_grad_(), documents, **options).requires_grad is False
         Q = Q.detach()
     masked = lik_ops.maxsim_streamed(Q, D.cpu(), d_mask=torch.rand(11, 5) > 2, chunk=chunk)
@@ -93,16 +93,16 @@ def test_all_scores_of_a_corpus(device, chunk):
     assert lik_ops.maxsim_streamed(Q, D[:0]).shape == (2, 0)
 
 
-def test_all_scores_of_a_corpus_on_disk(tmp_path):
+def test_streamed_scores_of_a_corpus_match_maxsim(tmp_path):
     pytest.importorskip("safetensors", reason="a Corpus keeps its tokens in safetensors")
     documents = [torch.randn(n, 8) for n in (3, 0, 7)]
     corpus = lik_ops.Corpus.create(tmp_path / "corpus", d=8, dtype=torch.float32)
     corpus.append(documents)
-    exactly(lik_ops.maxsim_streamed(torch.ones(2, 3, 8), corpus), lik_ops.maxsim(torch.ones(2, 3, 8), documents))
+    assert_equal(lik_ops.maxsim_streamed(torch.ones(2, 3, 8), corpus), lik_ops.maxsim(torch.ones(2, 3, 8), documents))
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_the_lowest(device, chunk):
+def test_retrieve_returns_the_lowest_scores_in_order(device, chunk):
     """NaN comes first, then empty documents, then ascending scores with ties by index, for every source."""
     pytest.importorskip("numpy", reason="arrays are numpy's")
     Q, D = torch.ones(2, 3, 8, device=device), torch.randn(11, 5, 8, device=device)
@@ -113,16 +113,16 @@ def test_the_lowest(device, chunk):
     for documents, options in sources(D):
         scores, indices = lik_ops.retrieve(Q, documents, 11, chunk=chunk, largest=False, **options)
         assert indices.tolist() == [lowest.tolist()] * 2
-        exactly(scores, lik_ops.maxsim(Q, D).gather(1, indices))
+        assert_equal(scores, lik_ops.maxsim(Q, D).gather(1, indices))
         some = lik_ops.retrieve(Q[0], documents, 4, chunk=chunk, largest=False, sorted=False, **options)
-        exactly(some, (scores[0, :4], indices[0, :4]))
+        assert_equal(some, (scores[0, :4], indices[0, :4]))
     d_mask = torch.ones(11, 5, dtype=torch.bool, device=device)
     d_mask[9] = False
     assert lik_ops.retrieve(Q, D, 2, d_mask=d_mask, largest=False)[1].tolist() == [[7, 9]] * 2
     assert lik_ops.retrieve(Q, D[:0], 2, largest=False)[1].shape == (2, 0)
 
 
-def test_padded_batches_packed(device):
+def test_pack_padded_scores_match_maxsim_padded(device):
     B, C, Lq, Ld = 3, 4, 5, 6
     Q = torch.randn(B, Lq, 8, device=device, requires_grad=True)
     D = torch.randn(B, C, Ld, 8, device=device, requires_grad=True)
@@ -142,7 +142,7 @@ def test_padded_batches_packed(device):
         lik_ops.pack_padded(Q, D, n_q, n_d + 7 - n_d[0, 0])
 
 
-def test_ids_that_do_not_fit_are_named():
+def test_errors_name_invalid_token_ids():
     scorer, Q, D = lik_ops.MaxSimScorer(pad_id=0), torch.randn(1, 3, 4), torch.randn(2, 2, 4)
     ids = torch.ones(1, 3, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64)
     scorer.forward_with_ids(Q, D, *ids)
@@ -154,7 +154,7 @@ def test_ids_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
-def test_a_default_dtype_changes_nothing(kind):
+def test_quantization_ignores_the_default_dtype(kind):
     tokens = torch.randn(300, 8)
     before = torch.get_default_dtype()
 
@@ -172,7 +172,7 @@ def test_a_default_dtype_changes_nothing(kind):
         assert torch.equal(a.dequantize(torch.float32), b.dequantize(torch.float32))
 
 
-def test_tokens_are_decoded_to_a_dtype_of_tokens():
+def test_dequantize_rejects_invalid_dtypes():
     small = lik_ops.quantize(torch.randn(2, 3, 4))
     for wrong in (torch.int8, [], 3):
         with pytest.raises(TypeError, match="dequantize: dtype: expected float16"):
@@ -180,7 +180,7 @@ def test_tokens_are_decoded_to_a_dtype_of_tokens():
 
 
 @pytest.mark.parametrize("own, region", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
-def test_lists_of_one_half_type_in_a_region_of_the_other(own, region):
+def test_half_lists_match_pairs_under_the_other_half_autocast(own, region):
     tokens = [torch.randn(n, 8).to(own) for n in (3, 2)]
     with torch.autocast("cpu", dtype=region):
         found = lik_ops.maxsim(tokens, tokens)
@@ -188,13 +188,13 @@ def test_lists_of_one_half_type_in_a_region_of_the_other(own, region):
     assert torch.equal(found, expected)
 
 
-def test_a_nested_tensor_where_a_flag_belongs_is_named():
+def test_nested_tensor_for_normalize_is_rejected():
     nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)])
     with pytest.raises(TypeError, match="normalize: expected a bool, got a nested tensor"):
         lik_ops.maxsim(torch.randn(2, 3, 4), torch.randn(2, 3, 4), normalize=nested)
 
 
-def test_warming_up_says_what_it_did():
+def test_warmup_returns_its_calls_and_times():
     calls = lik_ops.warmup("cpu", torch.float32, 8, 3, Nq=2, Ld=4, Nd=5, training=True, argmax=True, ragged=True)
     names = [said.split(",")[0] for said, _ in calls]
     packed = ("maxsim_varlen", "maxsim_candidates_varlen", "maxsim_pair_list", "maxsim_padded")
@@ -205,7 +205,7 @@ def test_warming_up_says_what_it_did():
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_warming_up_where_gradients_are_off(around):
+def test_warmup_calls_do_not_depend_on_grad_mode(around):
     def calls():
         return [said for said, _ in lik_ops.warmup("cpu", torch.float32, 8, 3, Ld=4, Nd=5, training=True, ragged=True)]
 
@@ -215,20 +215,20 @@ def test_warming_up_where_gradients_are_off(around):
 
 
 @pytest.mark.parametrize("name", ["d", "Lq"])
-def test_warming_up_is_of_one_size_of_tokens(name):
+def test_warmup_d_and_lq_must_be_positive_ints(name):
     with pytest.raises(TypeError, match=f"warmup: {name}: expected an int, got tuple"):
         lik_ops.warmup("cpu", torch.float32, **{"d": 8, "Lq": 3, name: (8, 16)})
     with pytest.raises(ValueError, match=f"warmup: {name}: expected 1 or more, got 0"):
         lik_ops.warmup("cpu", torch.float32, **{"d": 8, "Lq": 3, name: 0})
 
 
-def test_warming_up_from_the_command_line():
+def test_warmup_from_the_command_line():
     sizes = ["--d", "8", "--Lq", "2", "3", "--Nd", "2", "--Ld", "5", "--top-k", "3"]
     command = [sys.executable, "-m", "lik_ops.warmup", "--device", "cpu", "--dtype", "float32", "--ragged", *sizes]
     said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert said.count("maxsim_varlen") == 2 and "Q [1, 3, 8]" in said and "top 3" in said
 
 
-def test_the_command_does_not_hide_the_function():
+def test_warmup_module_does_not_hide_the_function():
     code = "import torch, lik_ops, lik_ops.warmup; lik_ops.warmup('cpu', torch.float32, 8, 3)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

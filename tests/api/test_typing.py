@@ -21,7 +21,7 @@ STORE = D.flatten(0, 1)
 AT, LENGTHS = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)
 
 
-def test_winners_are_of_the_kind_that_the_queries_came_in() -> None:
+def test_argmax_type_follows_the_query_type() -> None:
     dense: list[tuple[Tensor, Tensor]] = [
         assert_type(lik_ops.maxsim_with_argmax(Q, D), tuple[Tensor, Tensor]),
         assert_type(lik_ops.maxsim_with_argmax(Q, list(D)), tuple[Tensor, Tensor]),

@@ -63,7 +63,7 @@ class Clock:
 # cases
 
 
-def test_work_of_a_case():
+def test_operations_and_bytes_of_a_case():
     case = common.Case("rerank", 1, 1000, 32, 300)
     assert case.operations == 2 * 1000 * 32 * 300 * 128
     assert case.bytes == 2 * 128 * (32 + 1000 * 300) + 4 * 1000
@@ -95,7 +95,7 @@ def test_eager_and_ours_agree_with_the_reference(mask, normalize, weighted, cand
     assert torch.equal(contenders.forward(winners, x)["lik_ops"]()[0], contenders.forward(case, x)["lik_ops"]())
 
 
-def test_a_wrong_last_document_is_seen():
+def test_wrong_last_document_is_detected():
     x = common.Inputs(small())
     scores = common.eager(x.Q, x.D)
     scores[-1, -1] *= 1.1
@@ -108,7 +108,7 @@ def test_a_wrong_last_document_is_seen():
 
 
 @pytest.mark.parametrize(("mask", "normalize", "weighted", "candidates"), VARIANTS)
-def test_gradients_are_checked_at_the_full_shape(mask, normalize, weighted, candidates):
+def test_training_contenders_have_small_gradient_errors(mask, normalize, weighted, candidates):
     case = small(mask, normalize, weighted, candidates)
     x = common.Inputs(case)
     for name, score in contenders.training(case, x).items():
@@ -116,7 +116,7 @@ def test_gradients_are_checked_at_the_full_shape(mask, normalize, weighted, cand
             assert max(training.errors_of(x, score).values()) < 1e-5
 
 
-def test_wrong_gradients_are_seen():
+def test_wrong_gradients_are_detected():
     case = small()
     x = common.Inputs(case)
     score = contenders.training(case, x)["lik_ops lowmem"]
@@ -125,7 +125,7 @@ def test_wrong_gradients_are_seen():
     assert leaking["error_D"] == float("inf")
 
 
-def test_bytes_that_a_step_needs():
+def test_own_bytes_of_a_training_step():
     case = training.Case("", 2, 3, 4, 5, d=6, dtype="float32")
     assert case.own_bytes == 4 * 6 * (2 * 4 + 3 * 5) + 2 * 2 * 3 * 4 + 4 * 2 * 3
 
@@ -143,7 +143,7 @@ def test_losses_are_measured_and_checked(capsys):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="no alarm signal")
-def test_a_slow_first_call_ends():
+def test_slow_first_call_raises_too_slow_error():
     def swallowing() -> None:
         while True:
             with contextlib.suppress(Exception):
@@ -171,7 +171,7 @@ def test_agreement_with_true_scores():
         assert check((torch.tensor([scores]).float(), torch.tensor([indices])))["failed"].startswith("wrong")
 
 
-def test_a_corpus_does_not_depend_on_its_size(monkeypatch):
+def test_corpus_prefix_does_not_depend_on_its_size(monkeypatch):
     monkeypatch.setattr(retrieve, "PART", 8)
     D = retrieve.draw(20, "cpu")
     assert torch.equal(D[:11], retrieve.draw(11, "cpu"))
@@ -328,7 +328,7 @@ class PlainLoss(torch.nn.Module):
         return torch.nn.functional.cross_entropy(scores, torch.arange(len(Q)))
 
 
-def measured(case):
+def measure_small_case(case):
     return hosts.measure(hosts.cut(case), Clock().compare, time.monotonic() + 60, "cpu")
 
 
@@ -340,22 +340,22 @@ def test_a_record_of_a_loss(monkeypatch):
     monkeypatch.setattr(hosts, "why_not", lambda name: "")
     monkeypatch.setitem(hosts.HOSTS, "PyLate", (hosts.pylate, lambda: host))
     case = hosts.Case("", 8, 8, 8, 8, host="PyLate", dtype="float32")
-    record = measured(case)
+    record = measure_small_case(case)
     entries = record["contenders"]
     assert [(r["ms"], r["scoring_ms"]) for r in entries.values()] == [(1, 1), (2, 2), (3, 3)]
     assert all(r[f"error_{key}"] < 1e-5 for r in entries.values() for key in ("loss", "Q", "D"))
     assert max(record["difference"].values()) < 1e-5
     monkeypatch.setitem(hosts.HOSTS, "PyLate", (hosts.pylate, lambda: host._replace(ours=broken)))
-    record = measured(case)
+    record = measure_small_case(case)
     assert record["contenders"]["lik_ops"] == {"failed": "RuntimeError: broken"}
     assert record["difference"] == {} and record["contenders"]["eager"]["ms"] == 2
 
 
-def test_a_host_that_cannot_be_measured(monkeypatch):
+def test_unusable_host_is_skipped_with_a_reason(monkeypatch):
     monkeypatch.setattr(common, "_version", lambda name: None)
-    assert measured(hosts.CASES[0])["skipped"] == "sentence-transformers is not installed"
+    assert measure_small_case(hosts.CASES[0])["skipped"] == "sentence-transformers is not installed"
     monkeypatch.setattr(common, "_version", lambda name: "1.2")
-    assert measured(hosts.CASES[4])["skipped"] == "pylate 1.2 is older than 1.5.1"
+    assert measure_small_case(hosts.CASES[4])["skipped"] == "pylate 1.2 is older than 1.5.1"
 
 
 @pytest.mark.parametrize("case", hosts.CASES, ids=lambda case: case.name)
@@ -363,7 +363,7 @@ def test_losses_of_the_hosts(case):
     """In fp64, the host's scoring gives the same gradients as lik_ops, in the dtype of the tokens."""
     if why := hosts.why_not(case.host):
         pytest.skip(why)
-    ours = measured(case)["contenders"]["lik_ops"]
+    ours = measure_small_case(case)["contenders"]["lik_ops"]
     assert max(ours[f"error_{key}"] for key in ("loss", "Q", "D")) < 1e-5
 
 
@@ -458,7 +458,7 @@ def test_rows_of_two_checkouts_are_joined():
     assert before.is_slower(before.joined("forward", case, old, [{**x, "host_us": 9.5} for x in new]))
 
 
-def test_rows_of_options_and_formats_call_what_they_name():
+def test_option_and_format_rows_equal_direct_calls():
     case = small(normalize=True)
     x = common.Inputs(case, "cpu")
     assert torch.equal(before.call_of("options", case, "cpu")(), lik_ops.maxsim(x.Q, x.D, normalize=True))
@@ -490,12 +490,12 @@ def test_rows_that_seem_slower_are_measured_again(monkeypatch, tmp_path):
     assert record["turns"] == 3 and record["ms"]["ratio"] == 1
 
 
-def test_the_tiny_rows_are_those_whose_host_counts():
+def test_tiny_rows_are_small_cases():
     small = {case.name for _, case in before.ROWS if before.is_small(case)}
     assert {case.name for _, case in before.TINY} <= small and not small & {"pages 64x64", "pairs 4096", "in-batch 64"}
 
 
-def test_what_two_checkouts_time_has_bits_that_can_be_compared():
+def test_digests_of_checkout_rows_are_deterministic():
     rows = [
         ("forward", small()),
         ("forward", small(what="winners")),
@@ -509,7 +509,7 @@ def test_what_two_checkouts_time_has_bits_that_can_be_compared():
     assert before.digest(torch.zeros(3)) != before.digest(torch.tensor([0.0, -0.0, 0.0]))
 
 
-def test_rows_compile_side_by_side_and_a_slow_one_is_given_up(tmp_path, monkeypatch):
+def test_every_row_is_compiled_and_slow_ones_are_stopped(tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(
         "import pathlib, sys, time\n"
@@ -525,7 +525,7 @@ def test_rows_compile_side_by_side_and_a_slow_one_is_given_up(tmp_path, monkeypa
     assert found == {"one": "0", "two": "0", "slow": "0"}
 
 
-def test_a_run_keeps_each_record_at_once(tmp_path, monkeypatch):
+def test_run_writes_each_record_immediately(tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["script.py", "--only", "b", "--out", str(out)])
     run = runs.Run("some", "What it does.", rounds=7)

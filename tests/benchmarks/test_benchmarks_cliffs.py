@@ -36,7 +36,7 @@ def test_a_rehearsal_measures_every_option(rehearsed):
         assert call["floor_ms"] >= document["settings"]["rates"]["empty_ms"]
 
 
-def test_another_seed_starts_again(rehearsed, tmp_path):
+def test_new_seed_restarts_the_measurement(rehearsed, tmp_path):
     path = tmp_path / "cliffs.json"
     path.write_text(rehearsed.read_text())
     assert cliffs.main([*REHEARSE, "--calls", "2", "--seed", "1", "--out", str(path)]) == 0
@@ -90,7 +90,7 @@ def test_the_floor_is_the_longest_of_its_parts():
     assert made._replace(operations=0, bytes=9_000_000).floor_ms(rates) == pytest.approx(0.009)
 
 
-def test_slower_calls_fail_loudly(capsys):
+def test_slower_calls_fail_the_report(capsys):
     (call,) = draw_calls(0, 1, 1, CPU_SIZES)
     record = {**asdict(call), "floor_ms": 1.0, "ratio": 1.2, "ms": {"call": 1.2, "by hand": 1.0, "slow": 1.19}}
     record["slower"] = cliffs.find_slower(record["ms"])

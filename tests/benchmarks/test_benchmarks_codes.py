@@ -24,13 +24,13 @@ def small(monkeypatch):
     monkeypatch.setattr(staged, "STAGES", ((1, 20), (4, 4096), (None, 300)))
 
 
-def test_recall_is_of_what_was_expected():
+def test_recall_is_the_share_of_expected_documents():
     found, expected = torch.tensor([[1, 2, -1], [7, 8, 9]]), torch.tensor([[2, 1], [5, 9]])
     assert staged.recall(found, expected) == 0.75
     assert staged.recall(found[:, :1], expected[:, :1]) == 0.0
 
 
-def test_documents_are_those_that_were_drawn(small):
+def test_stored_documents_match_the_drawn_tokens(small):
     """Codes of all parts and the best documents in full precision match."""
     row = staged.Row(200, 8)
     Q = staged._queries(3, row.documents, "cpu")
@@ -62,7 +62,7 @@ def test_a_record_of_searches_by_stages(small, monkeypatch, tmp_path):
     assert 0 < record["searches"]["1 probes, 20 kept"]["recall"] <= 1
 
 
-def test_a_peer_that_fails_leaves_the_rest(small, monkeypatch, tmp_path):
+def test_failing_peer_keeps_other_results(small, monkeypatch, tmp_path):
     monkeypatch.setattr(common, "_version", lambda name: "1.7.0")
     monkeypatch.setattr(staged, "PEER_MODULE", "benchmarks.missing")
     path = staged.run(arguments(tmp_path / "found.json"), [staged.Row(50, 2)])
@@ -70,14 +70,14 @@ def test_a_peer_that_fails_leaves_the_rest(small, monkeypatch, tmp_path):
     assert record["peer_failed"].startswith("RuntimeError: status 1") and len(record["searches"]) == 4
 
 
-def test_without_time_rows_say_so(tmp_path):
+def test_rows_without_time_record_a_timeout(tmp_path):
     path = staged.run(arguments(tmp_path / "found.json", seconds=-1), list(staged.ROWS))
     records = json.loads(path.read_text())["records"]
     assert [r["case"]["name"] for r in records] == [row.name for row in staged.ROWS]
     assert all(r["failed"] == "TimeoutError: no time left" for r in records)
 
 
-def test_a_billion_tokens_in_small(monkeypatch, tmp_path):
+def test_scaled_down_billion_run_records_every_case(monkeypatch, tmp_path):
     monkeypatch.setattr(billion, "LENGTH", 5)
     monkeypatch.setattr(billion, "CENTROIDS", 30)
     command = ["billion.py", "--device", "cpu", "--documents", "200", "--host", "120", "--rounds", "1"]
@@ -93,7 +93,7 @@ def test_a_billion_tokens_in_small(monkeypatch, tmp_path):
     assert all(r["ms"] > 0 for r in records) and all(r["error"] < 1e-4 for r in records[:2])
 
 
-def test_a_floor_is_of_what_is_read_and_computed():
+def test_floor_counts_bytes_products_and_centroids():
     ceilings = {"gbs": 4000.0, "tflops": 800.0}
     parts = billion.floor(1_024_000_000, 16, 41_000_000_000, ceilings)
     assert parts["bytes"] == pytest.approx(10.25)

@@ -59,7 +59,7 @@ def test_a_run_times_each_call_in_each_pass(monkeypatch):
         assert once["seconds"].keys() == {"scores", "step"} and once["kernels"] == []
 
 
-def test_compiled_kernels_are_recorded_but_those_on_disk_are_not(monkeypatch):
+def test_compiled_kernels_are_recorded_and_cached_are_not(monkeypatch):
     found = []
     monkeypatch.setattr(cold_start.triton.knobs.compilation, "listener", None)
     cold_start.record_compilations(found)

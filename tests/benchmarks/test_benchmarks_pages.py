@@ -29,7 +29,7 @@ from benchmarks.retrieval import retrieve  # noqa: E402
 # add
 
 
-def test_rows_of_a_short_run_stand_beside_the_rest(tmp_path, monkeypatch):
+def test_short_run_is_merged_into_earlier_results(tmp_path, monkeypatch):
     def result(commit, gpu="H100", **rows):
         records = [{"case": {"name": name}, **row} for name, row in rows.items()]
         return {"benchmark": "x", "environment": {"commit": commit, "gpus": [gpu]}, "records": records}
@@ -62,7 +62,7 @@ def test_documents_show_the_committed_results(name):
     assert tables.rewritten(text) == text, "run make figures"
 
 
-def test_limits_of_the_readme_are_in_the_results():
+def test_readme_limits_match_the_results():
     limits = " ".join((tables.ROOT / "README.md").read_text().split("\n## Limits\n")[1].split("\n## ")[0].split())
     forward = {r["case"]["name"]: r for r in tables.load("forward")["records"]}
     tiny, candidates, many, long = (
@@ -104,12 +104,12 @@ def test_limits_of_the_readme_are_in_the_results():
     assert f"{min(rows):.2f} to {max(rows):.2f} in consecutive searches" in limits
 
 
-def over(record: dict, ms: float) -> float:
+def compute_excess(record: dict, ms: float) -> float:
     """Return by how much a time exceeds its goal."""
     return ms / (record.get("goal_ms") or record["case"]["goal_ms"]) - 1
 
 
-def test_limits_of_the_performance_page_are_in_the_results():
+def test_performance_page_limits_match_the_results():
     page = (tables.ROOT / "docs" / "performance.md").read_text()
     limits = " ".join(page.split("\n## Limits\n")[1].split("\n## ")[0].split())
 
@@ -117,18 +117,20 @@ def test_limits_of_the_performance_page_are_in_the_results():
         return {r["case"]["name"]: r for r in tables.load(name)["records"]}
 
     forward = {name: r for name, r in found("forward").items() if r["case"]["goal_ms"]}
-    missed = {name: over(r, r["contenders"][tables.OURS]["ms"]) for name, r in forward.items()}
+    missed = {name: compute_excess(r, r["contenders"][tables.OURS]["ms"]) for name, r in forward.items()}
     missed = {name: f"{name} by {x:.0%}".replace("%", " %") for name, x in missed.items() if x > 0}
     assert sorted(missed) == ["pages 1x1k", "rerank 1k", "rerank 1k long", "rerank Lq 128"]
     assert all(text in limits for text in missed.values())
     training = found("training")
     steps = {
-        name: over(r, r["contenders"]["lik_ops lowmem"]["ms"]) for name, r in training.items() if r["case"]["goal_ms"]
+        name: compute_excess(r, r["contenders"]["lik_ops lowmem"]["ms"])
+        for name, r in training.items()
+        if r["case"]["goal_ms"]
     }
     assert [name for name, x in steps.items() if x > 0] == ["in-batch 256"]
     assert f"the step of in-batch 256 by {100 * steps['in-batch 256']:.0f} %" in limits
     soft, head, chamfer = (
-        {n: over(r, r["results"][tables.OURS]["ms"]) for n, r in found(name).items() if r["goal_ms"]}
+        {n: compute_excess(r, r["results"][tables.OURS]["ms"]) for n, r in found(name).items() if r["goal_ms"]}
         for name in ("soft", "head", "chamfer")
     )
     two, three, step = (100 * soft[f"soft {name}"] for name in ("256x256", "pages 32x32", "step 256x256"))
@@ -211,7 +213,7 @@ def test_a_stale_block_is_rewritten(tmp_path):
     assert tables.rewritten(text) == text
 
 
-def test_another_precision_is_not_compared():
+def test_inexact_peers_are_not_compared():
     ours, exact = {"ms": 3.0, "exact": True}, {"ms": 2.0, "exact": True}
     contenders = {"lik_ops": ours, "eager": exact, "half": {"ms": 1.0, "exact": False}, "gone": {"failed": "why"}}
     assert tables.best_peer({"contenders": contenders}) == ("eager", 2.0)
@@ -221,14 +223,14 @@ def test_another_precision_is_not_compared():
     assert tables.cell(contenders["gone"], best=2.0) == "-"
 
 
-def written(directory: Path, name: str, records: list[dict], **settings) -> None:
+def write_results(directory: Path, name: str, records: list[dict], **settings) -> None:
     versions = {"torch": "2.11.0", "late-interaction-kernels": "0.4.5"}
     env = {"gpus": ["NVIDIA H200"], "versions": versions, "commit": "0123456789", "cpu": "", "threads": 1}
     document = {"environment": env, "settings": settings, "records": records}
     (directory / f"{name}.json").write_text(json.dumps(document))
 
 
-def test_tables_of_what_is_not_measured(tmp_path):
+def test_tables_without_results_show_not_measured(tmp_path):
     assert tables.ragged(tmp_path) == "Not measured yet (`benchmarks/operators/ragged.py`)."
     assert tables.retrieve(tmp_path) == "Not measured yet (`benchmarks/retrieval/retrieve.py`)."
     assert tables.hosts(tmp_path) == "Not measured yet (`benchmarks/calls/hosts.py`)."
@@ -253,7 +255,7 @@ def test_table_of_ragged_results(tmp_path):
     ratios = {"holes": 1.5, "prefix": 0.9}
     masked = {"case": dataclasses.asdict(ragged.MASKED[0]), "contenders": masks, "ratio_to_unmasked": ratios}
     gone = {"case": case, "contenders": {}, "failed": "no time left"}
-    written(tmp_path, "ragged", [masked, record, gone])
+    write_results(tmp_path, "ragged", [masked, record, gone])
     lines = tables.ragged(tmp_path).splitlines()
     assert lines[0].startswith("NVIDIA H200, torch 2.11.0, late-interaction-kernels 0.4.5, commit 0123456.")
     row = (
@@ -261,7 +263,7 @@ def test_table_of_ragged_results(tmp_path):
     )
     assert [line for line in lines if line.startswith("| rerank")] == [row]
     assert "take 1.50 to 1.50 times" in lines[-1] and "and 0.90 to 0.90 times with prefix masks" in lines[-1]
-    written(tmp_path, "ragged", [record])
+    write_results(tmp_path, "ragged", [record])
     assert tables.ragged(tmp_path).splitlines() == lines[:-2]
 
 
@@ -275,7 +277,7 @@ def test_table_of_searches(tmp_path):
         "lik_ops pageable": {"failed": "why"},
     }
     gone = {"case": {"name": "disk 1", "kind": "disk"}, "contenders": {}, "failed": "no time left"}
-    written(tmp_path, "retrieve", [resident, streamed, gone])
+    write_results(tmp_path, "retrieve", [resident, streamed, gone])
     lines = tables.retrieve(tmp_path).splitlines()
     assert lines[-3:] == [
         "| on the GPU | 1 | 1,000,000 | 10.50 | 10.70 | 0.981 | 0.742 | 0.991 | 0.97 | - | - | 2.00x * |",
@@ -287,7 +289,7 @@ def test_table_of_searches(tmp_path):
     failed = {"case": {"name": "gpus 1"}, "contenders": {"lik_ops": {"failed": "wrong"}}}
     whole = record | {"parts": {"local_ms": [60.5, 61.25], "agree_ms": [0.06, 0.05], "merge_ms": [0.1, 0.125]}}
     whole["contenders"] = {"lik_ops": record["contenders"]["lik_ops"] | {"sustained_efficiency": 0.981}}
-    written(tmp_path, "retrieve_gpus", [record, whole, failed], gpus=2)
+    write_results(tmp_path, "retrieve_gpus", [record, whole, failed], gpus=2)
     text = tables.retrieve(tmp_path)
     assert text.startswith("\n".join(lines))
     assert text.splitlines()[-2:] == [
@@ -303,7 +305,7 @@ def test_table_of_losses(tmp_path):
     case = dataclasses.asdict(hosts.CASES[3])
     whole = {"case": case, "contenders": {"sentence-transformers": theirs, "lik_ops": ours, "eager": {"failed": "why"}}}
     gone = {"case": case, "contenders": {}, "skipped": "why"}
-    written(tmp_path, "hosts", [whole, gone])
+    write_results(tmp_path, "hosts", [whole, gone])
     row = "| cached | sentence-transformers | 256 x 256, 128, 2048, 128 by 32 |"
     assert tables.hosts(tmp_path).splitlines()[-2:] == [
         f"{row} 40.00 (900) | 10.00 (90) | - | 39.00 (800) | 9.50 (80) | 4.00x | 2e-01 / 1e-09 | 3e-01 / 0e+00 |",
@@ -320,7 +322,7 @@ def test_tables_of_formats(tmp_path):
     whole["quantize_ms"] = {"int8": 2.0}
     found = {"case": {"name": "search topics 100000", "tokens": "topics", "documents": 100_000}}
     found |= {"ms": {"full": 1.0, "int8": 0.5, "both": 0.6}, "rescored": 0.00123, "recall": 0.9}
-    written(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
+    write_results(tmp_path, "quantized", [whole, found, {"case": {"name": "search random 9"}, "failed": "why"}])
     text = tables.formats(tmp_path).splitlines()
     row = "| 1 x 1000, 32, 300, 128 |"
     gaps = " | ".join("-" * (len(tables.FORMATS) - 2))
@@ -328,14 +330,14 @@ def test_tables_of_formats(tmp_path):
     assert f"{row} 1e-03, 0.9999 | 1e-03, 0.9999 | {gaps} | 1e-03, 0.9999 |" in text
     assert f"{row} 150 | {gaps} |" in text
     whole["peers_commit"] = "1234567890"
-    written(tmp_path, "quantized", [whole])
+    write_results(tmp_path, "quantized", [whole])
     assert f"{gaps} | 0.7500 (flash-maxsim int8 x int8, 1234567) |" in tables.formats(tmp_path)
     assert text[-1] == "| topics | 100,000 | 1.00 | 0.50 | 0.60 | - | - | 0.123% | 0.90 |"
     record = {
         "case": {"name": "hashed"},
         "formats": {"full": {"bytes": 256, "mrr": 0.5}, "int8": {"bytes": 132, "rate": 1.25, **each}},
     }
-    written(tmp_path, "fidelity", [record], queries=300)
+    write_results(tmp_path, "fidelity", [record], queries=300)
     assert tables.fidelity(tmp_path).splitlines()[-2:] == [
         "| the demo's encoder | full | 256 | - | 0.500 | - | - | - | - |",
         "| the demo's encoder | int8 | 132 | 1.25 | - | 1.0e-03 | 0.9999 | 1.000 | 0.990 |",
@@ -405,7 +407,7 @@ def test_pictures_follow_dark_mode(plot, tmp_path):
         assert f'[style*="fill: {light}"]{{fill:{dark} !important}}' in svg.partition("prefers-color-scheme: dark")[2]
 
 
-def test_pictures_are_of_the_committed_results(plot, tmp_path):
+def test_pictures_match_the_committed_results(plot, tmp_path):
     for name in ("forward-roofline.svg", "forward-speed.svg"):
         assert plot.digest() in (plot.IMAGES / name).read_text(), "run make figures"
     shutil.copy(tables.RESULTS / "forward.json", tmp_path)
@@ -415,7 +417,7 @@ def test_pictures_are_of_the_committed_results(plot, tmp_path):
     assert plot.digest(tmp_path) != plot.digest()
 
 
-def test_cases_of_equal_intensity_stand_apart(plot):
+def test_equal_intensities_are_spread_apart(plot):
     xs = list(plot.spread([32.0, 32.0, 32.1, 128.0]))
     assert xs == sorted(xs)
     assert min(b / a for a, b in itertools.pairwise(xs)) > 1.1

@@ -73,7 +73,7 @@ def test_every_row_has_a_measurement_or_a_reason():
     assert sorted([*measured, *reasons]) == sorted(row.name for row in ROWS)
 
 
-def test_an_unknown_row_is_an_error():
+def test_unknown_row_raises():
     table = replace(ROWS[0].table, id="S99")
     with pytest.raises(KeyError):
         plan.spec_of(rows.PaperRow(table, 0))
@@ -99,7 +99,7 @@ def test_every_column_is_shown_or_has_a_reason(table):
     assert used == set(table.columns)
 
 
-def test_names_of_measurements_are_unique_and_peers_own_tables_come_first():
+def test_measurement_names_are_unique_and_compiled_ones_last():
     assert len({unit.name for unit in UNITS}) == len(UNITS)
     kinds = [unit.name.endswith("compiled") for unit in UNITS]
     assert kinds == sorted(kinds) and UNITS[0].name == "S1/0"
@@ -107,14 +107,14 @@ def test_names_of_measurements_are_unique_and_peers_own_tables_come_first():
     assert shared.rows == ("Tab1+4+21 H100/4", "Tab1+4+21 A100/4", "AppB/0")
 
 
-def test_estimates_are_positive_and_know_what_does_not_fit():
+def test_estimates_are_positive_and_detect_memory_limits():
     assert all(unit.seconds > 0 for unit in UNITS if unit.spec.kind != "analytic")
     largest = next(unit.spec for unit in UNITS if unit.name == "Fig1+Tab5+23/12")
     assert estimate.fits(largest, plan.OURS) and not estimate.fits(largest, plan.EAGER)
     assert estimate.memory_bytes(largest, (plan.OURS,)) == pytest.approx(39.3e9, rel=0.01)
 
 
-def test_the_list_has_every_row_and_the_totals(capsys, monkeypatch):
+def test_list_option_prints_every_row_and_the_totals(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["papers", "--list"])
     program.main()
     out = capsys.readouterr().out
@@ -122,7 +122,7 @@ def test_the_list_has_every_row_and_the_totals(capsys, monkeypatch):
     assert f"{len(UNITS)} measurements of 210 rows" in out and "110 s with --first" in out
 
 
-def test_rows_that_compile_side_by_side_have_distinct_kernels_and_are_small():
+def test_parallel_compilations_have_distinct_tuning_keys():
     chosen = program.to_compile(UNITS)
     specs = [next(unit.spec for unit in UNITS if unit.name == name) for name in chosen]
     assert len({estimate.tuning_key(spec) for spec in specs}) == len(specs) <= program.COMPILED_AT_ONCE
@@ -169,7 +169,7 @@ def test_a_wrong_contender_is_not_timed(monkeypatch):
     assert record["contenders"][plan.OURS]["values"]["forward cold"]["n"] == 2
 
 
-def test_a_contender_without_memory_does_not_end_the_row(monkeypatch):
+def test_out_of_memory_contender_does_not_end_the_row(monkeypatch):
     def exhausted(*args):
         raise torch.OutOfMemoryError("no")
 
@@ -181,7 +181,7 @@ def test_a_contender_without_memory_does_not_end_the_row(monkeypatch):
     assert "forward warm" in record["contenders"][plan.OURS]["values"]
 
 
-def test_a_part_without_memory_is_timed_one_contender_at_a_time():
+def test_out_of_memory_part_times_contenders_separately():
     def sample(calls, clock):
         if len(calls) > 1 or "b" in calls:
             raise torch.OutOfMemoryError("no")
@@ -195,7 +195,7 @@ def test_a_part_without_memory_is_timed_one_contender_at_a_time():
     assert entries["b"]["failed"] == measure.OUT_OF_MEMORY
 
 
-def test_context_managers_restore_what_they_change(monkeypatch):
+def test_context_managers_restore_environment_and_tf32(monkeypatch):
     monkeypatch.setenv("PAPERS_A", "before")
     with problem.environment_of(PAPERS_A="x", PAPERS_B="y"):
         assert importlib.import_module("os").environ["PAPERS_A"] == "x"
@@ -223,7 +223,7 @@ def test_drawn_lengths_have_the_published_fill(row):
     assert lengths.min() >= 10 and lengths.max() <= row["max_Ld"]
 
 
-def test_analytic_figures_are_the_published_ones():
+def test_analytic_figures_match_published_figures():
     for row in (row for row in ROWS if row.table.id in ("Tab22", "Tab24")):
         spec = plan.spec_of(row)
         naive, flash = (others.Formulas(spec, "cpu").contender(name).values for name in (plan.EAGER, plan.FLASH))
@@ -234,14 +234,14 @@ def test_analytic_figures_are_the_published_ones():
             assert f"{naive['S']:.1f} GB" == row["S"] and flash["argmax"] == pytest.approx(row["winners_MB"], rel=0.01)
 
 
-def test_a_corpus_larger_than_host_memory_is_refused(monkeypatch):
+def test_corpus_larger_than_host_memory_is_rejected(monkeypatch):
     monkeypatch.setattr(others, "host_bytes", lambda: 2**30)
     spec = next(unit.spec for unit in UNITS if unit.name == "Tab9/3")
     record = measure.measure(spec, spec.contenders, None, 2, "cpu")
     assert record["failed"].startswith("MemoryError: needs 197 GB of host memory") and not record["contenders"]
 
 
-def test_host_memory_is_the_smaller_one_of_machine_and_container(tmp_path):
+def test_host_memory_is_the_minimum_of_machine_and_container(tmp_path):
     for name, text in {
         "proc/meminfo": "MemTotal:  9 kB\nMemAvailable:   1000000 kB\n",
         "sys/fs/cgroup/memory.max": "max\n",
@@ -259,17 +259,17 @@ def test_host_memory_is_the_smaller_one_of_machine_and_container(tmp_path):
 # Peers, with their kernels replaced by lik_ops
 
 
-def scored(a):
+def score_all_queries(a):
     return lik_ops.maxsim(a["Q"], a["D"], normalize=a.get("normalize", False))
 
 
-def scored_alone(a):
+def score_one_query(a):
     lengths = a.get("doc_lengths")
     mask = None if lengths is None else lik_ops.lengths_to_mask(lengths, a["D"].shape[1])
     return lik_ops.maxsim(a["Q"][None], a["D"], None, mask)[0]
 
 
-def scored_int8(a):
+def score_int8_query(a):
     D = a["D_int8"].float() * a["d_scales"].float().reshape(*a["D_int8"].shape[:2], -1)
     Q = a["Q_int8"].float() * a["q_scales"].float().reshape(len(a["Q_int8"]), -1)
     return lik_ops.maxsim(Q[None], D)[0]
@@ -280,7 +280,7 @@ def chamfer_of(a):
 
 
 STANDINS = {
-    ("late_interaction_kernels", "maxsim"): scored,
+    ("late_interaction_kernels", "maxsim"): score_all_queries,
     ("late_interaction_kernels", "maxsim_varlen"): lambda a: lik_ops.maxsim_varlen(
         a["Q_packed"], a["D_packed"], a["cu_seqlens_q"], a["cu_seqlens_d"]
     ),
@@ -293,15 +293,15 @@ STANDINS = {
     ("late_interaction_kernels.plaid", "maxsim_residual_varlen"): lambda a: torch.rand(
         len(a["Q"]), len(a["cu_seqlens_d"]) - 1
     ),
-    ("flash_maxsim", "flash_maxsim"): scored_alone,
-    ("flash_maxsim", "flash_maxsim_batched"): scored,
-    ("flash_maxsim", "flash_maxsim_batched_train"): scored,
+    ("flash_maxsim", "flash_maxsim"): score_one_query,
+    ("flash_maxsim", "flash_maxsim_batched"): score_all_queries,
+    ("flash_maxsim", "flash_maxsim_batched_train"): score_all_queries,
     ("flash_maxsim", "flash_maxsim_packed"): lambda a: lik_ops.maxsim_varlen(
         a["Q"][None], a["D_packed"], cu_seqlens_d=a["cu_seqlens_d"]
     )[0],
     ("flash_maxsim", "flash_chamfer"): chamfer_of,
     ("flash_maxsim", "flash_chamfer_invgrid_train"): chamfer_of,
-    ("flash_maxsim.flash_maxsim_quant", "flash_maxsim_int8x8"): scored_int8,
+    ("flash_maxsim.flash_maxsim_quant", "flash_maxsim_int8x8"): score_int8_query,
     ("flash_maxsim.flash_maxsim_exp", "flash_maxsim_streamed"): lambda a: lik_ops.maxsim(a["Q"][None], a["D_cpu"])[0],
 }
 
@@ -330,7 +330,7 @@ def standins(monkeypatch):
     return used
 
 
-def test_calls_of_peers_fit_their_signatures_and_arguments(standins):
+def test_peer_calls_match_their_signatures(standins):
     for spec, name in PEERS:
         spec = in_fp32(spec)
         of = measure.KINDS[spec.kind](spec, "cpu")
@@ -345,7 +345,7 @@ def test_calls_of_peers_fit_their_signatures_and_arguments(standins):
     assert standins == set(STANDINS)
 
 
-def test_fast_plaid_searches_an_index_of_the_same_codes(monkeypatch):
+def test_fast_plaid_searches_an_index_of_all_documents(monkeypatch):
     found = {}
 
     def searched(command, **options):
@@ -426,7 +426,7 @@ def test_a_failing_row_is_recorded_and_the_next_one_runs(run, monkeypatch):
     assert records[0]["failed"] == "RuntimeError: broken row" and "failed" not in records[1]
 
 
-def test_a_row_that_ends_the_program_is_tried_again_but_not_forever(run, monkeypatch):
+def test_row_that_kills_the_program_has_limited_retries(run, monkeypatch):
     def killed(*args, **options):
         raise KeyboardInterrupt
 
@@ -439,7 +439,7 @@ def test_a_row_that_ends_the_program_is_tried_again_but_not_forever(run, monkeyp
     assert run("Tab24/0")["records"] == [record]
 
 
-def test_a_contender_that_breaks_the_device_is_left_out_after_a_restart(run, monkeypatch):
+def test_device_breaking_contender_is_skipped_after_restart(run, monkeypatch):
     restarts, broken = [], {"now": False}
     right = dense.eager_fp32
 

@@ -64,7 +64,7 @@ def test_a_row_without_our_figure_is_not_ahead():
     assert "In 0 of 1 timed figures" in text
 
 
-def test_peaks_have_the_unit_of_the_paper_and_include_inputs_where_it_does():
+def test_peaks_use_the_units_and_inputs_of_the_paper():
     entry = {"values": {"forward peak": 1000.0}, "held_mb": 500.0}
     text = report.page(synthetic([record_of("Tab21 peaks/0", {plan.FLASH: entry, plan.OURS: entry})]), {})
     assert "0.93 / 1.57" in text  # 1500 MiB in GB
@@ -81,7 +81,7 @@ def test_shares_are_better_if_they_are_higher():
     assert "0.99969 / 0.99 | 1.01x" in text and "- Not ahead, row 0 (0.90x)" in text
 
 
-def test_a_failed_row_says_why():
+def test_failed_row_shows_the_reason():
     record = record_of("Tab9/3", {}, failed="MemoryError: needs 197 GB of host memory, the machine has 128 GB")
     text = report.page(synthetic([record]), {})
     assert "No figure of lik_ops, row 3: MemoryError: needs 197 GB of host memory" in text
@@ -106,12 +106,12 @@ def test_figures_of_two_gpus_are_not_compared():
     assert "Measurements: 1 on NVIDIA H100, 1 on NVIDIA H200." in text and "Of 0 timed figures" in text
 
 
-def test_a_remark_of_no_row_is_an_error():
+def test_remark_of_an_unknown_row_raises():
     with pytest.raises(ValueError, match="S1/99"):
         report.page(None, {"S1/99": "x"})
 
 
-def test_the_page_is_what_the_results_say():
+def test_page_matches_the_committed_results():
     path = common.RESULTS / "papers.json"
     document = json.loads(path.read_text()) if path.exists() else None
     expected = report.page(document, json.loads(report.REMARKS.read_text()))

@@ -31,7 +31,7 @@ RAGGED = list(itertools.product(("cross", "candidates", "pairs"), (1.0, 0.6)))
 
 
 @pytest.mark.parametrize("most", [32, 300, 1024])
-def test_lengths_have_the_mean_that_is_said(most):
+def test_lengths_have_the_requested_mean(most):
     lengths = ragged_cases.draw_lengths(50_000, most, 0.3, torch.Generator().manual_seed(0))
     assert lengths.min() >= 1
     assert lengths.max() == most
@@ -47,7 +47,7 @@ def test_names_of_ragged_cases_and_of_searches_are_unique():
 
 
 @pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
-def test_work_of_kept_tokens(layout, mean_q):
+def test_operations_and_bytes_count_kept_tokens(layout, mean_q):
     x = ragged_cases.Inputs(ragged_case(layout, mean_q))
     each = [int(x.q_lengths[i] * x.d_lengths[j]) for i, j in x.met.tolist()]
     assert x.operations == 2 * 16 * sum(each)
@@ -72,7 +72,7 @@ def test_ragged_contenders_agree_with_the_reference(layout, mean_q):
 
 
 @pytest.mark.parametrize(("layout", "mean_q"), RAGGED)
-def test_wrong_ragged_results_are_seen(layout, mean_q):
+def test_wrong_ragged_results_are_detected(layout, mean_q):
     x = ragged_cases.Inputs(ragged_case(layout, mean_q, "step"))
     score, tokens = ragged_contenders.contenders(x)[ragged_contenders.PACKED]
     scores = score(*tokens)

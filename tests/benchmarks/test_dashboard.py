@@ -49,7 +49,7 @@ def test_every_results_file_has_lines_with_distinct_names(path):
     ("path", "unit"),
     [("lik_ops ms", "ms"), ("lik_ops first_s", "s"), ("ms int8", "ms"), ("host_us new", "us"), ("x recall10", "")],
 )
-def test_the_unit_of_a_figure_is_that_of_its_last_key_with_a_unit(path, unit):
+def test_unit_comes_from_the_last_key_with_a_unit(path, unit):
     assert dashboard.unit_of(tuple(path.split()))[0] == unit
 
 
@@ -95,7 +95,7 @@ setTimeout(() => {
 </script></body>"""
 
 
-def opened(page: Path, shown: str = "body") -> str:
+def render_in_browser(page: Path, shown: str = "body") -> str:
     """Return the document after its scripts ran and the element `shown` is visible."""
     with browser.open_browser() as chromium, browser.open_page(chromium, page.as_uri()) as tab:
         tab.wait_for_selector(shown)
@@ -114,7 +114,7 @@ def test_the_page_filters_and_shows_the_commit_of_a_point(tmp_path):
     files = [{"name": "forward", "versions": versions, "series": lines}]
     page = tmp_path / "page.html"
     page.write_text(dashboard.render(files).replace("</body>", USE), encoding="utf-8")
-    text = opened(page, "#tip")
+    text = render_in_browser(page, "#tip")
     assert re.search(r'id="count"[^>]*>1 rows<', text)  # the first line has no point in the last version
     rows = re.findall(r'<td class="figure">(.*?)</td>', text)
     assert rows == ["lik_ops, host_ms"]
@@ -129,7 +129,7 @@ def test_the_page_of_this_repository_opens_without_a_network(tmp_path):
     page.write_text(dashboard.render(dashboard.collect()), encoding="utf-8")
     addresses = set(re.findall(r"https?://[\w.]+", dashboard.TEMPLATE.read_text()))
     assert addresses == {"http://www.w3.org"}  # the namespace of SVG
-    text = opened(page)
+    text = render_in_browser(page)
     stems = {path.stem for path in FILES}
     assert {"forward", "training", "quantized"} <= set(re.findall(r'<details id="(\w+)"', text)) <= stems
     assert text.count("<svg") > 100 and "<polyline" in text

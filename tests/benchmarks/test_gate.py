@@ -27,7 +27,7 @@ from benchmarks.report import before
 NAME = "no grad, lik_ops.maxsim"
 
 
-def test_a_row_is_refused_above_the_limit_and_if_it_is_gone():
+def test_slower_and_removed_rows_are_refused():
     old = {"equal": 100.0, "slower": 100.0, "at the limit": 100.0, "faster": 100.0, "gone": 100.0}
     new = {"equal": 100.0, "slower": 103.1, "at the limit": 103.0, "faster": 96.0, "added": 5.0}
     rows = verdicts.compare(old, new)
@@ -53,7 +53,7 @@ def test_the_count_of_a_row_is_the_smallest_of_its_blocks(tmp_path):
         host.read_dumps(tmp_path, rows)
 
 
-class Counted:
+class HostGateRun:
     """Replacement for `host.instructions`: the counts of each folder, one after the other."""
 
     def __init__(self, monkeypatch, tmp_path, recorded, new, old=(), version="2.0"):
@@ -69,28 +69,28 @@ class Counted:
 
 
 def test_equal_counts_pass_without_counting_the_commit_of_the_record(monkeypatch, tmp_path):
-    counted = Counted(monkeypatch, tmp_path, 1000, new=[1020])
+    counted = HostGateRun(monkeypatch, tmp_path, 1000, new=[1020])
     assert counted.status == 0 and counted.left == {"new": [], "old": []}
 
 
-def test_a_slower_path_is_refused_after_old_and_new_were_counted_here(monkeypatch, tmp_path, capsys):
-    counted = Counted(monkeypatch, tmp_path, 1000, new=[1500, 1490], old=[1000])
+def test_slower_path_is_refused_after_a_local_recount(monkeypatch, tmp_path, capsys):
+    counted = HostGateRun(monkeypatch, tmp_path, 1000, new=[1500, 1490], old=[1000])
     assert counted.status == 1 and counted.left == {"new": [], "old": []}
     assert f"REFUSED: 1 of 1 rows: {NAME}" in capsys.readouterr().out
 
 
-def test_a_machine_that_counts_more_for_old_and_new_passes(monkeypatch, tmp_path):
-    counted = Counted(monkeypatch, tmp_path, 1000, new=[1100], old=[1095])
+def test_higher_counts_in_both_checkouts_pass(monkeypatch, tmp_path):
+    counted = HostGateRun(monkeypatch, tmp_path, 1000, new=[1100], old=[1095])
     assert counted.status == 0 and counted.left == {"new": [], "old": []}
 
 
 @pytest.mark.parametrize(("new", "status"), [([900], 0), ([1000, 1000], 1)])
-def test_other_versions_than_those_of_the_record_count_its_commit(monkeypatch, tmp_path, new, status):
+def test_version_mismatch_recounts_the_recorded_commit(monkeypatch, tmp_path, new, status):
     """The record would accept both counts, but the older code needs 900 instructions with these versions."""
-    assert Counted(monkeypatch, tmp_path, 1000, new=new, old=[900], version="2.1").status == status
+    assert HostGateRun(monkeypatch, tmp_path, 1000, new=new, old=[900], version="2.1").status == status
 
 
-def test_the_record_has_the_rows_that_are_counted():
+def test_committed_record_has_plausible_counts():
     counts, counted_with = host.read_record()
     assert NAME in counts and len(counts) > 20 and set(counted_with) == {"python", "valgrind", "torch", "triton"}
     assert all(n > 1000 for n in counts.values())
@@ -126,7 +126,7 @@ def turns(ms: float, bits: str = "a") -> list[dict]:
     return [{"ms": ms * noise, "bits": bits} for noise in (1.1, 1, 0.9)]
 
 
-def test_a_device_time_is_the_median_of_turns_and_failures_are_refused():
+def test_device_verdicts_use_medians_and_detect_failures():
     row = device.comparison_of("row", (turns(2), turns(2.1, "b")))
     assert row.ratio == pytest.approx(1.05) and row.verdict == "slower" and row.note == "other bits"
     failed = [{"failed": "no memory"}, *turns(1)]
@@ -187,7 +187,7 @@ def test_the_device_gate_measures_both_checkouts_and_writes_every_turn(monkeypat
     assert len(records[0]["new"]) == 3 * (1 + device.AGAIN) and all(process.poll() is not None for process in made)
 
 
-def test_recorded_noise_refuses_no_equal_kernels_and_hides_no_slowdown_of_5_percent():
+def test_noise_keeps_false_refusals_low_and_detects_5_percent():
     """Shares of 100 runs. Of 2,000 runs, `python -m benchmarks.gate.simulate` prints the same up to 1 %."""
     rates = simulate.rates(100)
     assert rates["equal kernels refused"] <= 0.01

@@ -36,7 +36,7 @@ def test_context_manager_wins_nests_and_restores(monkeypatch):
     assert get_requested_backend() == "auto"
 
 
-def test_choice_is_of_this_thread():
+def test_use_backend_is_thread_local():
     seen = []
     with lik_ops.use_backend("portable"):
         thread = threading.Thread(target=lambda: seen.append(get_requested_backend()))
@@ -46,7 +46,7 @@ def test_choice_is_of_this_thread():
 
 
 @pytest.mark.parametrize("bad", ["cuda", "none", "Portable"])
-def test_unknown_backends_are_named(monkeypatch, bad):
+def test_unknown_backend_raises(monkeypatch, bad):
     with pytest.raises(ValueError, match="use_backend: name: expected one of auto, triton, portable"):
         lik_ops.use_backend(bad).__enter__()
     monkeypatch.setenv("LIK_OPS_BACKEND", bad)
@@ -54,12 +54,12 @@ def test_unknown_backends_are_named(monkeypatch, bad):
         lik_ops.maxsim(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
 
 
-def test_triton_where_it_cannot_run_is_an_error_not_a_fallback():
+def test_triton_backend_raises_on_cpu():
     with lik_ops.use_backend("triton"), pytest.raises(RuntimeError, match=r"'triton' cannot compute .* on cpu"):
         lik_ops.maxsim(torch.randn(2, 3, 4), torch.randn(2, 3, 4))
 
 
-def test_cpu_takes_portable_and_a_gpu_without_kernels_says_why(caplog):
+def test_cpu_and_gpu_fp64_select_the_portable_backend(caplog):
     assert backends.select_backend(CPU, torch.float32) is portable
     pytest.importorskip("triton", reason="without Triton, no GPU has kernels")
     with caplog.at_level(logging.DEBUG, logger="lik_ops"):
@@ -68,7 +68,7 @@ def test_cpu_takes_portable_and_a_gpu_without_kernels_says_why(caplog):
 
 
 @pytest.mark.gpu
-def test_gpu_takes_the_kernels_and_obeys_the_choice():
+def test_gpu_selects_triton_unless_portable_is_requested():
     from lik_ops.gpu import backend as cuda
 
     device = torch.device("cuda", 0)

@@ -113,7 +113,7 @@ WRONG = [
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("function, name, value, message", WRONG)
-def test_the_first_wrong_entry_is_named_and_without_checks_scores_nan(function, name, value, message, dtype, device):
+def test_invalid_entry_raises_under_checks_else_scores_nan(function, name, value, message, dtype, device):
     right, wrong = arguments(device, dtype), arguments(device, dtype, **{name: value})
     with lik_ops.checks():
         assert not function(right).isnan().any()
@@ -167,7 +167,7 @@ def _offsets(lengths, like):
 
 @pytest.mark.parametrize("name", GIVEN_LENGTHS)
 @pytest.mark.parametrize("wrong", ["lengths", "start", "end"])
-def test_offsets_that_do_not_cover_all_tokens_look_like_lengths(name, wrong, device):
+def test_checks_reject_offsets_that_do_not_cover_all_tokens(name, wrong, device):
     call = GIVEN_LENGTHS[name]
     Q, P, D = (torch.randn(*shape, 16, device=device) for shape in ((4, 8), (32,), (120,)))
     right = [_offsets(n, torch.tensor(0, device=device)) for n in (LENGTHS_Q, LENGTHS_D)]
@@ -186,7 +186,7 @@ def test_offsets_that_do_not_cover_all_tokens_look_like_lengths(name, wrong, dev
 
 
 @pytest.mark.parametrize("name", sorted(GIVEN_LENGTHS.keys() - {"quantize", "retrieve in two stages"}))
-def test_a_cpu_warns_once_of_lengths_in_place_of_offsets(name, monkeypatch):
+def test_lengths_passed_as_offsets_warn_once_on_cpu(name, monkeypatch):
     from lik_ops.ops.checks import hints
 
     monkeypatch.setattr(hints, "_issued_warnings", set())
@@ -205,7 +205,7 @@ def test_a_cpu_warns_once_of_lengths_in_place_of_offsets(name, monkeypatch):
         GIVEN_LENGTHS[name](Q, P, D, *lengths)
 
 
-def test_bounds_and_the_largest_integers(device):
+def test_checks_reject_huge_lengths_and_small_max_seqlen_q(device):
     x = arguments(device, torch.int64, length=[[2, 4], [1, BIG], [9, 3]])
     assert candidates(x)[1, 1].isnan()
     with lik_ops.checks():
@@ -220,7 +220,7 @@ def test_bounds_and_the_largest_integers(device):
         assert pair_list(empty, max_seqlen_q=0).shape == (0,)
 
 
-def test_the_operator_and_compiled_code_look_too():
+def test_checks_apply_to_compiled_calls():
     x = arguments("cpu", torch.int64, cu_d=[0, 2, 6, 6, 10])
     compiled = torch.compile(varlen, backend="aot_eager", fullgraph=True)
     assert compiled(x).isnan().any()
@@ -228,7 +228,7 @@ def test_the_operator_and_compiled_code_look_too():
         compiled(x)
 
 
-def test_samples_of_a_vmap():
+def test_checks_under_vmap_inspect_shared_arguments():
     """Shared arguments are checked, and the offsets that separate vmap samples are not reported as errors."""
     Q, D = torch.randn(2, 5, 8), torch.randn(7, 8)
     cu_q, cu_d, pairs = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 7]), torch.tensor([[0, 1], [1, 0]])
@@ -250,7 +250,7 @@ def test_samples_of_a_vmap():
         torch.vmap(lambda q: lik_ops.maxsim_varlen(q, D, cu_q, cu_d + 1))(Q)
 
 
-def test_fakes_have_no_values_to_look_at():
+def test_checks_skip_fake_and_meta_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x = arguments("cpu", torch.int64, cu_d=[0, 2, 6, 6, 10])
@@ -260,7 +260,7 @@ def test_fakes_have_no_values_to_look_at():
         assert varlen({name: t.to("meta") for name, t in x.items()}).shape == (3, 4)
 
 
-def test_lists_and_nested_tensors_are_looked_at():
+def test_checks_inspect_nested_tensor_offsets():
     nested = torch.nested.nested_tensor_from_jagged(torch.randn(7, 4), torch.tensor([0, 3, 9]))
     with lik_ops.checks(), pytest.raises(ValueError, match="cu_seqlens_d: expected ascending rows of D"):
         lik_ops.maxsim([torch.randn(2, 4)], nested)

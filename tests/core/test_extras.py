@@ -106,7 +106,7 @@ def test_each_extra_exists():
         assert installed and all(f'"{package}' in installed[1] for package in packages.split())
 
 
-def test_only_the_helper_imports_what_is_optional():
+def test_only_the_helper_imports_optional_packages():
     """Other imports would raise a bare "No module named" error."""
     optional = re.compile(r"^\s+(?:import|from) (numpy|safetensors|onnxscript|tqdm|haystack)\b", re.M)
     found = set()
@@ -135,7 +135,7 @@ PACKAGES = ["bm25s", "colpali_engine", "datasets", "matplotlib", "numpy", "pylat
 PACKAGES += ["safetensors", "sentence_transformers", "tokenizers", "tqdm", "transformers"]
 
 
-def test_examples_say_what_to_install():
+def test_example_errors_name_the_extra_to_install():
     programs = [path.name for path in (ROOT / "examples").glob("*.py") if '__name__ == "__main__"' in path.read_text()]
     command = [sys.executable, "-c", EXAMPLES, json.dumps(PACKAGES), json.dumps(programs)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -61,7 +61,7 @@ def test_tokens_that_look_unnormalized_warn_once(name, side):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", CALLS)
-def test_no_warning_where_none_is_due(name, dtype, monkeypatch):
+def test_no_norm_warning_if_normalized_or_disabled(name, dtype, monkeypatch):
     Q, D = tokens(3, 4, 16).to(dtype), tokens(5, 9, 16).to(dtype)
     D[:, 5:] = 0  # padding
     D[0, 0] *= 5  # one token
@@ -79,7 +79,7 @@ def test_no_warning_where_none_is_due(name, dtype, monkeypatch):
         CALLS[name](3 * torch.cat([Q, Q]), torch.cat([D, D]))
 
 
-def test_masked_tokens_do_not_count():
+def test_norm_warning_ignores_masked_tokens():
     Q, D = tokens(2, 4, 16), tokens(3, 9, 16)
     D[:, 2:] *= 7
     with warnings.catch_warnings():
@@ -90,7 +90,7 @@ def test_masked_tokens_do_not_count():
 
 
 @pytest.mark.parametrize("device", CPU_AND_GPU)
-def test_values_of_a_gpu_are_read_under_checks_alone(device):
+def test_gpu_tokens_are_inspected_only_under_checks(device):
     Q, D = tokens(2, 4, 16, scale=2.0, device=device), tokens(3, 9, 16, device=device)
     if device == "cuda":
         with warnings.catch_warnings():
@@ -100,7 +100,7 @@ def test_values_of_a_gpu_are_read_under_checks_alone(device):
         lik_ops.maxsim(Q, D[:2])
 
 
-def test_a_call_that_comes_again_reads_nothing(monkeypatch):
+def test_repeated_call_is_not_inspected_again(monkeypatch):
     Q, D = tokens(2, 4, 16), tokens(3, 9, 16)
     lik_ops.maxsim(Q, D)
     monkeypatch.setattr(hints, "inspect_tokens", lambda *_: pytest.fail("a known description was read again"))
@@ -109,7 +109,7 @@ def test_a_call_that_comes_again_reads_nothing(monkeypatch):
         lik_ops.maxsim(Q + 1, D)
 
 
-def test_the_number_of_calls_that_are_read_is_bounded(monkeypatch):
+def test_number_of_inspected_calls_is_bounded(monkeypatch):
     monkeypatch.setattr(hints, "_find_unusual_norm", lambda *_: seen.append(1))
     seen = []
     for n in range(1, 100):
@@ -118,7 +118,7 @@ def test_the_number_of_calls_that_are_read_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"maxsim of lists", "maxsim_varlen", "retrieve"}))
-def test_an_inverted_mask_leaves_a_log_line(name, caplog):
+def test_inverted_mask_is_logged(name, caplog):
     Q, D = tokens(3, 4, 16), tokens(5, 9, 16)
     d_mask = torch.ones(5, 9, dtype=torch.bool)
     documents = slice(0, 3) if name == "maxsim_pairs" else slice(None)
@@ -137,13 +137,13 @@ def test_compiled_code_has_no_graph_break():
         assert torch.equal(torch.compile(call, backend="eager", fullgraph=True)(Q, D), expected)
 
 
-def test_one_query_and_one_document_leave_a_log_line(caplog):
+def test_single_query_and_document_are_logged(caplog):
     with caplog.at_level(logging.INFO, "lik_ops"):
         lik_ops.maxsim(tokens(4, 16), tokens(6, 16))
     assert "maxsim: one score of one query [4, 16] and one document [6, 16]" in caplog.text
 
 
-def test_the_variable_turns_the_warning_off():
+def test_environment_variable_disables_the_norm_warning():
     """The variable turns the warning off first, because a process warns only once."""
     code = """
 import os, sys, torch, lik_ops

@@ -52,24 +52,24 @@ OF_TENSORS = {
 }
 
 
-def assert_named(name, call):
+def assert_error_names(name, call):
     with pytest.raises((ValueError, TypeError, IndexError), match=name.rstrip(": ")) as raised:
         call()
     assert "Exceeds the limit" not in str(raised.value) and len(str(raised.value)) < 300
 
 
 @pytest.mark.parametrize(("name", "sign"), itertools.product(OF_CORPORA, (1, -1)))
-def test_a_large_integer_in_a_call_of_a_corpus_is_named(name, sign, corpus):
-    assert_named(name, lambda: OF_CORPORA[name](corpus, sign * LARGE))
+def test_corpus_error_names_the_large_integer_argument(name, sign, corpus):
+    assert_error_names(name, lambda: OF_CORPORA[name](corpus, sign * LARGE))
     assert len(corpus) == 4
 
 
 @pytest.mark.parametrize(("name", "sign"), itertools.product(OF_TENSORS, (1, -1)))
-def test_a_large_integer_is_named(name, sign):
-    assert_named(name, lambda: OF_TENSORS[name](sign * LARGE))
+def test_error_names_the_large_integer_argument(name, sign):
+    assert_error_names(name, lambda: OF_TENSORS[name](sign * LARGE))
 
 
-def test_the_longest_id_is_read_again(corpus, tmp_path):
+def test_longest_ids_are_read_back(corpus, tmp_path):
     found = Corpus.create(tmp_path, 8, torch.float32)
     ids = [10**4299, 1 - 10**4300]
     found.append([torch.randn(1, 8)] * 2, ids=ids)

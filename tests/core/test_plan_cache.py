@@ -11,7 +11,7 @@ from lik_ops.core.plan_cache import PlanCache, plans
 from lik_ops.ops.fast_path import eager
 
 
-def test_many_shapes_in_rotation_never_rebuild_the_hot_ones():
+def test_hot_entries_survive_many_rotating_keys():
     cache, built = PlanCache(plan_cache.MAX_PLANS), {}
 
     def call(key):
@@ -27,7 +27,7 @@ def test_many_shapes_in_rotation_never_rebuild_the_hot_ones():
     assert all(built[key] == 1 for key in hot)
 
 
-def test_shapes_in_rotation_that_fit_are_built_once():
+def test_rotating_keys_within_capacity_are_built_once():
     cache = PlanCache(8192)
     for turn in range(5 * 4000):
         if cache.get(turn % 4000) is None:
@@ -35,14 +35,14 @@ def test_shapes_in_rotation_that_fit_are_built_once():
             cache.store(turn, object())
 
 
-def test_one_more_shape_does_not_drop_all_others():
+def test_recent_entries_survive_new_entries():
     cache = PlanCache(100)
     for n in range(1000):
         cache.store(n, object())
         assert all(cache.get(m) is not None for m in range(max(0, n - 40), n + 1))
 
 
-def test_an_entry_exists_once_and_false_is_an_entry():
+def test_store_replaces_entries_and_accepts_false():
     cache = PlanCache(4)
     for n in range(3):
         cache.store(n, False)

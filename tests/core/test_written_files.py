@@ -21,7 +21,7 @@ pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="makes links")
 
 
-def index_of(tokens):
+def make_index(tokens):
     """Return an `Index` of residual codes with one document."""
     codec = lik_ops.ResidualCodec.train(tokens, n_centroids=4)
     return lik_ops.Index(lik_ops.quantize(tokens, codec), torch.tensor([0, len(tokens)]))
@@ -39,7 +39,7 @@ def precious(tmp_path):
     assert path.read_text() == "precious"
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path, precious):
+def test_symlinked_lock_is_rejected(tmp_path, precious):
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     documents = draw((3, 4))
     corpus.append(documents)
@@ -67,7 +67,7 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path, precious):
     assert len(Corpus.open(tmp_path / "corpus")) == 4
 
 
-def test_a_lock_that_is_a_hard_link_to_a_file_of_the_user_is_refused(tmp_path, precious):
+def test_lock_hard_linked_to_a_user_file_is_rejected(tmp_path, precious):
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     corpus.append(draw([1]))
     lock = corpus.path / "append.lock"
@@ -82,7 +82,7 @@ def test_a_lock_that_is_a_hard_link_to_a_file_of_the_user_is_refused(tmp_path, p
     assert len(corpus) == 3
 
 
-def test_a_lock_that_is_a_pipe_is_refused(tmp_path):
+def test_lock_that_is_a_pipe_is_rejected(tmp_path):
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     (corpus.path / "append.lock").unlink()
     os.mkfifo(corpus.path / "append.lock")
@@ -91,7 +91,7 @@ def test_a_lock_that_is_a_pipe_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_create_refuses_a_lock_that_is_a_link(dangling, tmp_path, precious):
+def test_create_rejects_a_symlinked_lock(dangling, tmp_path, precious):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "append.lock").symlink_to(tmp_path / "nowhere" if dangling else precious)
     with pytest.raises(FileExistsError, match=r"append\.lock"):
@@ -99,7 +99,7 @@ def test_create_refuses_a_lock_that_is_a_link(dangling, tmp_path, precious):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_manifest_that_is_a_link_is_replaced(tmp_path):
+def test_append_replaces_a_symlinked_manifest(tmp_path):
     """A download cache may store files as links to shared files."""
     documents = draw((3, 4))
     Corpus.create(tmp_path / "corpus", 8, torch.float32).append(documents[:1])
@@ -117,7 +117,7 @@ def test_a_manifest_that_is_a_link_is_replaced(tmp_path):
     assert {file.name: file.read_bytes() for file in stored.iterdir()} == before
 
 
-def test_leftovers_that_are_links_are_not_followed(tmp_path, precious):
+def test_symlinked_leftovers_are_not_followed(tmp_path, precious):
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -131,7 +131,7 @@ def test_leftovers_that_are_links_are_not_followed(tmp_path, precious):
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_output_that_is_a_link_is_replaced(dangling, tmp_path, precious):
+def test_save_replaces_a_symlinked_output(dangling, tmp_path, precious):
     target = tmp_path / "nowhere" if dangling else precious
     out = tmp_path / "out"
 
@@ -140,7 +140,7 @@ def test_output_that_is_a_link_is_replaced(dangling, tmp_path, precious):
     assert not out.is_symlink() and out.stat().st_size > 0 and not (tmp_path / "nowhere").exists()
 
 
-def test_an_output_path_that_is_a_device_is_refused(tmp_path):
+def test_output_path_must_be_a_regular_file(tmp_path):
     pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
     link.symlink_to(pipe)
@@ -150,10 +150,10 @@ def test_an_output_path_that_is_a_device_is_refused(tmp_path):
     assert {x.name for x in tmp_path.iterdir()} == {"pipe", "link"}
 
 
-def test_no_file_of_an_index_is_written_through_a_link(tmp_path, precious, monkeypatch):
+def test_index_files_are_not_written_through_symlinks(tmp_path, precious, monkeypatch):
     """The link may even appear after the directory was found to be empty."""
     path = tmp_path / "index"
-    index = index_of(torch.nn.functional.normalize(torch.randn(40, 8), dim=-1))
+    index = make_index(torch.nn.functional.normalize(torch.randn(40, 8), dim=-1))
     lik_ops.write_index(tmp_path / "expected", index)
     for file in (tmp_path / "expected").iterdir():
         path.mkdir()
@@ -168,45 +168,45 @@ def test_no_file_of_an_index_is_written_through_a_link(tmp_path, precious, monke
 # negative bits
 
 
-def negated(x):
+def make_neg_view(x):
     """Return a view of equal values with the negative bit set."""
     found = torch._neg_view(-x)
     assert found.is_neg() and torch.equal(found, x)
     return found
 
 
-def test_views_with_the_negative_bit_are_appended_with_their_sign(tmp_path):
+def test_append_keeps_the_sign_of_neg_views(tmp_path):
     documents = [*draw((3, 4, 1)), torch.randn(2, 1, dtype=torch.complex64).expand(2, 8).contiguous().conj().imag]
     corpus = Corpus.create(tmp_path, 8, torch.float32)
-    corpus.append([negated(documents[0])])
-    corpus.append(negated(documents[1]), lengths=negated(torch.tensor([4])))
-    corpus.append(negated(documents[2]), lengths=[1])
+    corpus.append([make_neg_view(documents[0])])
+    corpus.append(make_neg_view(documents[1]), lengths=make_neg_view(torch.tensor([4])))
+    corpus.append(make_neg_view(documents[2]), lengths=[1])
     corpus.append(documents[3:])
     assert_holds(corpus, documents)
     assert_holds(Corpus.open(tmp_path, verify=True), documents)
 
 
 @pytest.mark.parametrize("scale", ["token", "document"])
-def test_quantized_views_with_the_negative_bit_are_appended_with_their_sign(scale, tmp_path):
+def test_append_keeps_the_sign_of_quantized_neg_views(scale, tmp_path):
     tokens, lengths = torch.randn(7, 8), [3, 4]
     plain = lik_ops.quantize(tokens, "uint8", scale, cu_seqlens_d=torch.tensor([0, 3, 7]))
-    of = {name: negated(getattr(plain, name)) for name in ("scale", "minimum", "error", "norm")}
+    of = {name: make_neg_view(getattr(plain, name)) for name in ("scale", "minimum", "error", "norm")}
     corpus = Corpus.create(tmp_path, 8, torch.float32, "uint8", scale)
-    corpus.append(dataclasses.replace(plain, data=negated(plain.data), **of), lengths=lengths)
-    corpus.append(negated(tokens), lengths=lengths)
+    corpus.append(dataclasses.replace(plain, data=make_neg_view(plain.data), **of), lengths=lengths)
+    corpus.append(make_neg_view(tokens), lengths=lengths)
     packed = corpus.documents()[0]
     assert torch.equal(packed.dequantize(), torch.cat([plain.dequantize()] * 2))
     assert torch.equal(packed.error, torch.cat([plain.error] * 2))
 
 
 @pytest.mark.parametrize("format", ["int8", "uint8", "codec"])
-def test_quantized_views_with_the_negative_bit_are_saved_with_their_sign(format, tmp_path):
+def test_save_keeps_the_sign_of_quantized_neg_views(format, tmp_path):
     tokens = torch.nn.functional.normalize(torch.randn(40, 8), dim=-1)
     codec = lik_ops.ResidualCodec.train(tokens, n_centroids=4)
     plain = lik_ops.quantize(tokens[None], codec if format == "codec" else format)
-    of = {name: negated(x) for name, x in plain.tensors().items()}
+    of = {name: make_neg_view(x) for name, x in plain.tensors().items()}
     if format == "codec":
-        of["codec"] = dataclasses.replace(codec, **{name: negated(x) for name, x in codec.tensors().items()})
+        of["codec"] = dataclasses.replace(codec, **{name: make_neg_view(x) for name, x in codec.tensors().items()})
     dataclasses.replace(plain, **of).save(tmp_path / "saved")
     found = Quantized.load(tmp_path / "saved")
     assert torch.equal(found.dequantize(), plain.dequantize())
@@ -214,11 +214,11 @@ def test_quantized_views_with_the_negative_bit_are_saved_with_their_sign(format,
         assert torch.equal(getattr(found, name), x), name
 
 
-def test_a_codec_with_the_negative_bit_is_written_with_its_sign(tmp_path):
+def test_written_codec_keeps_the_sign_of_neg_views(tmp_path):
     tokens = torch.nn.functional.normalize(torch.randn(40, 8), dim=-1)
-    index = index_of(tokens)
+    index = make_index(tokens)
     plain = index.documents.codec
-    codec = dataclasses.replace(plain, **{name: negated(x) for name, x in plain.tensors().items()})
+    codec = dataclasses.replace(plain, **{name: make_neg_view(x) for name, x in plain.tensors().items()})
     Corpus.create(tmp_path / "corpus", 8, torch.float32, codec)
     found = Corpus.open(tmp_path / "corpus").codec
     assert torch.equal(found.centroids, plain.centroids) and torch.equal(found.weights, plain.weights)
@@ -232,7 +232,7 @@ def test_a_codec_with_the_negative_bit_is_written_with_its_sign(tmp_path):
 
 
 @contextlib.contextmanager
-def files_of_at_most(size):
+def limit_file_size(size):
     """Limit file sizes of this process to `size` bytes, to simulate a full disk."""
     import resource
 
@@ -247,7 +247,7 @@ def files_of_at_most(size):
 def test_a_full_disk_in_save_names_the_path_and_leaves_nothing(tmp_path):
     path, made = tmp_path / "saved", lik_ops.quantize(torch.randn(2000, 1, 16))
     path.write_text("before")
-    with pytest.raises(OSError, match=f"{path}") as raised, files_of_at_most(4000):
+    with pytest.raises(OSError, match=f"{path}") as raised, limit_file_size(4000):
         made.save(path)
     assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
     assert [x.name for x in tmp_path.iterdir()] == ["saved"] and path.read_text() == "before"
@@ -257,14 +257,14 @@ def test_a_full_disk_in_save_names_the_path_and_leaves_nothing(tmp_path):
     ("limit", "name"), [(100, "centroids.npy"), (3000, "merged_codes.npy"), (16_200, "merged_residuals.npy")]
 )
 def test_a_full_disk_in_write_index_names_the_file(limit, name, tmp_path):
-    path, index = tmp_path / "index", index_of(torch.nn.functional.normalize(torch.randn(2000, 64), dim=-1))
-    with pytest.raises(OSError, match=name) as raised, files_of_at_most(limit):
+    path, index = tmp_path / "index", make_index(torch.nn.functional.normalize(torch.randn(2000, 64), dim=-1))
+    with pytest.raises(OSError, match=name) as raised, limit_file_size(limit):
         lik_ops.write_index(path, index)
     assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path / name))
     assert not (path / "metadata.json").exists()
 
 
-def test_an_error_of_the_disk_names_the_replaced_file(tmp_path, monkeypatch):
+def test_fsync_error_names_the_replaced_file(tmp_path, monkeypatch):
     def fsync(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -79,21 +79,21 @@ def test_common_kernels(case, arch):
 
 
 @pytest.mark.parametrize("case", [*RAGGED, *SECTIONS], ids=str)
-def test_ragged_kernels(case):
+def test_packed_kernels(case):
     _check(case, "sm_90")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", sorted(set(ARCHITECTURES) - {"sm_90"}))
 @pytest.mark.parametrize("case", [*RAGGED, *SECTIONS], ids=str)
-def test_ragged_kernels_elsewhere(case, arch):
+def test_packed_kernels_on_other_architectures(case, arch):
     _check(case, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("case", MORE_RAGGED, ids=str)
-def test_every_configuration_of_ragged_gradients(case, arch):
+def test_every_configuration_of_packed_gradients(case, arch):
     _check(case, arch)
 
 
@@ -114,14 +114,14 @@ def _check_stored(case: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", STORED, ids=str)
-def test_kernels_of_quantised_documents(case):
+def test_kernels_of_quantized_documents(case):
     _check_stored(case, "sm_90")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("case", STORED + MORE_STORED, ids=str)
-def test_every_kernel_of_quantised_documents(case, arch):
+def test_every_kernel_of_quantized_documents(case, arch):
     _check_stored(case, arch)
 
 
@@ -131,7 +131,7 @@ def _check_terms(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", TERMS, ids=str)
-def test_fp32_is_three_products_of_fp16_terms(case):
+def test_fp32_kernels_multiply_fp16_terms_without_tf32(case):
     _check_terms(case)
 
 
@@ -161,7 +161,7 @@ SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) 
 
 
 @pytest.mark.parametrize("cases", SAME_BITS, ids=lambda cases: str(cases[0]))
-def test_masks_and_winners_do_not_decide_the_order_of_a_product(cases):
+def test_masks_and_argmax_do_not_change_the_product_order(cases):
     """Triton orders the terms of mma.sync by the narrowest type that its operands depend on: see `common.apart`."""
     orders = [_check(case, "sm_80").orders for case in cases]
     assert orders == [orders[0]] * len(orders) and orders[0], dict(zip(map(str, cases), orders, strict=True))
@@ -169,7 +169,7 @@ def test_masks_and_winners_do_not_decide_the_order_of_a_product(cases):
 
 @pytest.mark.parametrize("rows", [1, 32, 128])
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "gfx942"])
-def test_scores_by_codes(name, rows):
+def test_code_scores_kernel_compiles(name, rows):
     pointers = {"table": "*fp32", "weight": "*fp32", "probed": "*i8", "codes": "*i32"}
     segments = SegmentArgs(*(["constexpr"] + ["*i64"] * 2 + ["constexpr"] * 4))
     signature = pointers | {"segments": segments, "scores": "*fp32", **dict.fromkeys(("Nq", "K", "Td", "count"), "i32")}

@@ -17,7 +17,7 @@ ARGUMENTS = {
 }
 
 
-def compiled(name, arch):
+def compile_ward_kernel(name, arch):
     tile = configure_ward(arch)
     signature = ARGUMENTS[name] | dict.fromkeys(("m",) if name == "ward_nearest" else ("m", "left"), "i32")
     aligned: dict = {}
@@ -32,7 +32,7 @@ def compiled(name, arch):
 
 
 def check(name, architecture):
-    found = compiled(name, ARCHITECTURES[architecture])
+    found = compile_ward_kernel(name, ARCHITECTURES[architecture])
     if ARCHITECTURES[architecture].is_amd:
         return
     registers, spills = cuda_resources(found.asm["cubin"])
@@ -41,12 +41,12 @@ def check(name, architecture):
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_compiled_without_spills(name, architecture):
+def test_ward_kernels_compile_without_spills(name, architecture):
     check(name, architecture)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"sm_80", "sm_90"}))
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_compiled_elsewhere(name, architecture):
+def test_ward_kernels_compile_on_other_architectures(name, architecture):
     check(name, architecture)

@@ -112,7 +112,7 @@ def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: 
     ),
     ids=str,
 )
-def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, each_token):
+def test_int8_documents_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, options, terms, each_token):
     source = int8_source(dtype, d, Nq, Lq, Ld, options, each_token, terms)
     assert "s32.s8.s8" in compile_checked(source, products=True).asm["ptx"]
 
@@ -134,7 +134,7 @@ def test_int8_documents_compile_as_meant(dtype, d, Nq, Lq, Ld, options, terms, e
     ),
     ids=str,
 )
-def test_binary_documents_compile_as_meant(dtype, Nq, Lq, Ld, options, kept, each_token):
+def test_binary_documents_compile_to_concurrent_wgmma(dtype, Nq, Lq, Ld, options, kept, each_token):
     terms, rotated = 1 if kept == "bits1_binary" else 2, kept == "bits1_rotated"
     chosen = {"each_token": each_token, "terms": terms, "kept": kept}
     choice = sm90_configs.configure_int8(SM_90, dtype, SizeArgs(Nq, 256, Lq, Ld), 128, **chosen)
@@ -167,7 +167,7 @@ def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int,
     ],
     ids=str,
 )
-def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options):
+def test_fp8_documents_compile_to_concurrent_wgmma(dtype, kept, d, Nq, Lq, Ld, options):
     compiled = compile_checked(fp8_source(dtype, kept, d, Nq, Lq, Ld, options), products=True)
     assert "f32.f16.f16" in compiled.asm["ptx"] and f"f16x2.{kept}x2" in compiled.asm["ptx"]
 
@@ -182,7 +182,7 @@ def test_fp8_documents_compile_as_meant(dtype, kept, d, Nq, Lq, Ld, options):
     ],
     ids=str,
 )
-def test_fp8_queries_compile_as_meant(dtype, d, Nq, Lq, Ld, options):
+def test_fp8_queries_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, options):
     choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept="fp8_fp8")
     source = numbers_source(choice, dtype, d, options, True)
     assert "f32.e4m3.e4m3" in compile_checked(source, products=True).asm["ptx"]
@@ -193,7 +193,7 @@ def test_fp8_queries_compile_as_meant(dtype, d, Nq, Lq, Ld, options):
     ("d", "Nq", "Lq", "options"),
     [(128, 64, 1024, False), (128, 256, 32, False), (96, 64, 100, True), (64, 64, 20, True), (128, 16, 32, False)],
 )
-def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms):
+def test_fp32_rows_compile_to_concurrent_wgmma(d, Nq, Lq, options, terms):
     choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, terms=terms)
     assert (Nq > 16) == choice.config.PRECOMPUTED_TERMS
     source = numbers_source(choice, torch.float32, d, options, False)
@@ -207,7 +207,7 @@ def test_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms):
     ("d", "Nq", "Lq", "options", "argmax", "masked"),
     [(128, 64, 1024, False, True, False), (128, 16, 32, True, True, True), (64, 9, 32, False, False, True)],
 )
-def test_fp32_rows_with_argmax_or_mask_compile_as_meant(d, Nq, Lq, options, argmax, masked, terms):
+def test_fp32_rows_with_argmax_or_mask_compile_to_concurrent_wgmma(d, Nq, Lq, options, argmax, masked, terms):
     chosen = {"terms": terms, "argmax": argmax, "masked": masked, "first": True}
     choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, **chosen)
     assert choice.config.PRECOMPUTED_TERMS
@@ -216,7 +216,7 @@ def test_fp32_rows_with_argmax_or_mask_compile_as_meant(d, Nq, Lq, options, argm
 
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(("d", "Nq", "Lq", "options"), [(128, 1, 32, False), (96, 2, 9, True), (64, 1, 20, True)])
-def test_few_fp32_rows_compile_as_meant(d, Nq, Lq, options, terms):
+def test_few_fp32_rows_compile_to_concurrent_wgmma(d, Nq, Lq, options, terms):
     choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, terms=terms)
     compiled = compile_checked(numbers_source(choice, torch.float32, d, options, False))
     assert "f32.f16.f16" in compiled.asm["ptx"]
@@ -238,7 +238,7 @@ def described_norms(BN: int) -> str:
     ],
     ids=str,
 )
-def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms):
+def test_half_precision_compiles_to_concurrent_wgmma(dtype, d, Lq, options, argmax, norms):
     kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 300)
     compile_checked(kernel, products=norms != "")
 
@@ -249,7 +249,7 @@ def test_compiles_as_meant(dtype, d, Lq, options, argmax, norms):
     [(torch.bfloat16, 128, 1024, False), (torch.float16, 128, 32, True), (torch.bfloat16, 64, 8, True)],
     ids=str,
 )
-def test_large_tiles_compile_as_meant(dtype, d, Lq, options, argmax, norms):
+def test_large_tiles_compile_to_concurrent_wgmma(dtype, d, Lq, options, argmax, norms):
     kernel = source(dtype, d, Lq, options, argmax, norms != "", norms == "given", 1024)
     compile_checked(kernel, products=True)
 
@@ -330,13 +330,13 @@ def wide_source(
     ),
     ids=str,
 )
-def test_wide_features_compile_as_meant(dtype, d, Lq, Ld, options, normalize, masked, argmax):
+def test_large_d_compiles_to_concurrent_wgmma(dtype, d, Lq, Ld, options, normalize, masked, argmax):
     compile_checked(wide_source(dtype, d, Lq, Ld, options, normalize, masked, argmax))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("d", "BD", "queries"), [(128, 128, False), (48, 64, False), (320, 128, True)])
-def test_norms_of_a_launch_compile_without_spills(d, BD, queries, packed):
+def test_token_norms_kernel_compiles_without_spills(d, BD, queries, packed):
     q, constants = _queries(Case("maxsim_forward", torch.bfloat16, d))
     documents, more = _documents(Case("maxsim_forward", torch.bfloat16, d))
     kind = "*fp32" if queries else "constexpr"

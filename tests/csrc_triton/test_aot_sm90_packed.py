@@ -95,7 +95,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
     ],
     ids=str,
 )
-def test_row_maxima_compile_as_meant(dtype, d, layout, argmax, sums):
+def test_row_maxima_compile_to_concurrent_wgmma(dtype, d, layout, argmax, sums):
     # Argmax with masks runs out of registers from Triton 3.8 on.
     products = layout == "masked" and argmax and get_triton_release() >= (3, 8)
     compile_checked(source(dtype, d, layout, argmax, sums), products=products)
@@ -110,7 +110,7 @@ def carried(ttgir: str) -> list[list[str]]:
 @pytest.mark.parametrize("layout", ["packed", "masked", "kept"])
 @pytest.mark.parametrize("argmax", [False, True])
 @pytest.mark.parametrize("sums", [False, True])
-def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, argmax, sums):
+def test_per_document_values_are_loop_carried(layout, argmax, sums):
     """Triton may treat a loop variable as constant. Consumers would then wait for tiles that are never copied."""
     compiled = compile_as_launched(source(torch.bfloat16, 128, layout, argmax, sums), TARGET)
     loops = carried(compiled.asm["ttgir"])
@@ -126,7 +126,7 @@ def test_what_differs_between_documents_is_carried_from_one_to_the_next(layout, 
     assert sum(set(loop) <= {"i32", "i64"} and len(loop) == 2 + copied for loop in loops) == 1, loops
 
 
-def without_spills(source: ASTSource, options: dict[str, int] | None = None) -> None:
+def check_no_spills(source: ASTSource, options: dict[str, int] | None = None) -> None:
     registers, spills = cuda_resources(compile_as_launched(source, TARGET, options).asm["cubin"])
     assert spills == 0, f"{spills} spill instructions, {registers} registers"
 
@@ -151,13 +151,13 @@ def sums_source(layout: str, sums: tuple, cut: object = "constexpr", config: obj
 @pytest.mark.parametrize("Lq", [1, 32, 1024])
 @pytest.mark.parametrize("layout", ["packed", "kept"])
 def test_sums_do_not_spill(layout, Lq):
-    without_spills(sums_source(layout, choice(torch.bfloat16, 128, Lq, False).sums))
+    check_no_spills(sums_source(layout, choice(torch.bfloat16, 128, Lq, False).sums))
 
 
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize(("Nq", "Lq"), [(1, 1), (1, 32), (4, 32), (1, 128), (1, 1024)])
 @pytest.mark.parametrize("layout", ["packed", "even"])
-def test_sums_over_sections_do_not_spill(layout, Nq, Lq, everything):
+def test_sums_over_splits_do_not_spill(layout, Nq, Lq, everything):
     cut = SplitArgs(
         "*fp32",
         *(("*i32", "*i32", "*fp32", "*i16") if everything else ("constexpr",) * 4),
@@ -168,18 +168,18 @@ def test_sums_over_sections_do_not_spill(layout, Nq, Lq, everything):
     found = generic_choices.choose_document_splits(
         generic_choices.make_cut(Q, D, None, None), everything, everything, replace(SM_90, processors=132)
     )
-    without_spills(sums_source(layout, found.sums, cut, found.launch.config), found.make_sum_options)
+    check_no_spills(sums_source(layout, found.sums, cut, found.launch.config), found.make_sum_options)
 
 
-def test_what_goes_before_does_not_spill():
+def test_mask_preparation_kernels_do_not_spill():
     signature = {"mask": "*i1"} | dict.fromkeys(("bits", "sources", "lengths"), "*i32")
     signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "tiles"), "i32")
     signature |= dict.fromkeys(("TILES", "BN"), "constexpr")
-    without_spills(ASTSource(row_sums.maxsim_patches, signature, {(8,): 8, (9,): 64}, {}))
+    check_no_spills(ASTSource(row_sums.maxsim_patches, signature, {(8,): 8, (9,): 64}, {}))
     signature = {"mask": "*i1", "D": "*bf16", "tokens": "*bf16", "places": "*i32", "lengths": "*i32"}
     signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "d"), "i32")
     signature |= dict.fromkeys(("TOKENS", "BD"), "constexpr")
     aligned = {(n,): [["tt.divisibility", 16]] for n in (1, 2, 8)}
-    without_spills(ASTSource(row_sums.maxsim_kept_tokens, signature, {(9,): 64, (10,): 128}, aligned))
+    check_no_spills(ASTSource(row_sums.maxsim_kept_tokens, signature, {(9,): 64, (10,): 128}, aligned))
     signature = {"cu_seqlens_q": "*i64", "mask": "*i1", "covered": "*i1", "Tq": "i32", "mask_stride": "i32"}
-    without_spills(ASTSource(row_sums.maxsim_covered_rows, signature | {"BLOCK": "constexpr"}, {(5,): 128}, {}))
+    check_no_spills(ASTSource(row_sums.maxsim_covered_rows, signature | {"BLOCK": "constexpr"}, {(5,): 128}, {}))

@@ -30,7 +30,7 @@ KINDS_OF_CANDIDATES = {
 
 @pytest.mark.parametrize("kept", [128, 256])
 @pytest.mark.parametrize("kind", KINDS_OF_CANDIDATES)
-def test_compiled_without_spills(kind, kept):
+def test_topk_kernel_compiles_without_spills(kind, kept):
     for block, is_sorted in ((1024, True), (8192, True), (8192, False)):
         if kind == "parts" and not is_sorted:
             continue

@@ -58,7 +58,7 @@ def calls(group):
     yield "maxsim_cross_entropy", lambda: lik_ops.distributed.maxsim_cross_entropy(Q, D, group=group)
 
 
-def test_without_a_group_of_processes_the_error_says_what_to_do():
+def test_invalid_process_group_raises():
     outside = torch.distributed.GroupMember.NON_GROUP_MEMBER
     for group, error, message in (
         (None, RuntimeError, r"call torch\.distributed\.init_process_group\(\) first"),
@@ -83,7 +83,7 @@ class Group:
         ("cpu:gloo,cuda:nccl", "cpu", ("cpu", "cuda:0"), ("cpu", "cpu")),
     ],
 )
-def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypatch):
+def test_choose_wire_device_for_each_backend(config, first, alike, mixed, monkeypatch):
     """Tensors are on the CPU and on a GPU, on all ranks or not. The current GPU is the second one."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -93,7 +93,7 @@ def test_ranks_send_from_devices_that_meet(config, first, alike, mixed, monkeypa
         assert tuple(str(_agreement.choose_wire_device(group, device, everywhere)) for device in devices) == expected
 
 
-def test_a_process_that_is_lost_ends_the_others_in_time():
+def test_lost_process_ends_the_other_processes():
     """The lost process ends or sleeps past the timeout: before its search, in the forward, and in the backward."""
     out = run(["tests.workers.distributed_failures"], devices=False)
     for case in ("retrieve", "forward", "backward"):

@@ -35,13 +35,13 @@ def test_a_folder_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["corpus.jsonl", "queries.jsonl", "qrels/test.tsv"])
-def test_a_missing_file_is_named(tmp_path, file):
+def test_error_names_the_missing_file(tmp_path, file):
     (write_folder(tmp_path / "towns") / file).unlink()
     with pytest.raises(beir.DatasetError, match=Path(file).name):
         beir.load_folder(tmp_path / "towns")
 
 
-def test_unknown_datasets_are_refused():
+def test_unknown_datasets_are_rejected():
     with pytest.raises(beir.DatasetError, match="'nanobeir', 'vidore', found 'towns'"):
         list(beir.load_datasets("towns"))
 
@@ -140,7 +140,7 @@ def test_equal_scores_keep_the_order_of_the_search():
         assert evaluate.compute_measures(dataset.qrels, run)["MRR@10"] == pytest.approx(1 / (position + 1))
 
 
-def test_missing_documents_and_own_ids_do_not_count():
+def test_ranking_skips_missing_documents_and_own_ids():
     dataset = make_dataset(1, excludes_own_id=True)
     dataset = dataset._replace(corpus={"q0": "the query", **dataset.corpus})
     run = evaluate.rank_documents(dataset, torch.tensor([[0, 2, 1, -1]]))
@@ -174,7 +174,7 @@ LEAST |= {name: 0.2 for name in searches.SEARCHES if "probed" in name}  # docume
 
 
 @pytest.mark.parametrize("name", searches.SEARCHES)
-def test_searches_find_what_full_precision_finds(texts, name):
+def test_searches_recall_full_precision_results(texts, name):
     expected = searches.search_plain(texts, 5).indices
     found = searches.SEARCHES[name](texts, 5)
     assert found.indices.shape == (40, 5)
@@ -227,7 +227,7 @@ def test_the_command_selects_searches(tmp_path):
     assert list(rows) == ["full"] and rows["full"]["same"] is None
 
 
-def test_mistakes_on_the_command_line_are_named(tmp_path, capsys):
+def test_command_line_errors_name_the_option(tmp_path, capsys):
     with pytest.raises(SystemExit, match="expected a folder, REPOSITORY:SPLIT"):
         evaluate.main(["nowhere", "--library", "hashed", "--device", "cpu"])
     for options, words in (
@@ -255,6 +255,6 @@ def test_rows_are_written_before_a_dataset_fails(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pylate") is not None, reason="PyLate is installed")
-def test_a_missing_library_is_named(tmp_path):
+def test_error_names_the_missing_library(tmp_path):
     with pytest.raises(SystemExit, match=r"--library pylate: .*pylate"):
         evaluate.main([str(write_folder(tmp_path / "towns")), "--library", "pylate", "--model", "x"])

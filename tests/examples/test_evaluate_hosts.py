@@ -61,7 +61,7 @@ def check_rows(rows: dict[str, dict], library: str) -> None:
         pytest.param("pylate", marks=needs("pylate")),
     ],
 )
-def test_a_text_model_ranks_as_in_its_library(library, tmp_path):
+def test_text_model_ranking_matches_its_library(library, tmp_path):
     if library == "sentence-transformers":
         sentence_transformers = pytest.importorskip("sentence_transformers")
         if not hasattr(sentence_transformers, "MultiVectorEncoder"):
@@ -130,7 +130,7 @@ def make_classes(module):
 
 
 @needs("colpali_engine")
-def test_a_page_model_ranks_as_in_colpali_engine(monkeypatch):
+def test_page_model_ranking_matches_colpali_engine(monkeypatch):
     models = pytest.importorskip("colpali_engine.models", reason="colpali_engine.models needs torchvision")
     images = pytest.importorskip("PIL.Image")
     model, processor = make_classes(importlib.import_module("colpali_engine.utils.processing_utils"))

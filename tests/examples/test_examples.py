@@ -40,7 +40,7 @@ def stdlib() -> list[docstring_corpus.Docstring]:
     return docstring_corpus.collect_docstrings()
 
 
-def thousand(docstrings: list[docstring_corpus.Docstring]) -> list[docstring_corpus.Docstring]:
+def sample_pool(docstrings: list[docstring_corpus.Docstring]) -> list[docstring_corpus.Docstring]:
     return search_docstrings.shuffled(docstrings, seed=0)[: search_docstrings.EVALUATION_POOL]
 
 
@@ -105,7 +105,7 @@ def no_body():
     assert found[0].body == " ".join(body.split())
 
 
-def test_unknown_package_is_named():
+def test_error_names_the_unknown_package():
     with pytest.raises(ValueError, match="no_such_package_here"):
         docstring_corpus.collect_docstrings(["no_such_package_here"])
 
@@ -129,7 +129,7 @@ def test_word_vector_follows_its_formula(word):
     np.testing.assert_allclose(word_vector(word), formula(word), rtol=0, atol=1e-6)
 
 
-def test_encoding_is_deterministic_and_normalised(stdlib):
+def test_encoding_is_deterministic_and_normalized(stdlib):
     texts = [docstring.text for docstring in stdlib[:50]]
     first = HashedEncoder().encode_documents(texts)
     hashed_encoder.word_vector.cache_clear()
@@ -170,21 +170,21 @@ def test_ties_count_against_the_target():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_ranks_refuse_scores_that_are_not_finite(bad):
+def test_ranks_reject_non_finite_scores(bad):
     scores = torch.zeros(2, 3)
     scores[1, 2] = bad
     with pytest.raises(ValueError, match="finite"):
         known_item.known_item_ranks(scores)
 
 
-def test_constant_scores_earn_nothing():
+def test_constant_scores_have_zero_mrr_and_hit():
     result = known_item.evaluate("constant", lambda: torch.ones(20, 50))
     assert (result.mrr, result.hit) == (0.0, 0.0)
 
 
 def test_standard_library_known_items(stdlib):
     """The standard library alone is a hard pool, also for BM25, because many of its docstrings are near copies."""
-    pool = thousand(stdlib)
+    pool = sample_pool(stdlib)
     maxsim, bm25 = known_item.evaluate_known_items(HashedEncoder(), pool, 300)
     assert len(pool) == 1000
     assert bm25.mrr >= 0.45
@@ -192,8 +192,8 @@ def test_standard_library_known_items(stdlib):
     assert maxsim.mrr >= 0.75 * bm25.mrr
 
 
-def test_weights_help(stdlib):
-    pool = thousand(stdlib)[:400]
+def test_idf_weights_improve_mrr(stdlib):
+    pool = sample_pool(stdlib)[:400]
     bodies = [docstring.body for docstring in pool]
     encoder = HashedEncoder()
     encoder.fit(bodies)
@@ -217,7 +217,7 @@ def test_known_items_of_all_packages(step, least, monkeypatch):
     """Every fourth file of each package is a separate pool with its own figure, because parsing is most of the time."""
     files = docstring_corpus._source_files
     monkeypatch.setattr(docstring_corpus, "_source_files", lambda *root: islice(files(*root), 0, None, step))
-    pool = thousand(docstring_corpus.collect_docstrings(docstring_corpus.PACKAGES))
+    pool = sample_pool(docstring_corpus.collect_docstrings(docstring_corpus.PACKAGES))
     maxsim, bm25 = known_item.evaluate_known_items(HashedEncoder(), pool, 300)
     assert len(pool) == 1000
     assert {docstring.name.split(".")[0] for docstring in pool}.issuperset(docstring_corpus.PACKAGES)
@@ -242,7 +242,7 @@ def test_search_finds_and_explains(stdlib):
         assert sum(match.contribution for match in hit.matches) <= hit.score
 
 
-def test_the_corpus_holds_every_token_that_counts(stdlib, tmp_path, monkeypatch):
+def test_corpus_stores_every_token(stdlib, tmp_path, monkeypatch):
     monkeypatch.setattr(search_docstrings, "SHARD_SIZE", 3)
     monkeypatch.setattr(search_docstrings, "BATCH_SIZE", 2)
     encoder = HashedEncoder()
@@ -254,7 +254,7 @@ def test_the_corpus_holds_every_token_that_counts(stdlib, tmp_path, monkeypatch)
         assert torch.equal(packed[cu_seqlens[i] : cu_seqlens[i + 1]], expected.half())
 
 
-def test_search_refuses_an_empty_question(stdlib):
+def test_search_rejects_an_empty_question(stdlib):
     with pytest.raises(search_docstrings.EmptyQuestionError, match="question"):
         search_docstrings.search(HashedEncoder(), "???", stdlib[:10], top=3)
 
@@ -305,12 +305,12 @@ def test_counts_must_be_positive(option, capsys):
 # models
 
 
-def test_missing_model_folder_is_named(tmp_path):
+def test_missing_model_folder_is_rejected(tmp_path):
     with pytest.raises(SystemExit, match="no folder at"):
         search_docstrings.main(["--model", str(tmp_path / "absent")])
 
 
-def test_missing_model_library_is_named(tmp_path, monkeypatch):
+def test_error_names_the_missing_model_library(tmp_path, monkeypatch):
     for name in ("sentence_transformers", "pylate", "pylate.models"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit, match="sentence-transformers"):
@@ -342,7 +342,7 @@ class TinyModel:
 
 
 @pytest.mark.parametrize("library", ["sentence_transformers", "pylate"])
-def test_models_keep_the_holes_of_their_masks(library, tmp_path, monkeypatch):
+def test_model_encoder_keeps_mask_holes(library, tmp_path, monkeypatch):
     modules = {"sentence_transformers": None, "pylate": None, "pylate.models": None}
     if library == "pylate":
         modules |= {"pylate": types.ModuleType("pylate"), "pylate.models": types.SimpleNamespace(ColBERT=TinyModel)}
@@ -373,7 +373,7 @@ def similarity_map():
     return similarity_map
 
 
-def test_the_best_docstring_is_drawn_with_its_winners(similarity_map, stdlib, tmp_path, monkeypatch, capsys):
+def test_similarity_map_draws_the_best_docstring(similarity_map, stdlib, tmp_path, monkeypatch, capsys):
     few = [docstring for docstring in stdlib if docstring.name == ANSWER] + stdlib[:20]
     monkeypatch.setattr(similarity_map, "collect_docstrings", lambda: few)
     similarity_map.main([*QUESTION.split(), "--out", str(tmp_path / "map.png")])
@@ -388,7 +388,7 @@ def test_the_best_docstring_is_drawn_with_its_winners(similarity_map, stdlib, tm
             similarity_map.main(arguments)
 
 
-def test_pictures_hold_every_word_and_mark_the_winners(similarity_map):
+def test_pictures_show_every_word_and_mark_the_argmax(similarity_map):
     words = [f"w{i}" for i in range(100)]
     S = torch.rand(3, 100)
     figure = similarity_map.draw(S, S.argmax(1), ["a", "b", "c"], words, "title")

@@ -97,7 +97,7 @@ def test_embeddings_are_token_states_of_norm_1(encoded):
     assert encoded.D.shape[1] == 384 and len(encoded.D) == RECORDS["known items"]["case"]["tokens"]
 
 
-def test_maxsim_agrees_with_people(model, texts):
+def test_maxsim_correlates_with_human_judgments(model, texts):
     """MaxSim of token states correlates better with human judgments than the mean pooling the model was trained for."""
     with torch.inference_mode():
         found = real_model.compare_with_people(model, texts)
@@ -129,7 +129,7 @@ def first(encoded: searches.EncodedTexts, queries: int, documents: int) -> searc
     return searches.EncodedTexts(encoded.Q[:queries], encoded.q_mask[:queries], encoded.D[: bounds[-1]], bounds)
 
 
-def test_scores_follow_the_formula(encoded):
+def test_scores_match_reference(encoded):
     part = first(encoded, 8, 20)
     found = searches.search_plain(part, 20)
     rows = [part.D[a:b] for a, b in part.cu_seqlens.unfold(0, 2, 1).tolist()]
@@ -138,7 +138,7 @@ def test_scores_follow_the_formula(encoded):
         torch.testing.assert_close(scores.double(), expected[indices], atol=1e-4, rtol=1e-5)
 
 
-def test_searches_keep_the_best_documents(encoded):
+def test_search_recall_matches_committed_figures(encoded):
     """A sample of the queries shows the recall of the committed figures, which have all queries."""
     expected = {name: row for record in RECORDS.values() for name, row in record.get("searches", {}).items()}
     assert set(expected) == set(searches.SEARCHES)
@@ -152,7 +152,7 @@ def test_searches_keep_the_best_documents(encoded):
         assert found[name]["recall10"] >= least, name
 
 
-def test_residual_codes_keep_the_best_documents(encoded):
+def test_residual_codes_reach_the_committed_recall(encoded):
     """Training a codec on all documents would double the time of this file, so it is trained on some of them."""
     expected = RECORDS["formats"]["searches"]["residual2"]["recall10"]
     with torch.inference_mode():
@@ -160,7 +160,7 @@ def test_residual_codes_keep_the_best_documents(encoded):
     assert expected - 0.03 < found["recall10"] < 1
 
 
-def test_similarity_of_sentence_transformers(model, items):
+def test_routed_similarity_matches_sentence_transformers(model, items):
     """`MultiVectorEncoder.similarity` has the same scores with its own code and with lik_ops."""
     queries, documents = model.encode_query(items[0][:10]), model.encode_document(items[1][:20])
     expected = model.similarity(queries, documents)

@@ -45,7 +45,7 @@ def small_trainer(task: Task, **changes) -> Trainer:
     return Trainer(replace(SMALL, **changes), task)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(task, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(task, tmp_path):
     whole = small_trainer(task)
     whole.run()
     interrupted = small_trainer(task)
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(task, tmp_path):
         assert torch.equal(a, b)
 
 
-def test_every_epoch_has_every_pair_once_in_an_order_of_its_own(task):
+def test_every_epoch_shuffles_every_pair_once(task):
     trainer = small_trainer(task)
     epochs = [[trainer.batch(5 * epoch + i) for i in range(5)] for epoch in (0, 1)]
     names = [[pair.name for batch in epoch for pair in batch] for epoch in epochs]
@@ -86,7 +86,7 @@ def test_an_interrupted_write_leaves_the_previous_checkpoint(task, tmp_path, mon
     assert path.read_bytes() == before
 
 
-def test_a_checkpoint_of_another_run_is_refused(task, tmp_path):
+def test_checkpoint_of_another_run_is_rejected(task, tmp_path):
     path = tmp_path / "checkpoint.pt"
     train_colbert.save_checkpoint(small_trainer(task), path)
     with pytest.raises(ValueError, match="seed 0, not 1"):
@@ -105,7 +105,7 @@ def test_training_learns(task):
     assert not torch.equal(trainer.model.importance.weight, before)
 
 
-def test_a_text_embeds_alike_whatever_it_is_padded_to():
+def test_embeddings_do_not_depend_on_padding():
     model = TinyColBERT(rows=64, dim=8)
     torch.nn.init.normal_(model.mixed.weight)
     torch.nn.init.normal_(model.norm.bias)
@@ -118,7 +118,7 @@ def test_a_text_embeds_alike_whatever_it_is_padded_to():
     torch.testing.assert_close(alone.embeddings.norm(dim=-1), torch.ones(1, 3))
 
 
-def test_evaluation_and_training_score_alike():
+def test_evaluation_scores_match_training_scores():
     torch.manual_seed(0)
     model = TinyColBERT(rows=64, dim=8)
     torch.nn.init.normal_(model.mixed.weight)
@@ -147,7 +147,7 @@ def test_pairs_without_a_word_are_not_trained_on(monkeypatch):
     assert task.training and all(pair.name != "wordless" for pair in task.training)
 
 
-def test_too_few_docstrings_say_what_is_missing(monkeypatch):
+def test_too_few_docstrings_raise_with_install_hint(monkeypatch):
     monkeypatch.setattr(train_colbert, "collect_docstrings", lambda packages, progress: corpus(50))
     with pytest.raises(SystemExit, match=r'at least 8000 docstrings, found 50: pip install "\.\[demo\]"'):
         train_colbert.main([])

@@ -177,7 +177,7 @@ EDGES = (
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_blocks_compute_what_the_operator_does(layout, normalize, device, monkeypatch):
+def test_blocked_forward_matches_the_operator(layout, normalize, device, monkeypatch):
     """Test sizes around the block size, on integers with many ties and NaN behind the masks."""
     monkeypatch.setattr(blocked, "MAX_QUERY_TOKENS", 6)
     monkeypatch.setattr(blocked, "MAX_DOCUMENT_TOKENS", 10)
@@ -198,7 +198,7 @@ def test_blocks_compute_what_the_operator_does(layout, normalize, device, monkey
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_blocks_treat_what_is_not_finite_as_the_operator_does(value, monkeypatch):
+def test_blocked_forward_handles_non_finite_like_the_operator(value, monkeypatch):
     monkeypatch.setattr(blocked, "MAX_DOCUMENT_TOKENS", 4)
     Q, D = torch.ones(2, 3, 4), torch.ones(3, 9, 4)
     D[1, 6], D[2] = value, value
@@ -209,7 +209,7 @@ def test_blocks_treat_what_is_not_finite_as_the_operator_does(value, monkeypatch
         assert torch.equal(a.nan_to_num(7.0), e.nan_to_num(7.0))
 
 
-def test_opened_programs_hold_no_operator_of_ours_and_stay_dynamic():
+def test_opened_programs_have_no_lik_operator_and_stay_dynamic():
     program = torch.export.export(Model(), arguments("cross"), dynamic_shapes=dynamic("cross"))
     opened = lik_ops.export.open_operators(program)
     assert not any("lik" in t for t in targets(opened))
@@ -219,7 +219,7 @@ def test_opened_programs_hold_no_operator_of_ours_and_stay_dynamic():
 
 
 @pytest.mark.parametrize("layout", ["search", "search one"])
-def test_opened_programs_find_what_retrieve_does(layout):
+def test_opened_programs_match_retrieve(layout):
     """The order is equal, including ties and NaN, for `top_k` below and above the number of documents."""
     search, example = FUNCTIONS[layout], arguments(layout)
     program = torch.export.export(Model(search), example, dynamic_shapes=dynamic(layout))
@@ -250,7 +250,7 @@ EMPTY_LAYOUTS = ["cross", "candidates", "flat_d", "winners", "candidate winners"
         *(pytest.param(x, torch.float16, marks=pytest.mark.slow) for x in EMPTY_LAYOUTS if x != "winners"),
     ],
 )
-def test_programs_take_empty_inputs(layout, dtype):
+def test_programs_accept_empty_inputs(layout, dtype):
     """Tracers assume every size is at least 1, and may read a size from a stride.
 
     The sizes of a graph do not depend on the dtype, so most layouts have one dtype here.
@@ -278,7 +278,7 @@ def chamfer(Q, D, q_mask):
 
 
 @pytest.mark.parametrize("function", [token_means, chamfer])
-def test_exported_means_over_nothing_are_those_of_eager_calls(function):
+def test_exported_means_of_empty_inputs_match_eager(function):
     class Mean(torch.nn.Module):
         def forward(self, Q, D, q_mask):
             return function(Q, D, q_mask)
@@ -291,7 +291,7 @@ def test_exported_means_over_nothing_are_those_of_eager_calls(function):
             assert torch.equal(program(*args), function(*args)), (Lq, Ld)
 
 
-def test_programs_that_search_packed_documents_are_not_opened():
+def test_open_operators_rejects_packed_retrieval():
     class Search(torch.nn.Module):
         def forward(self, Q, D, cu_seqlens_d):
             return lik_ops.retrieve(Q, D, 3, cu_seqlens_d=cu_seqlens_d)
@@ -302,7 +302,7 @@ def test_programs_that_search_packed_documents_are_not_opened():
         lik_ops.export.open_operators(program)
 
 
-def test_operators_in_the_branches_of_a_program_are_seen():
+def test_open_operators_handles_cond_branches():
     """Operators in branches are opened if possible, and the others are refused there too."""
 
     class Branches(torch.nn.Module):
@@ -326,7 +326,7 @@ def test_operators_in_the_branches_of_a_program_are_seen():
         lik_ops.export.open_operators(torch.export.export(Branches(packed), (Q, D)))
 
 
-def test_an_operator_that_nothing_replaces_is_refused_by_name():
+def test_open_operators_error_names_unsupported_operator():
     """The check also covers later additions to the library. Here it refuses the operator of GPU packages."""
     packaged = pytest.importorskip("lik_ops.ops.packaged", reason="it needs Triton")
 
@@ -340,7 +340,7 @@ def test_an_operator_that_nothing_replaces_is_refused_by_name():
 
 
 @pytest.mark.slow
-def test_a_package_that_torch_makes_alone_needs_lik_ops(tmp_path):
+def test_package_from_torch_alone_needs_lik_ops(tmp_path):
     """`docs/pytorch.md` describes the error of a process without lik_ops, and that importing lik_ops fixes it."""
     path, example = str(tmp_path / "plain.pt2"), tuple(t.nan_to_num() for t in arguments("cross")[:2])
     program = torch.export.export(lik_ops.MaxSimScorer(), example)
@@ -353,7 +353,7 @@ def test_a_package_that_torch_makes_alone_needs_lik_ops(tmp_path):
     assert line.startswith(quoted)
 
 
-def test_programs_with_gradients_are_not_opened():
+def test_open_operators_rejects_programs_with_gradients():
     class Gradient(torch.nn.Module):
         def forward(self, g, Q, D, argmax):
             return torch.ops.lik.maxsim_bwd_lowmem(g, Q, D, argmax, None, None, None, False, [True, False, False])[0]
@@ -365,7 +365,7 @@ def test_programs_with_gradients_are_not_opened():
         lik_ops.export.open_operators(program)
 
 
-def test_a_package_has_a_name_that_loaders_accept():
+def test_package_path_must_end_in_pt2():
     with pytest.raises(ValueError, match=r"path: expected a name that ends in \.pt2, got 'scorer\.so'"):
         lik_ops.export.package(Model(), arguments("cross"), "scorer.so")
 
@@ -513,19 +513,19 @@ TOOLKIT = {
 }
 
 
-def missing_of_toolkit(home):
+def find_missing_toolkit_parts(home):
     """Return the parts that CMake needs from a CUDA toolkit and that `home`, for example pip's packages, lacks."""
     return [name for name, places in TOOLKIT.items() if not any(any(home.glob(place)) for place in places)]
 
 
-def test_a_toolkit_without_its_runtime_is_none(tmp_path):
+def test_toolkit_without_libcudart_is_incomplete(tmp_path):
     """The packages of pip only have libcudart.so.13."""
     for name in ("bin/nvcc", "include/cuda_runtime.h", "lib/libcudart.so.13"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert missing_of_toolkit(tmp_path) == ["libcudart.so"]
+    assert find_missing_toolkit_parts(tmp_path) == ["libcudart.so"]
     (tmp_path / "lib" / "libcudart.so").touch()
-    assert missing_of_toolkit(tmp_path) == []
+    assert find_missing_toolkit_parts(tmp_path) == []
 
 
 def why_not_cpp():
@@ -537,7 +537,7 @@ def why_not_cpp():
     if torch.version.cuda is None:
         return ""
     home = cpp_extension.CUDA_HOME
-    missing = list(TOOLKIT) if home is None else missing_of_toolkit(Path(home))
+    missing = list(TOOLKIT) if home is None else find_missing_toolkit_parts(Path(home))
     return f"find_package(Torch) of a CUDA build needs the CUDA toolkit's {', '.join(missing)}" if missing else ""
 
 

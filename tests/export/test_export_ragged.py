@@ -92,7 +92,7 @@ def exported(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_programs_take_any_counts_if_sizes_are_oblivious(function):
+def test_programs_accept_any_counts_if_size_oblivious(function):
     with _config.patch(backed_size_oblivious=True):
         program = exported(function)
     for queries, documents, chosen in itertools.product(COUNTS, COUNTS, (0, 1, 2)):
@@ -103,7 +103,7 @@ def test_programs_take_any_counts_if_sizes_are_oblivious(function):
 
 
 @pytest.mark.parametrize(("queries", "documents"), [(1, 3), (3, 1)])
-def test_by_default_torch_asks_for_two_of_each(queries, documents):
+def test_default_export_rejects_one_query_or_document(queries, documents):
     """This test fails once torch accepts one element. Then `docs/pytorch.md` need not mention the setting."""
     args, _ = arguments(varlen, queries, documents, 0)
     program = exported(varlen)
@@ -111,6 +111,6 @@ def test_by_default_torch_asks_for_two_of_each(queries, documents):
         program(*args)
 
 
-def test_by_default_two_are_enough():
+def test_default_export_accepts_two_queries_and_documents():
     program, (args, _) = exported(varlen), arguments(varlen, 2, 2, 0)
     assert torch.equal(program(*args), varlen(*args))

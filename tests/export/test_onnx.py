@@ -56,7 +56,7 @@ def test_onnx_of_other_dtypes_and_integer_masks(dtype):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_onnx_scores_nan_wherever_it_is():
+def test_onnx_propagates_nan_at_every_position():
     """The NaN is at each position of a document, and also behind a mask, where it must be ignored."""
     pytest.importorskip("onnxscript", reason='pip install ".[onnx]"')
     runtime = pytest.importorskip("onnxruntime", reason='pip install ".[onnx]"')

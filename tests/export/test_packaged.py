@@ -131,7 +131,7 @@ class Scores(torch.nn.Module):
         return lik_ops.maxsim(Q * 2, D, None, d_mask, normalize=True) + 1
 
 
-def exported_for_cuda(dtype):
+def export_for_cuda(dtype):
     """Export the scorer on fake CUDA tensors, which needs no GPU because nothing is computed."""
     with FakeTensorMode(shape_env=ShapeEnv()):
         Q, D = (torch.empty(*s, 8, device="cuda", dtype=dtype) for s in ((3, 4), (5, 6)))
@@ -146,8 +146,8 @@ def targets(program):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's kernels cannot be traced")
-def test_a_program_for_a_gpu_takes_the_kernel_in_with_every_size_dynamic():
-    opened = export._replace_operators(exported_for_cuda(torch.float32), export._compute_packaged)
+def test_gpu_program_contains_the_kernel_with_dynamic_sizes():
+    opened = export._replace_operators(export_for_cuda(torch.float32), export._compute_packaged)
     assert "lik.maxsim_packaged.default" in targets(opened) and "while_loop" not in targets(opened)
     (node,) = opened.run_decompositions(decompose_custom_triton_ops=True).graph.find_nodes(
         op="call_function", target=torch.ops.higher_order.triton_kernel_wrapper_functional
@@ -166,7 +166,7 @@ def test_a_program_for_a_gpu_takes_the_kernel_in_with_every_size_dynamic():
         ("cpu", torch.bfloat16, None, False),
     ],
 )
-def test_what_the_kernel_cannot_do_stays_a_loop(device, dtype, argmax_dtype, kernel, monkeypatch):
+def test_unsupported_calls_export_as_a_loop(device, dtype, argmax_dtype, kernel, monkeypatch):
     taken = []
     monkeypatch.setattr(blocked, "forward_blocked", lambda *a: (taken.append(a), (a[0].new_empty(0), None))[1])
     with FakeTensorMode():

@@ -85,7 +85,7 @@ print(lik_ops.__version__, lik_ops.__file__)
 
 
 @pytest.mark.parametrize("kind", ["program", pytest.param("package", marks=pytest.mark.slow)])
-def test_what_other_sources_saved_scores(kind, tmp_path):
+def test_programs_and_packages_of_another_version_score(kind, tmp_path):
     """The program was saved by another version of lik_ops, with equal schemas but different operator bodies."""
     body = copied_package(tmp_path)
     source = body.read_text()

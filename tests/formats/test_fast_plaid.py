@@ -26,7 +26,7 @@ def documents(count=200):
     return normalize(tokens, dim=-1), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), Q
 
 
-def opened(path):
+def open_fast_plaid(path):
     return search.FastPlaid(index=str(path), device="cpu")
 
 
@@ -46,7 +46,7 @@ def check_same(found, Q, index):
 
 @pytest.mark.parametrize("of_corpus", [False, True])
 @pytest.mark.parametrize("nbits", NBITS)
-def test_fast_plaid_searches_what_is_written(tmp_path, nbits, of_corpus):
+def test_fast_plaid_searches_written_index(tmp_path, nbits, of_corpus):
     tokens, bounds, Q = documents()
     codec = lik_ops.ResidualCodec.train(tokens, nbits, CENTROIDS)
     index = lik_ops.Index(lik_ops.quantize(tokens, codec), bounds)
@@ -55,7 +55,7 @@ def test_fast_plaid_searches_what_is_written(tmp_path, nbits, of_corpus):
         corpus.append(list(tokens.split(bounds.diff().tolist())))
         index = lik_ops.Index(*corpus.documents())
     lik_ops.write_index(tmp_path / "index", index)
-    theirs = opened(tmp_path / "index")
+    theirs = open_fast_plaid(tmp_path / "index")
     options = {"n_full_scores": 10_000, "n_ivf_probe": CENTROIDS, "show_progress": False}
     check_same(theirs.search(Q, top_k=len(index), **options), Q, index)
     decoded = index.decode(torch.float32)[0].split(bounds.diff().tolist())
@@ -67,9 +67,9 @@ def test_fast_plaid_searches_what_is_written(tmp_path, nbits, of_corpus):
 
 
 @pytest.mark.parametrize("nbits", NBITS)
-def test_what_fast_plaid_writes_is_read(tmp_path, nbits):
+def test_read_index_written_by_fast_plaid(tmp_path, nbits):
     tokens, bounds, Q = documents()
-    theirs = opened(tmp_path / "index")
+    theirs = open_fast_plaid(tmp_path / "index")
     each = tokens.split(bounds.diff().tolist())
     theirs.create(list(each), nbits=nbits)
     index = lik_ops.read_index(tmp_path / "index")
@@ -79,12 +79,12 @@ def test_what_fast_plaid_writes_is_read(tmp_path, nbits):
     theirs.close()
 
 
-def test_fast_plaid_adds_to_what_is_written(tmp_path):
+def test_fast_plaid_appends_to_written_index(tmp_path):
     tokens, bounds, Q = documents()
     codec = lik_ops.ResidualCodec.train(tokens, 4, CENTROIDS)
     lik_ops.write_index(tmp_path / "index", lik_ops.Index(lik_ops.quantize(tokens, codec), bounds))
     before = lik_ops.maxsim(Q, lik_ops.read_index(tmp_path / "index"))
-    theirs = opened(tmp_path / "index")
+    theirs = open_fast_plaid(tmp_path / "index")
     theirs.update(list(tokens.flip(0).split(bounds.diff().tolist()))[:50])
     theirs.close()
     index = lik_ops.read_index(tmp_path / "index")

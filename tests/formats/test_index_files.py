@@ -63,7 +63,7 @@ def example(root, kind, nbits=2, d=16):
 
 
 @pytest.mark.parametrize("kind", [MERGED, CHUNKED, COLBERT])
-def test_an_index_of_fast_plaid(tmp_path, kind):
+def test_read_index_matches_fast_plaid_tokens_and_scores(tmp_path, kind):
     found, codec = golden()
     lengths = found["doclens"].tolist()
     root = written(tmp_path / "index", kind, codec, found["codes"], found["residuals"], (lengths[:4], lengths[4:]))
@@ -81,7 +81,7 @@ def test_an_index_of_fast_plaid(tmp_path, kind):
 
 @pytest.mark.parametrize("nbits", NBITS)
 @pytest.mark.parametrize("kind", [MERGED, CHUNKED, COLBERT])
-def test_every_kind_of_files(tmp_path, kind, nbits):
+def test_index_scores_match_packed_tokens_for_every_layout(tmp_path, kind, nbits):
     root, codec, codes, residuals = example(tmp_path / "index", kind, nbits)
     index = lik_ops.read_index(root)
     expected = Quantized.of_codes(codes, residuals, codec)
@@ -93,20 +93,20 @@ def test_every_kind_of_files(tmp_path, kind, nbits):
     for call in (lik_ops.maxsim, lik_ops.maxsim_varlen, lambda Q, D: lik_ops.maxsim_with_argmax(Q, D)[0]):
         assert torch.equal(call(Q, index), packed)
     assert torch.equal(lik_ops.maxsim(Q[0], index), packed[0])
-    kept = [x[m] for x, m in zip(_apart(index), mask.split(index.cu_seqlens.diff().tolist()), strict=True)]
+    kept = [x[m] for x, m in zip(_split_documents(index), mask.split(index.cu_seqlens.diff().tolist()), strict=True)]
     torch.testing.assert_close(lik_ops.maxsim(Q, index, d_mask=mask), lik_ops.maxsim(Q, kept), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="cu_seqlens_d: expected None with an Index"):
         lik_ops.retrieve(Q, index, 2, cu_seqlens_d=index.cu_seqlens)
 
 
-def _apart(index):
+def _split_documents(index):
     x, bounds = index.decode(torch.float32)
     return x.split(bounds.diff().tolist())
 
 
 @pytest.mark.parametrize("order", ["plaid", "big", "little"])
 @pytest.mark.parametrize("nbits", NBITS)
-def test_what_is_written_is_read_again(tmp_path, order, nbits):
+def test_write_and_read_round_trip(tmp_path, order, nbits):
     codec = random_codec(16, nbits, bit_order=order)
     codec = ResidualCodec(codec.centroids.half(), codec.weights, codec.cutoffs, order)
     cu = torch.tensor([0, 3, 3, 12, 14])
@@ -131,7 +131,7 @@ def test_what_is_written_is_read_again(tmp_path, order, nbits):
 
 @pytest.mark.parametrize("how", ["default", "block"])
 @pytest.mark.parametrize("order", ["plaid", "big"])
-def test_a_default_device_changes_nothing(tmp_path, order, how):
+def test_default_device_does_not_change_results(tmp_path, order, how):
     x, lengths = tokens(40, 16), (3, 0, 30, 7)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     codec = ResidualCodec.train(x, 2, 8)
@@ -159,7 +159,7 @@ def test_a_default_device_changes_nothing(tmp_path, order, how):
         assert torch.equal(found.cu_seqlens, bounds) and torch.equal(found.decode(torch.float32)[0], expected)
 
 
-def test_files_are_those_of_fast_plaid(tmp_path):
+def test_written_files_match_fast_plaid(tmp_path):
     """Names, dtypes, and headers equal those in the directory that `GOLDEN` was read from."""
     found, codec = golden()
     D = Quantized.of_codes(found["codes"], found["residuals"], codec)
@@ -184,7 +184,7 @@ def test_files_are_those_of_fast_plaid(tmp_path):
     assert kinds["avg_residual"].shape == (128,) and kinds["cluster_threshold"].shape == (1,)
 
 
-def test_a_write_that_was_cut_off_is_no_index(tmp_path, monkeypatch):
+def test_interrupted_write_leaves_no_readable_index(tmp_path, monkeypatch):
     written = []
 
     def full(file, content):
@@ -233,7 +233,7 @@ def _huge_header(root, name):
     (root / name).write_bytes(data[:at] + b"9" * 12 + data[at + len(size) :])
 
 
-def _at(root, name, text):
+def _write_bytes(root, name, text):
     (root / name).write_bytes(text)
 
 
@@ -247,10 +247,14 @@ def _buckets(root, change):
 
 
 LIES = [
-    (MERGED, lambda r: _at(r, "centroids.npy", _header(b"{'descr': (")), "centroids.npy: not a whole .npy file"),
-    (MERGED, lambda r: _at(r, "merged_codes.npy", b"PK\x03\x04"), "merged_codes.npy: not a whole .npy file"),
-    (COLBERT, lambda r: _at(r, "0.codes.pt", b"\x80\x02t."), "0.codes.pt: not a whole file of tensors"),
-    (COLBERT, lambda r: _at(r, "buckets.pt", b"\x80\x02."), "buckets.pt: not a whole file of tensors"),
+    (
+        MERGED,
+        lambda r: _write_bytes(r, "centroids.npy", _header(b"{'descr': (")),
+        "centroids.npy: not a whole .npy file",
+    ),
+    (MERGED, lambda r: _write_bytes(r, "merged_codes.npy", b"PK\x03\x04"), "merged_codes.npy: not a whole .npy file"),
+    (COLBERT, lambda r: _write_bytes(r, "0.codes.pt", b"\x80\x02t."), "0.codes.pt: not a whole file of tensors"),
+    (COLBERT, lambda r: _write_bytes(r, "buckets.pt", b"\x80\x02."), "buckets.pt: not a whole file of tensors"),
     (COLBERT, lambda r: torch.save(torch.ones(8).int().to_sparse(), r / "0.codes.pt"), "0.codes.pt: expected torch.i"),
     (COLBERT, lambda r: torch.save(torch.ones(8, device="meta"), r / "0.codes.pt"), "0.codes.pt: expected torch.i"),
     (COLBERT, lambda r: torch.save(torch.ones(7, 16, device="meta"), r / "centroids.pt"), "centroids.pt: expected"),
@@ -311,7 +315,7 @@ LIES = [
 
 
 @pytest.mark.parametrize(("kind", "lie", "message"), LIES)
-def test_a_file_that_lies_is_named(tmp_path, kind, lie, message):
+def test_error_names_the_corrupt_file(tmp_path, kind, lie, message):
     root = example(tmp_path / "index", kind)[0]
     lie(root)
     with pytest.raises(ValueError, match=f"read_index: .*{message}"):
@@ -319,7 +323,7 @@ def test_a_file_that_lies_is_named(tmp_path, kind, lie, message):
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "doclens.1.json", "merged_residuals.npy", "bucket_weights.npy"])
-def test_a_missing_file_is_named(tmp_path, name):
+def test_error_names_the_missing_file(tmp_path, name):
     root = example(tmp_path / "index", MERGED)[0]
     (root / name).unlink()
     with pytest.raises(FileNotFoundError, match=name):

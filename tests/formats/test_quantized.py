@@ -30,7 +30,7 @@ def tokens(*shape, dtype=torch.float32):
     return torch.nn.functional.normalize(torch.randn(*shape), dim=-1).to(dtype)
 
 
-def by_hand(D, format, scale):
+def dequantize_by_formula(D, format, scale):
     """Return the dequantized tokens by the documented formulas."""
     axes = {"token": (-1,), "document": (-2, -1), "tensor": tuple(range(D.dim()))}[scale]
     x = D.double()
@@ -51,19 +51,19 @@ def by_hand(D, format, scale):
 @unrotated_format
 @every_scale
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_tokens_count_as_the_formulas_say(format, scale, dtype):
+def test_dequantized_tokens_match_formulas(format, scale, dtype):
     D = tokens(7, 9, 20, dtype=dtype)
     found = quantize(D, format, scale)
     assert found.shape == D.shape and found.dtype == dtype and found.data.dtype == FORMATS[format].dtype
     # A quotient near a rounding boundary may round differently in fp32, by one step.
     step = found.scale.double().unsqueeze(-1) * (32 if format.startswith("fp8") else 1.001)
-    off = (found.dequantize(torch.float64) - by_hand(D, format, scale)).abs()
+    off = (found.dequantize(torch.float64) - dequantize_by_formula(D, format, scale)).abs()
     assert (off <= step).all() and (off > 1e-6).float().mean() < 0.01
 
 
 @every_format
 @every_scale
-def test_the_error_is_that_of_the_furthest_token(format, scale):
+def test_error_and_norm_are_maxima_over_document_tokens(format, scale):
     D = tokens(7, 9, 20) * torch.rand(7, 9, 1)
     found = quantize(D, format, scale)
     off = (found.dequantize(torch.float64) - D.double()).norm(dim=-1).amax(-1)
@@ -74,7 +74,7 @@ def test_the_error_is_that_of_the_furthest_token(format, scale):
 
 @every_format
 @every_scale
-def test_tokens_that_are_unlike_others(format, scale):
+def test_quantize_zero_tiny_and_nonfinite_tokens(format, scale):
     D = tokens(6, 3, 16)
     D[1] = 0
     D[2, 0] = 0.25
@@ -100,7 +100,7 @@ def test_tokens_that_are_unlike_others(format, scale):
 @pytest.mark.parametrize(
     ("format", "scale"), [*itertools.product(FORMATS, SCALES), *((format, "token") for format in RESIDUAL_FORMATS)]
 )
-def test_masked_tokens_never_matter(format, scale):
+def test_masked_tokens_have_no_effect(format, scale):
     D, mask = tokens(5, 8, 12), torch.rand(5, 8) > 0.4
     poisoned = torch.where(mask[..., None], D, torch.nan)
     a = quantize(poisoned, format, scale, d_mask=mask)
@@ -112,7 +112,7 @@ def test_masked_tokens_never_matter(format, scale):
     )
 
 
-def test_what_lies_beside_candidates_is_named_and_cast():
+def test_candidate_calls_apply_autocast_and_reject_bad_arguments():
     Q, small = torch.randn(2, 3, 8), lik_ops.quantize(torch.randn(2, 4, 5, 8))
     lengths = torch.tensor([3, 2]), torch.tensor([[5, 4, 0, 1]] * 2)
     expected = lik_ops.maxsim_padded(Q.bfloat16(), small, *lengths)
@@ -125,7 +125,7 @@ def test_what_lies_beside_candidates_is_named_and_cast():
 
 
 @every_format
-def test_packed_documents_have_the_scales_of_dense_ones(format):
+def test_packed_documents_quantize_like_dense_documents(format):
     D = tokens(4, 6, 20)
     cu_seqlens = torch.tensor([0, 6, 12, 12, 18, 24], dtype=torch.int32)
     for scale in SCALES:
@@ -175,7 +175,7 @@ def _layouts(Q, D, format):
 
 @every_format_and_codes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_scores_are_those_of_the_tokens_as_they_count(format, dtype):
+def test_scores_match_dequantized_documents(format, dtype):
     Q, D = tokens(3, 4, 20).to(dtype), tokens(5, 6, 20)
     for n, (call, made, x) in enumerate(_layouts(Q, D, format)):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -192,7 +192,7 @@ def test_scores_are_those_of_the_tokens_as_they_count(format, dtype):
 
 
 @every_format_and_codes
-def test_scores_and_winners_are_those_of_the_reference(format):
+def test_scores_and_argmax_match_reference(format):
     Q, D = tokens(3, 4, 20), tokens(50, 6, 20)
     made = quantize(D, format)
     scores, winners = lik_ops.maxsim_with_argmax(Q, made)
@@ -204,7 +204,7 @@ def test_scores_and_winners_are_those_of_the_reference(format):
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
-def test_every_fp8_number_is_that_of_torch(format):
+def test_every_fp8_code_converts_like_torch(format):
     data = torch.arange(256).to(torch.uint8).view(FORMATS[format].dtype)
     numbers, times = convert_fp8(data, format)
     torch.testing.assert_close(numbers.float() * times, data.float(), rtol=0, atol=0, equal_nan=True)
@@ -213,7 +213,7 @@ def test_every_fp8_number_is_that_of_torch(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
-def test_small_calls_have_the_bits_of_large_ones(format, dtype, monkeypatch):
+def test_dense_decoding_does_not_change_bits(format, dtype, monkeypatch):
     """Small calls are decoded at once if documents have one length and fill their tensor."""
     Q, D = tokens(3, 5, 40, dtype=dtype), tokens(6, 7, 40, dtype=dtype)
     q_mask, d_mask, weight = torch.rand(3, 5) > 0.3, torch.rand(6, 7) > 0.3, torch.rand(3, 5).to(score_dtype(dtype))
@@ -245,7 +245,7 @@ def test_small_calls_have_the_bits_of_large_ones(format, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["int8", "residual4"])
-def test_bits_hang_on_no_batch(format):
+def test_bits_do_not_depend_on_batch(format):
     Q, D = tokens(4, 5, 20), tokens(60, 7, 20)
     made = quantize(D, format)
     whole, winners = lik_ops.maxsim_with_argmax(Q, made)
@@ -266,7 +266,7 @@ def test_bits_hang_on_no_batch(format):
     assert torch.equal(pairs, whole[listed[:, 0], listed[:, 1]])
 
 
-def test_bounds_outside_the_tokens_are_nan():
+def test_out_of_range_bounds_score_nan():
     Q, flat = tokens(2, 3, 8), quantize(tokens(10, 8))
     offsets, lengths = torch.tensor([[0, -1, 8], [10, 3, 2]]), torch.tensor([[3, 2, 5], [0, -1, 8]])
     x = flat.dequantize()
@@ -283,7 +283,7 @@ def test_bounds_outside_the_tokens_are_nan():
 
 @pytest.mark.gpu
 @every_format_and_codes
-def test_a_gpu_has_the_scores_of_a_cpu(format):
+def test_gpu_scores_match_cpu(format):
     Q, D = tokens(3, 32, 128), tokens(40, 30, 128)
     made = quantize(D, format)
     there = quantize(D.cuda(), format)
@@ -298,7 +298,7 @@ def test_a_gpu_has_the_scores_of_a_cpu(format):
 
 
 @every_format_and_codes
-def test_kept_and_read_again(format, tmp_path):
+def test_save_load_and_pickle_round_trip(format, tmp_path):
     pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
     made = quantize(tokens(5, 6, 20, dtype=torch.float16), format)
     made.save(tmp_path / "documents.safetensors")
@@ -313,7 +313,7 @@ def test_kept_and_read_again(format, tmp_path):
     assert made.nbytes == 30 * bytes_each + 5 * 8 + of_codec
 
 
-def test_how_queries_are_rounded_stays_with_the_documents(tmp_path):
+def test_query_precision_survives_copies_and_files(tmp_path):
     pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
     D = tokens(5, 6, 20)
     made, plain = (lik_ops.quantize(D, query=query) for query in ("int8", "half"))
@@ -328,7 +328,7 @@ def test_how_queries_are_rounded_stays_with_the_documents(tmp_path):
     assert torch.equal(made.dequantize(), plain.dequantize())
 
 
-def test_signs_of_queries_and_documents_have_hamming_distances():
+def test_binary_scores_match_hamming_distances():
     """With a scale of 1, a similarity is d - 2 h for the Hamming distance h, and scores are exact integers."""
     Q, D = tokens(3, 4, 130), tokens(5, 6, 130)
     Q[0, 0, :5], D[1, 2, :7] = 0, 0  # a feature of 0 has a bit of 0, as -1 has
@@ -341,7 +341,7 @@ def test_signs_of_queries_and_documents_have_hamming_distances():
     assert made.stored().format == "binary_binary" and "query='binary'" in repr(made)
 
 
-def test_a_file_takes_the_place_of_the_old_one_once_it_is_whole(tmp_path, monkeypatch):
+def test_save_replaces_file_and_keeps_it_on_failure(tmp_path, monkeypatch):
     safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
     path, link = tmp_path / "documents.safetensors", tmp_path / "link"
     made, other = quantize(tokens(2000, 6, 20)), quantize(tokens(500, 6, 20))
@@ -367,7 +367,7 @@ def test_a_file_takes_the_place_of_the_old_one_once_it_is_whole(tmp_path, monkey
     assert {x.name for x in tmp_path.iterdir()} == {path.name, "link", "plain"}
 
 
-def test_a_pickle_of_before_queries_were_rounded():
+def test_old_pickle_without_query_loads_as_half():
     state = lik_ops.quantize(tokens(5, 6, 20)).__getstate__()
     del state["query"]
     old = Quantized.__new__(Quantized)
@@ -375,7 +375,7 @@ def test_a_pickle_of_before_queries_were_rounded():
     assert old.query == "half" and old.to("cpu").query == "half"
 
 
-def test_a_foreign_file_is_refused(tmp_path):
+def test_load_rejects_foreign_and_missing_files(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
     safetensors.save_file({"data": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"path: expected a file that Quantized\.save wrote, got .*x\.safetensors"):
@@ -387,7 +387,7 @@ def test_a_foreign_file_is_refused(tmp_path):
 
 
 @every_format_and_codes
-def test_a_damaged_file_is_named(format, tmp_path):
+def test_error_names_the_damaged_file(format, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
     from safetensors import safe_open
 
@@ -412,7 +412,7 @@ def test_a_damaged_file_is_named(format, tmp_path):
 
 
 @pytest.mark.parametrize(("format", "scale"), [("uint8", "document"), ("uint8", "tensor"), ("residual2", "token")])
-def test_indexing_takes_documents(format, scale):
+def test_indexing_selects_documents(format, scale):
     made = quantize(tokens(5, 6, 20), format, scale)
     for index in (slice(1, 4), [4, 0], torch.tensor([2]), torch.tensor([True, False, True, False, False])):
         part = made[index]
@@ -440,7 +440,7 @@ def test_indexing_by_a_mask(format, scale, shape):
         assert part.error is None if of_tokens else torch.equal(part.error, made.error[keep])
 
 
-def test_what_another_library_quantised():
+def test_affine_codes_of_another_library_score_like_reference():
     """The other library uses affine codes with a scale and a minimum for each token."""
     D = tokens(3, 4, 8)
     low, high = D.amin(-1), D.amax(-1)
@@ -453,7 +453,7 @@ def test_what_another_library_quantised():
 
 
 @pytest.mark.parametrize(("format", "query"), [("int8", "half"), *rounded_queries])
-def test_compiled(format, query):
+def test_compiled_scores_and_gradients_match_eager(format, query):
     Q, made = tokens(2, 3, 8).requires_grad_(), quantize(tokens(4, 5, 8), format, query=query)
 
     def score(Q, data, scale):
@@ -466,7 +466,7 @@ def test_compiled(format, query):
     assert torch.equal(*(torch.autograd.grad(x.square().sum(), Q)[0] for x in (found, expected)))
 
 
-def test_compiled_with_codes():
+def test_compiled_residual_codes_match_eager():
     Q, made = tokens(2, 3, 8), quantize(tokens(4, 5, 8), "residual2")
     codec = made.codec
 
@@ -488,7 +488,7 @@ class _Index(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("format", "query"), [*((f, "half") for f in ALL_FORMATS), *rounded_queries])
-def test_exported(format, query, tmp_path):
+def test_exported_module_scores_like_eager(format, query, tmp_path):
     """Documents stored in a module become constants of the graph, however they are stored."""
     index, Q = _Index(quantize(tokens(5, 9, 16), format, query=query)), tokens(2, 4, 16)
     batch = torch.export.Dim("batch", min=2)
@@ -556,7 +556,7 @@ def test_bad_input_names_the_argument(call, error, message):
 
 @pytest.mark.parametrize("wrong", [lambda t: t.tolist(), lambda t: t.float(), lambda t: t.to("meta"), lambda t: t[:1]])
 @pytest.mark.parametrize("name", ["doc_offsets", "doc_lengths"])
-def test_candidates_are_checked_before_the_short_way(name, wrong, monkeypatch):
+def test_candidates_are_validated_before_the_fast_path(name, wrong, monkeypatch):
     """The fast path of a GPU does not check: it would read floats as integers, and CPU pointers."""
 
     def launched(*args):

@@ -31,7 +31,7 @@ def tokens(*shape, dtype=torch.float32):
         (8, [6], 0x60),
     ],
 )
-def test_bytes_are_those_of_fast_plaid(nbits, buckets, byte):
+def test_bytes_match_fast_plaid(nbits, buckets, byte):
     """The bytes were read from its files. For whole files see `residual.GOLDEN`."""
     d = len(buckets)
     weights = torch.arange(2.0**nbits)
@@ -41,7 +41,7 @@ def test_bytes_are_those_of_fast_plaid(nbits, buckets, byte):
     assert codec.decode(codes, residuals).tolist() == [buckets]
 
 
-def test_tokens_and_scores_of_an_index_of_fast_plaid():
+def test_tokens_and_scores_match_fast_plaid():
     found, codec = golden()
     assert codec.nbits == 4 and codec.d == 128
     decoded = codec.decode(found["codes"], found["residuals"], torch.float32)
@@ -55,7 +55,7 @@ def test_tokens_and_scores_of_an_index_of_fast_plaid():
 
 
 @pytest.mark.parametrize("order", ["big", "little"])
-def test_another_order_of_bits_would_be_seen(order):
+def test_wrong_bit_order_decodes_wrong_tokens(order):
     found, codec = golden()
     other = ResidualCodec(codec.centroids, codec.weights, codec.cutoffs, order)
     decoded = other.decode(found["codes"], found["residuals"], torch.float32)
@@ -67,7 +67,7 @@ def test_another_order_of_bits_would_be_seen(order):
 @every_nbits
 @every_order
 @pytest.mark.parametrize("d", [8, 20, 128])
-def test_codes_and_tokens_are_those_of_the_formulas(nbits, order, d):
+def test_codes_and_tokens_match_formulas(nbits, order, d):
     codec, x = random_codec(d, nbits, bit_order=order), tokens(3, 7, d)
     codes, residuals = codec.encode(x)
     expected, buckets = residual.encoded(x.flatten(0, 1).double().numpy(), codec)
@@ -94,7 +94,7 @@ def test_a_residual_that_equals_a_cutoff_is_below_it():
 
 
 @every_nbits
-def test_a_codec_is_trained(nbits):
+def test_codec_training(nbits):
     centers = tokens(16, 32)
     x = torch.nn.functional.normalize(centers.repeat(200, 1) + 0.05 * torch.randn(3200, 32), dim=-1)
     codec = ResidualCodec.train(x, nbits, 64)
@@ -112,7 +112,7 @@ def test_a_codec_is_trained(nbits):
     assert all(x.all() for x in inside)
 
 
-def test_training_leaves_out_what_is_not_finite():
+def test_training_ignores_nonfinite_tokens():
     x = tokens(100, 8)
     poisoned = torch.cat([x, torch.full((3, 8), torch.nan), torch.full((2, 8), torch.inf)])
     codec = ResidualCodec.train(poisoned, 2)
@@ -122,7 +122,7 @@ def test_training_leaves_out_what_is_not_finite():
 
 
 @every_nbits
-def test_codes_that_are_no_centroids_are_nan_for_their_document(nbits):
+def test_out_of_range_codes_score_nan_for_their_document(nbits):
     codec = random_codec(20, nbits)
     D, Q = lik_ops.quantize(tokens(6, 5, 20), codec), tokens(2, 3, 20)
     whole, winners = lik_ops.maxsim_with_argmax(Q, D)
@@ -142,7 +142,7 @@ def test_codes_that_are_no_centroids_are_nan_for_their_document(nbits):
     assert lik_ops.maxsim(Q, Quantized.of_codes(D.codes, codec.kept(D.data), none)).isnan().all()
 
 
-def test_tokens_of_zeros_stay_zeros_and_others_become_nan():
+def test_zero_tokens_stay_zero_and_nonfinite_tokens_become_nan():
     D = tokens(4, 3, 16)
     D[1], D[2, 0, 3], D[3, 1, 2] = 0, torch.nan, torch.inf
     x = lik_ops.quantize(D, random_codec(16, 2)).dequantize()
@@ -152,7 +152,7 @@ def test_tokens_of_zeros_stay_zeros_and_others_become_nan():
     assert torch.equal(x.isnan().all(-1), expected) and torch.equal(x.isnan().any(-1), expected)
 
 
-def test_a_search_in_two_stages_is_exact():
+def test_two_stage_search_is_exact():
     Q, D = tokens(3, 4, 32), tokens(300, 6, 32)
     coarse = lik_ops.quantize(D, ResidualCodec.train(D, 8, 64))
     best, exact = lik_ops.retrieve(Q, D, 5, coarse=coarse), lik_ops.retrieve(Q, D, 5)
@@ -169,7 +169,7 @@ def _operator(Q, D, **other):
     return torch.ops.lik.maxsim_quantized_fwd(Q, *stored, *bounds, *[None] * 4, False, torch.int32, 3)
 
 
-def test_samples_that_share_documents_are_one_call():
+def test_vmap_over_queries_and_codes_matches_loop():
     Q, D = tokens(2, 6, 8), lik_ops.quantize(tokens(20, 8), random_codec(8, 2))
     found, other_codes = torch.vmap(lambda q: _operator(q, D))(Q), D.codes.flip(0)
     several = torch.stack([D.codes, other_codes])
@@ -181,7 +181,7 @@ def test_samples_that_share_documents_are_one_call():
             assert torch.equal(a[n], b)
 
 
-def test_products_are_counted():
+def test_flop_counter_counts_products():
     from torch.utils.flop_counter import FlopCounterMode
 
     D = lik_ops.quantize(tokens(20, 8), random_codec(8, 4))
@@ -209,7 +209,7 @@ def test_products_are_counted():
         ({"data": torch.zeros(20, 3).byte()}, ValueError, r"data: expected \[Td, 2\] for d = 8, got \[20, 3\]"),
     ],
 )
-def test_the_operator_names_what_is_wrong(other, error, message):
+def test_operator_error_names_the_argument(other, error, message):
     D = lik_ops.quantize(tokens(20, 8), random_codec(8, 2))
     with pytest.raises(error, match=f"lik::maxsim_quantized_fwd: {message}"):
         _operator(tokens(6, 8), D, **other)
@@ -313,7 +313,7 @@ def test_bad_input_names_the_argument(call, error, message):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_documents_of_a_codec_that_is_trained_are_numbers(normalize, tmp_path):
+def test_documents_of_trainable_codec_do_not_require_grad(normalize, tmp_path):
     plain = random_codec(16, 2, normalize=normalize)
     trained = ResidualCodec(*(x.clone().requires_grad_() for x in plain.tensors().values()), normalize=normalize)
     D, Q = tokens(5, 4, 16), tokens(2, 3, 16)
@@ -341,7 +341,7 @@ def test_documents_of_a_codec_that_is_trained_are_numbers(normalize, tmp_path):
         assert len(lik_ops.read_index(tmp_path / "index")) == 2
 
 
-def test_a_codec_that_does_not_normalise():
+def test_codec_without_normalization():
     codec = random_codec(16, 4, normalize=False)
     D, Q = 3 * tokens(5, 4, 16), tokens(2, 3, 16)
     made = lik_ops.quantize(D, codec)
@@ -355,12 +355,12 @@ def test_a_codec_that_does_not_normalise():
         torch.testing.assert_close(
             lik_ops.maxsim(Q.double(), other), reference.maxsim(Q.double(), x), rtol=0, atol=1e-5
         )
-    normalised = lik_ops.maxsim(Q, same, normalize=True)
-    torch.testing.assert_close(normalised.double(), reference.maxsim(Q.double(), x, normalize=True), rtol=0, atol=1e-5)
+    normalized = lik_ops.maxsim(Q, same, normalize=True)
+    torch.testing.assert_close(normalized.double(), reference.maxsim(Q.double(), x, normalize=True), rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu
-def test_an_index_of_fast_plaid_on_a_gpu():
+def test_tokens_and_scores_match_fast_plaid_on_gpu():
     found, codec = golden()
     D = Quantized.of_codes(found["codes"].cuda(), found["residuals"].cuda(), codec.to("cuda"))
     torch.testing.assert_close(D.dequantize(torch.float32).cpu(), found["decoded"], rtol=0, atol=1e-3)

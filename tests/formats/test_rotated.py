@@ -13,7 +13,7 @@ FIRST_ROWS = {3: [0.9267766952966371, -0.021446609406726245, -0.375], 4: [0.5, -
 LARGEST_ERRORS = {"rq4": 0.108, "rq2": 0.346, "rq1": 0.605}
 
 
-def test_the_rotation_is_orthogonal_and_never_changes():
+def test_rotation_is_orthogonal_with_fixed_values():
     for d in (1, 2, 3, 20, 96, 128, 144):
         R = rotation.make_rotation(d, torch.device("cpu"))
         torch.testing.assert_close(R @ R.T, torch.eye(d, dtype=torch.float64), rtol=0, atol=1e-14)
@@ -80,7 +80,7 @@ def test_huge_and_tiny_tokens_keep_their_scale(format, nbits):
         assert torch.equal(found, expected * 2.0**power)
 
 
-def test_rotated_queries_are_of_full_precision_on_a_cpu():
+def test_rotated_queries_have_full_precision_on_cpu():
     Q, D = torch.randn(4, 5, 128).half(), torch.randn(6, 7, 128)
     made = lik_ops.quantize(D, "rq4")
     expected = lik_ops.reference.maxsim(Q.double(), made.dequantize(torch.float64))
@@ -88,7 +88,7 @@ def test_rotated_queries_are_of_full_precision_on_a_cpu():
 
 
 @every_format
-def test_compiled_quantize_is_that_of_eager(format, nbits):
+def test_compiled_quantize_matches_eager(format, nbits):
     D = torch.randn(20, 24)
     whole = torch.compile(lambda D: lik_ops.quantize(D, format).dequantize(), fullgraph=True, backend="eager")
     rotation._cached.clear()

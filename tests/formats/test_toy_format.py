@@ -39,7 +39,7 @@ NIBBLES = format_table.Format(torch.uint8, 7, each=2, kernel=load_nibbles, encod
 
 @pytest.mark.parametrize("place", PLACES, ids=PLACE_IDS)
 @pytest.mark.parametrize(("d", "normalize"), [(24, False), (33, True), (144, False)])
-def test_a_format_that_is_one_entry_of_the_table_is_scored_everywhere(place, d, normalize, monkeypatch, tmp_path):
+def test_format_added_to_the_table_scores_and_searches(place, d, normalize, monkeypatch, tmp_path):
     monkeypatch.setitem(format_table.FORMATS, "nibbles", NIBBLES)
     Q, D = torch.randn(3, 5, d, device=place.device), torch.randn(4, 9, d, device=place.device)
     made = lik_ops.quantize(D, "nibbles")

@@ -17,7 +17,7 @@ from ..support.residual import decoded, encoded, packed, random_codec
 D, LENGTHS = 16, (3, 0, 5, 4, 2, 1)
 
 
-def written(root, nbits, lengths=LENGTHS, beside=None):
+def write_index_files(root, nbits, lengths=LENGTHS, beside=None):
     """Write an index of random tokens. With `beside`, keep files of the converted index in two chunks.
 
     Returns:
@@ -50,8 +50,8 @@ def written(root, nbits, lengths=LENGTHS, beside=None):
 
 @pytest.mark.parametrize("beside", [None, 2])
 @pytest.mark.parametrize("nbits", [2, 4])
-def test_an_index_of_warp(tmp_path, nbits, beside):
-    root, tokens, codes = written(tmp_path / "index", nbits, beside=beside)
+def test_warp_index_matches_tokens_and_scores(tmp_path, nbits, beside):
+    root, tokens, codes = write_index_files(tmp_path / "index", nbits, beside=beside)
     index = lik_ops.read_index(root)
     assert index.cu_seqlens.diff().tolist() == list(LENGTHS)
     assert index.documents.codes.tolist() == codes.tolist() and index.documents.codes.dtype == torch.int32
@@ -68,8 +68,8 @@ def test_an_index_of_warp(tmp_path, nbits, beside):
     assert torch.equal(staged[0], best) and torch.equal(staged[1], indices)
 
 
-def test_another_order_of_bits_is_seen(tmp_path):
-    root, tokens, _ = written(tmp_path / "index", 2)
+def test_wrong_bit_order_decodes_wrong_tokens(tmp_path):
+    root, tokens, _ = write_index_files(tmp_path / "index", 2)
     (root / "residuals.compacted.pt").rename(root / "residuals.repacked.compacted.pt")
     assert (lik_ops.read_index(root).decode(torch.float32)[0].double() - tokens).abs().max() > 0.01
 
@@ -77,17 +77,17 @@ def test_another_order_of_bits_is_seen(tmp_path):
 def test_documents_without_tokens(tmp_path):
     """Trailing documents without tokens are only known from the converted index."""
     lengths = (2, 0, 3, 0)
-    alone = lik_ops.read_index(written(tmp_path / "a", 4, lengths)[0])
-    beside = lik_ops.read_index(written(tmp_path / "b", 4, lengths, beside=1)[0])
+    alone = lik_ops.read_index(write_index_files(tmp_path / "a", 4, lengths)[0])
+    beside = lik_ops.read_index(write_index_files(tmp_path / "b", 4, lengths, beside=1)[0])
     assert len(alone) == 3 and len(beside) == 4
     Q = torch.randn(2, 3, D)
     assert torch.equal(lik_ops.maxsim(Q, beside) == -torch.inf, torch.tensor([[False, True, False, True]] * 2))
-    none = lik_ops.read_index(written(tmp_path / "c", 4, ())[0])
+    none = lik_ops.read_index(write_index_files(tmp_path / "c", 4, ())[0])
     assert len(none) == 0 and lik_ops.maxsim(Q, none).shape == (2, 0)
 
 
-def test_fast_plaid_would_normalise_it(tmp_path):
-    index = lik_ops.read_index(written(tmp_path / "index", 4)[0])
+def test_write_index_rejects_codec_without_normalization(tmp_path):
+    index = lik_ops.read_index(write_index_files(tmp_path / "index", 4)[0])
     with pytest.raises(ValueError, match="index: expected a codec with cutoffs that normalizes"):
         lik_ops.write_index(tmp_path / "other", index)
 
@@ -119,31 +119,31 @@ LIES = [
 
 
 @pytest.mark.parametrize(("name", "lie", "message"), LIES)
-def test_a_file_that_lies_is_named(tmp_path, name, lie, message):
-    root = written(tmp_path / "index", 2)[0]
+def test_error_names_the_corrupt_file(tmp_path, name, lie, message):
+    root = write_index_files(tmp_path / "index", 2)[0]
     _tensor(root, name, lie)
     with pytest.raises(ValueError, match=f"read_index: .*{name}: {message}"):
         lik_ops.read_index(root)
 
 
 @pytest.mark.parametrize("name", [SIZES, CODES, REPACKED])
-def test_a_damaged_file_is_named(tmp_path, name):
-    root = written(tmp_path / "index", 2)[0]
+def test_error_names_the_truncated_file(tmp_path, name):
+    root = write_index_files(tmp_path / "index", 2)[0]
     _cut(root, name)
     with pytest.raises(ValueError, match=f"read_index: .*{name}: not a whole file of tensors"):
         lik_ops.read_index(root)
 
 
 @pytest.mark.parametrize("name", [SIZES, CODES, "bucket_cutoffs.npy", "bucket_weights.npy"])
-def test_a_missing_file_is_named(tmp_path, name):
-    root = written(tmp_path / "index", 2)[0]
+def test_error_names_the_missing_file(tmp_path, name):
+    root = write_index_files(tmp_path / "index", 2)[0]
     (root / name).unlink()
     with pytest.raises(FileNotFoundError, match=f"read_index: .*{name}: no such file"):
         lik_ops.read_index(root)
 
 
-def test_files_that_contradict_each_other_are_named(tmp_path):
-    root = written(tmp_path / "a", 2)[0]
+def test_error_names_inconsistent_files(tmp_path):
+    root = write_index_files(tmp_path / "a", 2)[0]
     weights = np.load(root / "bucket_weights.npy")
     for wrong, message in (
         (weights[:3], r"bucket_weights.npy: expected 2, 4, 16 or 256 weights, got \[3\]"),
@@ -153,7 +153,7 @@ def test_files_that_contradict_each_other_are_named(tmp_path):
         np.save(root / "bucket_weights.npy", wrong)
         with pytest.raises(ValueError, match=message):
             lik_ops.read_index(root)
-    root = written(tmp_path / "b", 2, beside=3)[0]
+    root = write_index_files(tmp_path / "b", 2, beside=3)[0]
     for name, wrong, message in (
         ("doclens.0.json", [3, 1, 4], "codes.compacted.pt: expected tokens of each document as doclens say"),
         ("doclens.0.json", [3, 0], "metadata.json: expected num_embeddings 10, as doclens say, got 15"),

@@ -95,7 +95,7 @@ def comparable(launches, given):
     return [(launch[0], launch[1], [named(v) for v in flat(launch[2])]) for launch in launches]
 
 
-def drawn(shape, candidates, masks, dtype, device="cpu", seed=0):
+def draw_inputs(shape, candidates, masks, dtype, device="cpu", seed=0):
     Nq, K, Lq, Ld, d = shape
     g = torch.Generator().manual_seed(seed)
 
@@ -119,7 +119,7 @@ def gradients(x, name, winners, normalize, needs, seed=0):
     return getattr(cuda, f"backward_{name}")(upstream, Q, D, winners, *rest, normalize, needs), upstream
 
 
-def winners_of(x, seed=0):
+def draw_argmax(x, seed=0):
     Q, D = x[:2]
     shape = (Q.shape[0], D.shape[1], Q.shape[1]) if D.dim() == 4 else (D.shape[0], *Q.shape[:2])
     g = torch.Generator().manual_seed(seed)
@@ -134,10 +134,10 @@ CASES = [
 
 @without_kernels
 @pytest.mark.parametrize(("name", "shape", "candidates", "plain", "needs"), CASES)
-def test_a_replay_launches_what_a_full_backward_does(name, shape, candidates, plain, needs, log):
+def test_replay_launches_match_full_backward(name, shape, candidates, plain, needs, log):
     dtype = torch.bfloat16 if plain else torch.float32
-    x = drawn(shape, candidates, not plain, dtype)
-    winners, found, alive = winners_of(x), [], []
+    x = draw_inputs(shape, candidates, not plain, dtype)
+    winners, found, alive = draw_argmax(x), [], []
     for _ in range(3):
         log.clear()
         results, upstream = gradients(x, name, winners, not plain, needs)
@@ -154,10 +154,10 @@ def test_a_replay_launches_what_a_full_backward_does(name, shape, candidates, pl
 @without_kernels
 @pytest.mark.parametrize("name", ["lowmem", "unified"])
 @pytest.mark.parametrize("candidates", [False, True])
-def test_of_documents_as_int8_too(name, candidates, log):
+def test_replay_launches_match_full_backward_of_int8_documents(name, candidates, log):
     """The scale of int8 documents has a slot like other tensors. Calls without int8 have separate captures."""
-    x = drawn(SHAPES[1], candidates, False, torch.bfloat16)
-    winners, found, kept, run = winners_of(x), [], [], getattr(cuda, f"backward_{name}")
+    x = draw_inputs(SHAPES[1], candidates, False, torch.bfloat16)
+    winners, found, kept, run = draw_argmax(x), [], [], getattr(cuda, f"backward_{name}")
     for _ in range(3):
         made = lik_ops.quantize(torch.randn(x[1].shape))
         upstream = torch.randn(x[0].shape[0], x[1].shape[-3])
@@ -193,7 +193,7 @@ def packed(layout, device, dtype, seed=0):
 @without_kernels
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("layout", ["cross", "candidates", "pairs"])
-def test_packed_backwards_too(layout, unified, log):
+def test_replay_launches_match_full_packed_backward(layout, unified, log):
     r = packed(layout, "cpu", torch.bfloat16)
     c = PackedArgs.of(r, 17)
     argmax = torch.zeros(c.argmax_shape(), dtype=torch.int16)
@@ -211,7 +211,7 @@ def test_packed_backwards_too(layout, unified, log):
 @pytest.mark.parametrize("argmax_dtype", [None, torch.int16])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("format", ["int8", "uint8", "binary", "residual"])
-def test_quantised_forwards_too(format, normalize, argmax_dtype, log, monkeypatch):
+def test_replay_launches_match_full_quantized_forward(format, normalize, argmax_dtype, log, monkeypatch):
     """The number of documents is equal. Candidates, whose sizes seldom repeat, have separate launches."""
     monkeypatch.setattr(packed_forward, "current_device", lambda: None)
     monkeypatch.setattr(packed_forward, "raw_stream", lambda index: 0)
@@ -236,9 +236,11 @@ def test_quantised_forwards_too(format, normalize, argmax_dtype, log, monkeypatc
 @without_kernels
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("temperature", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_soft_forwards_too(temperature, keep, log):
+def test_replay_launches_match_full_soft_forward(temperature, keep, log):
     """A tensor temperature is read at each replay, and another number has another dispatch key."""
-    x = DenseArgs(*drawn((*SHAPES[1][:4], 20), False, True, torch.bfloat16))  # no descriptor reads rows of 40 bytes
+    x = DenseArgs(
+        *draw_inputs((*SHAPES[1][:4], 20), False, True, torch.bfloat16)
+    )  # no descriptor reads rows of 40 bytes
     found, alive = [], []
     for _ in range(3):
         tau = temperature if isinstance(temperature, float) else temperature.clone()
@@ -254,9 +256,9 @@ def test_soft_forwards_too(temperature, keep, log):
 
 
 @without_kernels
-def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
-    x = drawn(SHAPES[0], False, False, torch.bfloat16)
-    winners = winners_of(x)
+def test_unaligned_or_recorded_calls_are_not_replayed(log):
+    x = draw_inputs(SHAPES[0], False, False, torch.bfloat16)
+    winners = draw_argmax(x)
     for _ in range(2):
         gradients(x, "lowmem", winners, False, NEEDS[3])
     room = torch.empty(x[0].numel() + 1, dtype=x[0].dtype)
@@ -280,13 +282,13 @@ def test_what_begins_elsewhere_or_is_recorded_by_somebody_is_made_in_full(log):
 
 
 @without_kernels
-def test_tensors_that_share_memory_are_not_told_apart(log):
+def test_self_similarity_calls_are_not_captured(log):
     """A self-similarity is not captured, because a later call with this key may have two tensors and is captured."""
-    x = drawn((8, 8, 32, 32, 64), False, False, torch.bfloat16)
+    x = draw_inputs((8, 8, 32, 32, 64), False, False, torch.bfloat16)
     for same, launched in ((True, 4), (True, 4), (True, 4), (False, 4), (False, 3), (True, 3)):
         given = x[0], x[0] if same else x[1], *x[2:]
         log.clear()
-        winners = winners_of(given)
+        winners = draw_argmax(given)
         _, upstream = gradients(given, "lowmem", winners, False, NEEDS[3])
         assert log and all(len(launch) == launched for launch in log)
         found = [name for launch in comparable(log, (*given[:2], winners, upstream)) for name in map(str, launch[2])]
@@ -302,7 +304,7 @@ def record(given, function):
 
 
 @without_kernels
-def test_operations_that_are_no_allocations_are_not_replayed(log):
+def test_unsupported_operations_are_not_replayed(log):
     Q, other = torch.randn(4, 16), torch.randn(3)
 
     def launch(*tensors):
@@ -337,7 +339,7 @@ def kernel_of(parameters):
 
 
 @without_kernels
-def test_memory_is_filled_again(log):
+def test_replay_refills_memory(log):
     Q = torch.randn(4, 16)
 
     def call():
@@ -351,14 +353,14 @@ def test_memory_is_filled_again(log):
 
 
 @without_kernels
-def test_calls_that_differ_in_sizes_share_code(log):
+def test_replay_code_is_shared_between_sizes(log):
     """The generated replay code is compiled once for all calls of a kind, because sizes are not part of it."""
     found = []
     for shape in ((8, 8, 32, 64, 64), (8, 9, 32, 72, 32)):
-        x = drawn(shape, False, False, torch.bfloat16)
+        x = draw_inputs(shape, False, False, torch.bfloat16)
         gpu_backward.captured_calls.forget()
         for _ in range(3):
-            gradients(x, "lowmem", winners_of(x), False, NEEDS[3])
+            gradients(x, "lowmem", draw_argmax(x), False, NEEDS[3])
         (recorded,) = gpu_backward.captured_calls._found.values()
         found.append(recorded.__code__)
     assert found[0] is found[1]
@@ -367,15 +369,15 @@ def test_calls_that_differ_in_sizes_share_code(log):
 @pytest.mark.skipif(not INTERPRETING, reason="runs the kernels in Triton's interpreter: see test_interpreter.py")
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_replays_compute_what_full_calls_do(layout, normalize, monkeypatch):
+def test_replays_match_full_calls_in_interpreter(layout, normalize, monkeypatch):
     """Pointers end where the tensors were, and the replay has other values in other memory."""
     for module, name in ((launcher, "launch"), (capture, "current_device"), (capture, "raw_stream")):
         monkeypatch.setattr(module, name, getattr(replaying, name))
     before = replaying.replayed.count
 
     def everything(seed):
-        x = drawn(SHAPES[1], layout == "candidates", normalize, torch.float16, seed=seed)
-        winners = winners_of(x, seed)
+        x = draw_inputs(SHAPES[1], layout == "candidates", normalize, torch.float16, seed=seed)
+        winners = draw_argmax(x, seed)
         found = [gradients(x, name, winners, normalize, NEEDS[0], seed)[0] for name in ("lowmem", "unified")]
         r = packed("pairs" if layout == "candidates" else layout, "cpu", torch.float16, seed)
         argmax = cuda.forward_ragged(r, normalize, torch.int16, 9)[1]
@@ -404,7 +406,7 @@ def test_replays_have_the_bits_of_full_calls(shape, dtype, candidates, masks, no
     """Test the forward with and without argmax, and both gradients, on other values than were captured."""
 
     def everything(seed):
-        x = drawn(shape, candidates, masks, dtype, "cuda", seed)
+        x = draw_inputs(shape, candidates, masks, dtype, "cuda", seed)
         scores, argmax = cuda.forward(*x, normalize, torch.int16)
         alone, _ = cuda.forward(*x, normalize, None)
         lowmem, _ = gradients(x, "lowmem", argmax, normalize, NEEDS[0], seed)
@@ -448,9 +450,9 @@ def test_packed_replays_have_the_bits_of_full_calls(layout, dtype, normalize):
 
 
 @pytest.mark.gpu
-def test_a_step_holds_no_more_memory_than_in_full():
+def test_replayed_backward_does_not_increase_peak_memory():
     """Workspace is freed after its last launch, before memory for other gradients is allocated."""
-    x = drawn((64, 512, 32, 180, 128), False, False, torch.bfloat16, "cuda")
+    x = draw_inputs((64, 512, 32, 180, 128), False, False, torch.bfloat16, "cuda")
     argmax = cuda.forward(*x, False, torch.int16)[1]
     peaks = []
     cuda.forget()
@@ -463,10 +465,10 @@ def test_a_step_holds_no_more_memory_than_in_full():
 
 
 @pytest.mark.gpu
-def test_many_sizes_keep_few_replays():
+def test_number_of_cached_replays_is_bounded():
     for n in range(1, capture._MAX_CALLS + 50):
         Q, D = torch.randn(1, 2, 8, device="cuda", dtype=torch.half), torch.randn(1, n, 8, device="cuda").half()
-        gradients((Q, D, None, None, None), "lowmem", winners_of((Q, D)), False, NEEDS[3])
+        gradients((Q, D, None, None, None), "lowmem", draw_argmax((Q, D)), False, NEEDS[3])
     assert len(gpu_backward.captured_calls._found) <= capture._MAX_CALLS
 
 
@@ -474,14 +476,14 @@ def test_many_sizes_keep_few_replays():
 @pytest.mark.parametrize("K", [0, 5])
 @pytest.mark.parametrize("Lq", [0, 3])
 @pytest.mark.parametrize("candidates", [False, True])
-def test_memory_of_a_plan_has_the_strides_that_torch_gives(Nq, K, Lq, candidates):
+def test_plan_memory_has_torch_strides(Nq, K, Lq, candidates):
     plan = DensePlan(torch.zeros(Nq, Lq, 4), torch.zeros(*([Nq] if candidates else []), K, 6, 4), torch.int16)
     assert plan.score_strides[2] == torch.empty(plan.scores_shape).stride()
     assert plan.allocate_argmax().stride() == torch.empty(plan.argmax_shape).stride()
 
 
 @without_kernels
-def test_saved_tensors_of_other_strides_are_no_call_that_was_recorded(log, monkeypatch):
+def test_saved_tensors_with_other_strides_are_not_replayed(log, monkeypatch):
     """A hook may pass contiguous copies of saved tensors to a backward, as `save_on_cpu` does."""
     monkeypatch.setattr(backends, "select_backend", lambda device, dtype: cuda)
     Q = torch.randn(32, 8, 64).half().transpose(0, 1).requires_grad_()

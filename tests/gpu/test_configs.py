@@ -23,7 +23,7 @@ def _forward(arch, dtype, Nq, Lq, d, normalize, candidates=False, wide=0) -> Lau
 
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_slots_do_not_depend_on_the_number_of_queries(arch, dtype):
+def test_rows_per_query_do_not_depend_on_the_number_of_queries(arch, dtype):
     lengths, features = (1, 5, 32, 100, 257, 3000), (8, 128, 700)
     for Lq, d, normalize, wide in itertools.product(lengths, features, (False, True), (0, 1, 2)):
         slot = _forward(arch, dtype, 1, Lq, d, normalize, wide=wide).config.ROWS_PER_QUERY
@@ -43,7 +43,7 @@ def test_tiles_of_a_rule_ascend():
 
 
 @pytest.mark.parametrize(("documents", "stages"), [(300, 4), (1_000, 2), (100_000, 3)])
-def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
+def test_h100_uses_other_num_stages_for_one_query(documents, stages):
     arch = ARCHITECTURES["sm_90"]
     h100 = replace(arch, gpu="NVIDIA H100 80GB HBM3")
     kind = KernelKey(arch, torch.bfloat16, 128, False, False, 0)
@@ -54,7 +54,7 @@ def test_an_h100_asks_further_ahead_for_one_query(documents, stages):
     assert forward_configs.adjust_for_h100(queries, h100, documents) == queries
 
 
-def _lying(D, how):
+def _change_layout(D, how):
     """Return the documents in another memory layout: one a descriptor can read, or one it cannot."""
     if how == "transposed":
         return D.mT.contiguous().mT
@@ -71,8 +71,8 @@ LYING = ["contiguous", "transposed", "apart", "unaligned"]
 
 @pytest.mark.parametrize("how", LYING)
 @pytest.mark.parametrize("Ld", [3, 100])
-def test_descriptors_read_documents_of_any_length(Ld, how):
-    Q, D = torch.randn(40, 32, 128).half(), _lying(torch.randn(400, Ld, 128).half(), how)
+def test_descriptor_use_depends_on_layout_not_length(Ld, how):
+    Q, D = torch.randn(40, 32, 128).half(), _change_layout(torch.randn(400, Ld, 128).half(), how)
     choice = generic_choices.choose_generic(Q, D, True, False, ARCHITECTURES["sm_90"])
     assert choice.uses_descriptor == (how in ("contiguous", "unaligned"))
     assert (Ld < choice.launch.config.BN) == choice.launch.config.SHORT_DOCUMENTS
@@ -82,17 +82,17 @@ def test_descriptors_read_documents_of_any_length(Ld, how):
 @pytest.mark.parametrize("how", LYING)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("d", [128, 100, 8])
-def test_normalised_bits_hang_on_no_batch_nor_on_how_tokens_lie(how, d, dtype):
+def test_normalized_bits_do_not_depend_on_batch_or_layout(how, d, dtype):
     Q = torch.randn(20, 32, d, device="cuda", dtype=dtype)
     for Ld in (1, 30, 100):
         contiguous = torch.randn(400, Ld, d, device="cuda", dtype=dtype)
-        D = _lying(contiguous, how)
+        D = _change_layout(contiguous, how)
         whole = lik_ops.maxsim(Q, D, normalize=True)
         assert torch.equal(whole, lik_ops.maxsim(Q, contiguous, normalize=True))
-        assert torch.equal(whole, lik_ops.maxsim(_lying(Q, how), D, normalize=True))
+        assert torch.equal(whole, lik_ops.maxsim(_change_layout(Q, how), D, normalize=True))
         torch.testing.assert_close(whole, lik_ops.reference.maxsim(Q, D, normalize=True), rtol=1e-3, atol=1e-3)
         for n, documents in ((1, 400), (1, 7), (2, 400), (4, 400), (8, 7)):
-            part = D[:documents] if how != "unaligned" else _lying(D[:documents], how)
+            part = D[:documents] if how != "unaligned" else _change_layout(D[:documents], how)
             assert torch.equal(lik_ops.maxsim(Q[:n], part, normalize=True), whole[:n, :documents]), (Ld, n, documents)
 
 

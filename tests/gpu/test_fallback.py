@@ -53,7 +53,7 @@ def test_a_kernel_that_does_not_compile_is_tried_once(monkeypatch):
     assert len(tried) == 1 and tried[0]["enable_fp_fusion"] is True
 
 
-def test_falling_back_is_said_once_for_each_kernel():
+def test_fallback_warns_once():
     error = launcher.KernelCompileError("maxsim_fast", "PTXASError: no")
     with pytest.warns(RuntimeWarning, match="maxsim_fast does not compile .* maxsim_forward computes instead"):
         launcher.warn_fallback(error, "maxsim_forward")
@@ -65,7 +65,7 @@ def test_falling_back_is_said_once_for_each_kernel():
 @pytest.mark.skipif(not INTERPRETING, reason="the plain kernel runs in the interpreter, or on a GPU below")
 @pytest.mark.parametrize("argmax_dtype", [None, torch.int16])
 @pytest.mark.parametrize("plan", ["specialized", "masked"])
-def test_the_plain_kernel_computes_instead(monkeypatch, plan, argmax_dtype):
+def test_generic_kernel_computes_if_fast_kernel_fails(monkeypatch, plan, argmax_dtype):
     Q, D = torch.randn(2, 4, 16, dtype=torch.float16), torch.randn(3, 20, 16, dtype=torch.float16)
     d_mask = torch.rand(3, 20) > 0.3 if plan == "masked" else None
     winners = argmax_dtype is not None
@@ -102,7 +102,7 @@ def test_a_gluon_module_that_fails_disables_only_its_own_kernels(monkeypatch):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="Gluon kernels are never interpreted")
-def test_an_unknown_triton_is_said_once_and_takes_plain_kernels(monkeypatch):
+def test_newer_triton_warns_once_and_disables_gluon_kernels(monkeypatch):
     monkeypatch.setattr(
         triton_versions,
         "get_triton_release",

@@ -80,7 +80,7 @@ def test_cancellation(place, scale):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("with_argmax", [False, True])
-def test_infinities_and_nan_are_those_of_an_fp32_product(place, with_argmax):
+def test_infinities_and_nan_match_fp64_products(place, with_argmax):
     values = torch.tensor([0.0, 1.0, -2.5, 1e-30, 1e-44, math.inf, -math.inf, math.nan])
     values = values[[0, 1, 4, 5, 7]] if INTERPRETING else values
     pairs = torch.cartesian_prod(values, values)
@@ -122,7 +122,7 @@ def test_ties_between_tokens_that_are_multiplied_differently(place, odd):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
-def test_odd_rows_beside_others(place, normalize):
+def test_special_rows_do_not_change_other_scores(place, normalize):
     """Odd tokens in masked positions, other documents, or other queries do not change the bits of a score."""
     Q, D = torch.randn(4, 5, 24), torch.randn(3, LONG, 24)
     d_mask = torch.rand(3, LONG) > 0.3
@@ -209,7 +209,7 @@ TF32_PLACES = PLACES if INTERPRETING else PLACES[1:]  # the portable backend mul
 
 
 @pytest.mark.parametrize("place", TF32_PLACES, ids=str)
-def test_tf32_where_torch_allows_it(place):
+def test_tf32_is_used_only_if_torch_allows_it(place):
     Q, D = (torch.randn(n, 8, 64, device=place.device) for n in (2, 3))
     expected = reference.maxsim(Q.double(), D.double())
 
@@ -247,7 +247,7 @@ def test_tf32_rounds_to_nearest(place, features, layout):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128, 320])
-def test_tf32_is_as_far_off_as_torch_is(d):
+def test_tf32_error_is_comparable_to_torch(d):
     """Tokens have unit length, and an einsum with the same setting has a similar error."""
     tokens = (torch.randn(*n, d, device="cuda") for n in ((16, 32), (200, 300)))
     Q, D = (torch.nn.functional.normalize(x, dim=-1) for x in tokens)
@@ -263,7 +263,7 @@ def test_tf32_is_as_far_off_as_torch_is(d):
 
 
 @pytest.mark.parametrize("place", TF32_PLACES, ids=str)
-def test_tf32_keeps_what_is_not_finite(place):
+def test_tf32_keeps_nan_and_infinity(place):
     odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)  # NaN, inf
     D = torch.ones(5, 1, 16)
     D[:4, 0, 0] = odd

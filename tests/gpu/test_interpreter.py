@@ -45,7 +45,7 @@ PROCESSES = 4
 
 
 @pytest.mark.parametrize("first", range(PROCESSES))
-def test_behaviour_through_the_interpreter(first):
+def test_behavior_through_the_interpreter(first):
     environment = os.environ | {"TRITON_INTERPRET": "1", "LIK_OPS_HYPOTHESIS": "quick"}
     files = [f"tests/{module}.py" for module in MODULES[first::PROCESSES]]
     options = ["-q", "-x", "-m", "not gpu and not slow", "-p", "no:cacheprovider"]

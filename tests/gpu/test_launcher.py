@@ -94,7 +94,7 @@ def description(kernel, args):
 several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 
 
-def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
+def test_single_and_per_token_scales_share_a_kernel():
     kernel = generic_forward.maxsim_forward_ragged
     args, scale = arguments(kernel), torch.empty(64)
     terms = TermArgs(torch.empty(2, 4, 64, dtype=torch.int8), scale, 4)
@@ -119,14 +119,14 @@ def test_scales_of_each_token_or_of_all_take_one_kernel_and_minima_another():
     assert len({plain, *different}) == 1 + len(different)
 
 
-def test_lists_know_of_rows_only_whether_16_divides_them():
+def test_argmax_list_kernel_specializes_rows_divisible_by_16():
     """If 16 divides the rows, argmax loads use vectors. No other size compiles a second kernel."""
     kernel = buckets.maxsim_count_argmax
     known = {Nq: description(kernel, arguments(kernel, Nq=Nq, Lq=5)) for Nq in (16, 32, 7, 9)}
     assert known[16] == known[32] != known[7] == known[9]
 
 
-def triton_specialises(kernel, args):
+def specialize_with_triton(kernel, args):
     """Return Triton's own (type, hint) of each leaf. No hint is None, and a constant is "constexpr"."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
     binder = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -149,11 +149,11 @@ sizes = st.integers(2, 40)
 @several_kernels
 @given(a=st.tuples(sizes, sizes, sizes, sizes), b=st.tuples(sizes, sizes, sizes, sizes), candidates=st.booleans())
 @pytest.mark.parametrize("d", [64, 100, 8])
-def test_sizes_compile_nothing_anew(kernel, d, a, b, candidates):
+def test_sizes_do_not_recompile(kernel, d, a, b, candidates):
     first, second = (arguments(kernel, *n, d, candidates=candidates) for n in (a, b))
     assert description(kernel, first) == description(kernel, second)
     representatives = (launcher._make_representatives(kernel, args) for args in (first, second))
-    one, other = (triton_specialises(kernel, args) for args in representatives)
+    one, other = (specialize_with_triton(kernel, args) for args in representatives)
     assert one == other
 
 
@@ -165,12 +165,12 @@ def test_sizes_compile_nothing_anew(kernel, d, a, b, candidates):
     candidates=st.booleans(),
     offset=st.sampled_from((0, 1, 8)),
 )
-def test_what_is_compiled_holds_for_every_call_it_serves(kernel, n, d, masks, candidates, offset):
+def test_compiled_assumptions_hold_for_the_arguments(kernel, n, d, masks, candidates, offset):
     """Each hint or constant in the compiled kernel is also one that Triton finds in the arguments."""
     args = arguments(kernel, *n, d, masks=masks, candidates=candidates, offset=offset)
-    found = triton_specialises(kernel, args)
+    found = specialize_with_triton(kernel, args)
     for (kind, hint), (true_kind, true_hint) in zip(
-        triton_specialises(kernel, launcher._make_representatives(kernel, args)), found, strict=True
+        specialize_with_triton(kernel, launcher._make_representatives(kernel, args)), found, strict=True
     ):
         if kind == "constexpr":
             assert (true_kind, true_hint) == (kind, hint)
@@ -178,12 +178,12 @@ def test_what_is_compiled_holds_for_every_call_it_serves(kernel, n, d, masks, ca
             assert kind == true_kind
             assert hint in (None, "", true_hint)
     wanted = [hint for kind, hint in found if kind == "*bf16"]
-    got = [h for k, h in triton_specialises(kernel, launcher._make_representatives(kernel, args)) if k == "*bf16"]
+    got = [h for k, h in specialize_with_triton(kernel, launcher._make_representatives(kernel, args)) if k == "*bf16"]
     assert wanted == got, "tensors lose or gain alignment"
 
 
 @several_kernels
-def test_what_decides_the_code_is_told_apart(kernel):
+def test_descriptions_distinguish_code_changing_arguments(kernel):
     def described(**options):
         return description(kernel, arguments(kernel, **options))
 
@@ -200,7 +200,7 @@ def test_what_decides_the_code_is_told_apart(kernel):
     assert len({plain, *different}) == 1 + len(different)
 
 
-def test_descriptions_tell_apart_what_is_equal_or_lines_up():
+def test_descriptions_distinguish_similar_arguments():
     """Compiled kernels are looked up by descriptions, so arguments that compile differently may not share one."""
     x, short = torch.empty(2, 16), torch.empty(16)
     tiles = TensorDescriptor(x, [2, 16], [16, 1], [1, 16])
@@ -220,7 +220,7 @@ class Kernel:
         self.params = [SimpleNamespace(is_constexpr=False, do_not_specialize=False)] * parameters
 
 
-def test_constants_of_other_types_are_told_apart():
+def test_descriptions_distinguish_types_of_constants():
     kernel = buckets.maxsim_count_argmax
     args = arguments(kernel)
     constant = next(n for n, p in enumerate(kernel.params) if p.is_constexpr)
@@ -228,16 +228,16 @@ def test_constants_of_other_types_are_told_apart():
     assert len(described) == 3
 
 
-def test_strides_that_are_vectorised_count_all_or_none():
+def test_vectorized_strides_are_specialized_together():
     kernel = generic_forward.maxsim_forward
     Q, D, *rest = arguments(kernel)
     for stride in ("stride_doc", "stride_l"):
         odd = (Q, D._replace(**{stride: 72}), *rest)
         assert description(kernel, odd) != description(kernel, (Q, D, *rest))
-        hints = [hint for _, hint in triton_specialises(kernel, launcher._make_representatives(kernel, odd))]
+        hints = [hint for _, hint in specialize_with_triton(kernel, launcher._make_representatives(kernel, odd))]
         assert hints[10] == "D" and "D" not in hints[11:14]
     wide = (Q, D._replace(stride_doc=2**31), *rest)
-    assert ("i64", "D") in triton_specialises(kernel, launcher._make_representatives(kernel, wide))
+    assert ("i64", "D") in specialize_with_triton(kernel, launcher._make_representatives(kernel, wide))
 
 
 class Compiled:
@@ -250,7 +250,7 @@ class Compiled:
         return lambda *args: self.launched.append((grid, args))
 
 
-def test_unknown_versions_of_triton_launch_by_triton(monkeypatch):
+def test_unknown_triton_versions_use_triton_launcher(monkeypatch):
     monkeypatch.setattr(triton_versions, "get_triton_release", lambda: (9, 9))
     compiled = Compiled()
     bound = launcher.CompiledKernel(compiled, 0)
@@ -260,7 +260,7 @@ def test_unknown_versions_of_triton_launch_by_triton(monkeypatch):
 
 
 @pytest.mark.parametrize("version", triton_versions.DIRECT_LAUNCHERS)
-def test_a_triton_without_the_expected_attributes_is_said_and_launches_itself(monkeypatch, caplog, version):
+def test_missing_triton_attributes_warn_and_disable_direct_launch(monkeypatch, caplog, version):
     monkeypatch.setattr(triton_versions, "get_triton_release", lambda: version)
     monkeypatch.setattr(torch.version, "hip", None)
     with caplog.at_level(logging.WARNING, logger="lik_ops"):
@@ -268,7 +268,7 @@ def test_a_triton_without_the_expected_attributes_is_said_and_launches_itself(mo
     assert "not as expected" in caplog.text
 
 
-def test_hooks_are_noticed():
+def test_launch_hooks_are_detected():
     assert not launcher.has_launch_hooks()
     for hook in (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook):
         hook.add(print)

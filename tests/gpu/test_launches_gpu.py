@@ -50,7 +50,7 @@ def test_known_versions_launch_directly():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 100])
-def test_no_size_compiles_anything_anew(compilations, d):
+def test_other_sizes_do_not_recompile(compilations, d):
     def call(Nq, Nd, Lq, Ld):
         Q, D = tensors(Nq, Nd, Lq, Ld, d, requires_grad=True)
         q_mask, d_mask = (torch.rand(t.shape[:2], device="cuda") > 0.3 for t in (Q, D))
@@ -103,7 +103,7 @@ def test_warmup_leaves_nothing_to_compile(compilations):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_warmup_of_a_search_leaves_nothing_to_compile(compilations):
+def test_search_after_warmup_does_not_compile_topk(compilations):
     lik_ops.warmup("cuda", torch.bfloat16, 16, 4, Ld=70, Nd=(2, 200), top_k=100)
     compilations.clear()
     Q = tensors(1, 1, 4, 1, 16)[0]
@@ -115,7 +115,7 @@ def test_warmup_of_a_search_leaves_nothing_to_compile(compilations):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_tensors_that_begin_anywhere_and_descriptors_used_again():
+def test_unaligned_tensors_and_reused_addresses():
     Q, D = tensors()
     expected = lik_ops.maxsim(Q, D)
     for _ in range(3):  # by plan, then directly
@@ -189,7 +189,7 @@ def test_capture_and_replay_in_a_cuda_graph(backward):
 
 
 @pytest.mark.gpu
-def test_a_stream_that_is_current_is_launched_on():
+def test_kernels_launch_on_the_current_stream():
     Q, D = tensors()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # which draws the tensors
@@ -203,14 +203,14 @@ def test_a_stream_that_is_current_is_launched_on():
 
 
 @pytest.mark.gpu
-def test_the_log_says_how_kernels_are_launched(caplog):
+def test_log_describes_how_kernels_are_launched(caplog):
     with caplog.at_level(logging.DEBUG, logger="lik_ops"), torch.no_grad():
         Q, D = tensors(3, 4, 19, 23, 56)
         lik_ops.maxsim(Q, D.half().bfloat16())
     assert "maxsim_forward" in caplog.text and "goes straight to lik_ops.gpu.backend" in caplog.text
 
 
-def test_descriptors_are_encoded_where_a_thread_has_a_context(monkeypatch):
+def test_cuda_context_is_created_before_encoding_descriptors(monkeypatch):
     """Triton encodes descriptors by the driver, which has no context on a thread without launches."""
     log = []
     event = SimpleNamespace(record=lambda: log.append("context"))
@@ -232,7 +232,7 @@ def test_descriptors_are_encoded_where_a_thread_has_a_context(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_new_thread_may_begin_with_a_descriptor():
+def test_first_launch_of_a_thread_may_use_a_descriptor():
     found = []
     made = [(torch.randn(8, 32, 128), torch.randn(100, 64, 128)) for _ in range(2)]
     made = [[x.cuda().bfloat16() for x in pair] for pair in made]

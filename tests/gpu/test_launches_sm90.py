@@ -68,7 +68,7 @@ def log(launches, monkeypatch):  # noqa: F811
     eager.clear_call_caches()
 
 
-def described(value):
+def encode_descriptor(value):
     """Return a descriptor in the form of a direct launch."""
     if not launcher.is_descriptor(value):
         return value
@@ -76,7 +76,7 @@ def described(value):
     return ["descriptor", value.base.data_ptr(), *shape]
 
 
-def launched(log, given):
+def normalize_launches(log, given):
     """Return kernels, grids, arguments, and descriptions of the logged launches.
 
     Pointers are named by their tensor, or "memory" for tensors that the call allocated.
@@ -89,10 +89,12 @@ def launched(log, given):
         found = [(n, value - begin) for n, (begin, end) in enumerate(spans) if begin <= value < end]
         return found[0] if found else "memory"
 
-    return [(name, grid, [named(v) for v in flat(map(described, values))], of) for name, grid, values, of in log]
+    return [
+        (name, grid, [named(v) for v in flat(map(encode_descriptor, values))], of) for name, grid, values, of in log
+    ]
 
 
-def quantised(format, scale, rows=Nq, length=Lq, query="half", **options):
+def quantized_call(format, scale, rows=Nq, length=Lq, query="half", **options):
     Q, D, *_ = drawn()
     made = lik_ops.quantize(D.float(), format, scale, query=query)
     return partial(lik_ops.maxsim, Q.view(-1, length, d)[:rows], made, **options), (Q, made.data, made.scale)
@@ -151,17 +153,20 @@ CALLS = {
     "few long documents": (few_long, [RAGGED, "maxsim_row_sums"]),
     "every second document": (partial(one, step=2), ["maxsim_forward"]),
     "masks": (partial(masked, False), ["maxsim_patches", "maxsim_row_maxima"]),
-    "masks, normalised": (partial(masked, True), ["maxsim_forward"]),
-    "int8, a scale a token": (partial(quantised, "int8", "token"), [RING]),
-    "int8, a scale a document": (partial(quantised, "int8", "document"), [RING]),
-    "int8, one scale": (partial(quantised, "int8", "tensor"), [RING]),
-    "int8, few rows": (partial(quantised, "int8", "token", 1), [RING]),
-    "int8, long queries": (partial(quantised, "int8", "token", length=128), [RING, "maxsim_sum_parts"]),
-    "int8, normalised": (partial(quantised, "int8", "token", normalize=True), ["maxsim_unit_counts", TERMS, RAGGED]),
-    "uint8": (partial(quantised, "uint8", "token"), [RAGGED]),
-    "bits": (partial(quantised, "binary", "document"), [RING]),
-    "bits, normalised": (
-        partial(quantised, "binary", "token", normalize=True),
+    "masks, normalized": (partial(masked, True), ["maxsim_forward"]),
+    "int8, a scale a token": (partial(quantized_call, "int8", "token"), [RING]),
+    "int8, a scale a document": (partial(quantized_call, "int8", "document"), [RING]),
+    "int8, one scale": (partial(quantized_call, "int8", "tensor"), [RING]),
+    "int8, few rows": (partial(quantized_call, "int8", "token", 1), [RING]),
+    "int8, long queries": (partial(quantized_call, "int8", "token", length=128), [RING, "maxsim_sum_parts"]),
+    "int8, normalized": (
+        partial(quantized_call, "int8", "token", normalize=True),
+        ["maxsim_unit_counts", TERMS, RAGGED],
+    ),
+    "uint8": (partial(quantized_call, "uint8", "token"), [RAGGED]),
+    "bits": (partial(quantized_call, "binary", "document"), [RING]),
+    "bits, normalized": (
+        partial(quantized_call, "binary", "token", normalize=True),
         ["maxsim_unit_counts", TERMS, RAGGED],
     ),
     "step": (step, [RING, "maxsim_grad_documents", "maxsim_grad_queries"]),
@@ -202,19 +207,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_later_calls_launch_what_the_first_did(name, log):
+def test_later_calls_repeat_the_first_launches(name, log):
     (call, given), kernels = CALLS[name][0](), CALLS[name][1]
     found = []
     for _ in range(4):
         log.clear()
         call()
-        found.append(launched(log, given))
+        found.append(normalize_launches(log, given))
     assert [kernel for kernel, *_ in found[0]] == kernels
     for later in found[1:]:
         assert later == found[0]
 
 
-def test_signs_of_strided_queries_are_launched(log):
+def test_binary_queries_launch_the_same_for_any_strides(log):
     """Signs have strides of their own, in the first call, which makes the plan, and in later ones."""
     Q, D, *_ = drawn()
     made, found = lik_ops.quantize(D.float(), "binary", "document", query="binary"), []
@@ -222,7 +227,7 @@ def test_signs_of_strided_queries_are_launched(log):
         for _ in range(4):
             log.clear()
             lik_ops.maxsim(queries, made)
-            found.append(launched(log, (Q, made.data, made.scale)))
+            found.append(normalize_launches(log, (Q, made.data, made.scale)))
     assert found[0][0][0] == RING and all(later == found[0] for later in found)
 
 
@@ -232,21 +237,21 @@ def test_signs_of_strided_queries_are_launched(log):
     [("fp8_e4m3", "fp8"), ("binary", "half"), ("binary", "int8"), ("binary", "binary"), ("rq1", "half")],
 )
 def test_dense_binary_and_fp8_documents_launch_one_kernel(format, query, rows, log):
-    call, _ = quantised(format, "token", rows, query=query)
+    call, _ = quantized_call(format, "token", rows, query=query)
     for _ in range(3):
         log.clear()
         call()
         assert [kernel for kernel, *_ in log] == [RING]
 
 
-def test_calls_of_other_tensors_launch_theirs(log):
+def test_calls_launch_with_their_own_tensors(log):
     """The calls have one key, with other masks, strides, weights, and documents. Later calls have other keys."""
     made = [masked(False) for _ in range(4)]
     given = [x for _, tensors in made for x in tensors]
     for n, (call, tensors) in enumerate(made):
         log.clear()
         call()
-        values = launched(log, given)[1][2]
+        values = normalize_launches(log, given)[1][2]
         assert {value[0] // len(tensors) for value in values if isinstance(value, tuple)} == {n}
 
 
@@ -263,7 +268,7 @@ def elsewhere(x, how):
     return x[:1].expand(x.shape) if how == "shared" else x
 
 
-def varied(r, kind, places):
+def random_call(r, kind, places):
     """Return a call of few sizes and its tensors, which have any layout.
 
     If `places` is ["odd"], only addresses differ, and all calls are of one kind.
@@ -310,15 +315,15 @@ PLACES = ["odd", "wide", "steps", "columns", "shared"]
 
 @pytest.mark.parametrize("places", [PLACES, ["odd"]], ids=["anywhere", "begin elsewhere"])
 @pytest.mark.parametrize("kind", range(7))
-def test_calls_whose_tensors_lie_elsewhere_are_calls_of_another_kind(kind, places, log):
+def test_cached_launches_match_first_calls_for_any_layout(kind, places, log):
     """The calls launch what they would launch first, whatever was cached for other calls."""
     r = random.Random(kind)
-    made = [varied(r, kind, places) for _ in range(120)]
+    made = [random_call(r, kind, places) for _ in range(120)]
 
     def of(n):
         log.clear()
         made[n][0]()
-        return launched(log, made[n][1])
+        return normalize_launches(log, made[n][1])
 
     warm = [[of(n) for n in range(len(made))] for _ in range(3)]
     for n in range(len(made)):

@@ -92,7 +92,7 @@ def test_a_call_without_gradients_compiles_no_backward(compiler):
 
 
 @pytest.mark.parametrize("broken", [FORWARD, DOCUMENTS])
-def test_a_kernel_that_does_not_compile_raises_once_when_it_is_launched(compiler, broken):
+def test_failed_compilation_is_reported_at_launch_and_not_repeated(compiler, broken):
     compiler.broken = broken
     if broken == FORWARD:
         with pytest.warns(RuntimeWarning, match="maxsim_forward computes instead"):
@@ -135,7 +135,7 @@ def test_without_a_rehearsal_each_launch_compiles_its_kernel(compiler, monkeypat
     assert compiler.counts == {0, 1, 2, 3} and compiler.threads == {threading.get_ident()} and not ran
 
 
-def test_random_calls_compile_what_they_launch(compiler):
+def test_random_calls_compile_exactly_the_launched_kernels(compiler):
     together = 0
     for name, call in random_calls(3, 40):
         eager.clear_call_caches()

@@ -51,7 +51,7 @@ def run(code, *arguments, **variables):
     return found.stdout
 
 
-def test_values_that_are_not_accepted_are_errors(switch):
+def test_invalid_values_raise(switch):
     switch("LIK_OPS_KERNEL", "fast")
     with pytest.raises(ValueError, match="LIK_OPS_KERNEL: expected one of auto, generic, sm90, got 'fast'"):
         settings.get_forced_kernel()
@@ -163,7 +163,7 @@ def launches(*choices):
 
 
 @on_the_host
-def test_a_family_that_is_forced_serves_the_call_or_says_why_not():
+def test_forced_kernel_serves_the_call_or_raises_with_reason():
     generic, found, elsewhere = launches(("sm_90", "generic"), ("sm_90", "sm90"), ("sm_80", "sm90"))
     assert {name for name in generic.values() if "soft" not in name} == {
         "maxsim_forward",
@@ -233,7 +233,7 @@ def test_the_switches_keep_the_bits_on_a_gpu(tmp_path):
 
 
 @pytest.mark.gpu
-def test_the_sm90_kernels_are_an_error_on_another_gpu(switch):
+def test_forcing_sm90_kernels_raises_on_other_gpus(switch):
     if torch.cuda.get_device_capability() == (9, 0):
         pytest.skip("of a GPU that is not sm_90")
     switch("LIK_OPS_KERNEL", "sm90")

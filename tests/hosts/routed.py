@@ -44,9 +44,9 @@ def _colpali_without_models() -> None:
     sys.modules["colpali_engine"] = module
 
 
-def _counted(name: str, function):
+def _count_calls(name: str, function):
     if inspect.isclass(function):  # counted in its call
-        return type(name, (function,), {"__call__": _counted(name, function.__call__)})
+        return type(name, (function,), {"__call__": _count_calls(name, function.__call__)})
 
     @functools.wraps(function)
     def counted(*args, **kwargs):
@@ -57,13 +57,13 @@ def _counted(name: str, function):
     return counted
 
 
-def _hand_out(adapter) -> None:
+def _replace_host_callables(adapter) -> None:
     """Replace the host's callables by the adapter's callables of the same name."""
     theirs = {}
     for module in PUBLIC[HOST]:
         names = vars(importlib.import_module(f"{PACKAGE}.{module}"))
         theirs |= {id(x): n for n, x in names.items() if n in adapter.__all__ and n not in ("enable", "disable")}
-    ours = {name: _counted(name, getattr(adapter, name)) for name in theirs.values()}
+    ours = {name: _count_calls(name, getattr(adapter, name)) for name in theirs.values()}
     for module in [m for n, m in sys.modules.items() if n.partition(".")[0] == PACKAGE]:
         for name, x in list(vars(module).items()):
             if id(x) in theirs:
@@ -79,7 +79,7 @@ def pytest_configure(config) -> None:
         return
     adapter = importlib.import_module(f"lik_ops.integrations.{HOST}")
     if ROUTED == "callables":
-        _hand_out(adapter)
+        _replace_host_callables(adapter)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

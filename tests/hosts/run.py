@@ -24,7 +24,7 @@ OURS = [
     "tests/examples/test_evaluate_hosts.py",
     "tests/integrations/test_integrations_hosts.py",
     "tests/integrations/test_integrations_pooling.py",
-    "tests/project/test_documentation.py::test_blocks_for_a_host_run_where_it_is",
+    "tests/project/test_documentation.py::test_blocks_for_an_installed_host_run",
 ]
 PYTEST = [
     "expecttest",

@@ -55,14 +55,14 @@ SIGNATURES = [
 
 
 @pytest.mark.parametrize(("adapter", "name", "module"), SIGNATURES, ids=lambda x: x if isinstance(x, str) else "")
-def test_signatures(adapter, name, module):
+def test_signatures_match_the_host(adapter, name, module):
     def arguments(function):
         return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
 
     assert arguments(getattr(adapter, name)) == arguments(getattr(host(module), name))
 
 
-def test_colpali_processor_signature():
+def test_colpali_processor_signature_matches_the_host():
     processor = host("colpali_engine.utils.processing_utils").BaseVisualRetrieverProcessor
     theirs = inspect.signature(processor.score_multi_vector).parameters
     ours = inspect.signature(colpali.score_multi_vector).parameters
@@ -113,7 +113,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("route", ["argument", "enable"])
-def test_losses_of_sentence_transformers(name, route):
+def test_losses_match_sentence_transformers(name, route):
     losses = host("sentence_transformers.multi_vector_encoder.losses")
     options, similarity_fct, labels = LOSSES[name]
     model, columns = Encoder(), features(3, 6, 9)
@@ -184,7 +184,7 @@ XTR_MASKS = {
 @pytest.mark.parametrize("masks", XTR_MASKS)
 @pytest.mark.parametrize("name", ["XTRScores", "XTRKDScores"])
 @pytest.mark.parametrize("adapter", [st, pylate], ids=["sentence_transformers", "pylate"])
-def test_xtr_scores_are_those_of_the_host(adapter, name, masks):
+def test_xtr_scores_match_the_host(adapter, name, masks):
     theirs = host(
         "pylate.scores.xtr" if adapter is pylate else "sentence_transformers.multi_vector_encoder.scoring.xtr"
     )
@@ -202,7 +202,7 @@ def test_xtr_scores_are_those_of_the_host(adapter, name, masks):
     close(routed, ours, rtol=0, atol=0)
 
 
-def test_xtr_loss_of_sentence_transformers():
+def test_xtr_losses_match_sentence_transformers():
     """Every token is retrieved: this model repeats tokens, and the host retrieves one of several equal tokens."""
     losses = host("sentence_transformers.multi_vector_encoder.losses")
     scoring = host("sentence_transformers.multi_vector_encoder.scoring")
@@ -221,7 +221,7 @@ def test_xtr_loss_of_sentence_transformers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_dtypes_of_sentence_transformers(dtype):
+def test_dtypes_match_sentence_transformers(dtype):
     """The host's own scores are fp64 too, unless a mask of another dtype turns them into fp32."""
     util = host("sentence_transformers.util.similarity")
     Q, D = (x.detach() for x in tokens((3, 4, 16), (5, 7, 16), dtype=dtype))
@@ -233,7 +233,7 @@ def test_dtypes_of_sentence_transformers(dtype):
         close(found, expected, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
 
 
-def test_lists_of_several_lengths_in_pylate():
+def test_pylate_scores_lists_of_several_lengths():
     scores = host("pylate.scores.colbert")
     D = [x.detach() for x in tokens((7, 16), (3, 16), (5, 16))]
     Q = [x.detach() for x in tokens((4, 16), (2, 16))]
@@ -271,7 +271,7 @@ HOST_SCORES = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", HOST_SCORES)
-def test_half_precision_gradients_are_nearer_than_the_hosts(name, dtype, monkeypatch):
+def test_half_gradients_are_closer_to_fp64_than_the_hosts(name, dtype, monkeypatch):
     """The pages of the hosts give the figures. The hosts round similarities before the maximum."""
     module, function, ours = HOST_SCORES[name]
     theirs = getattr(host(module), function)
@@ -299,7 +299,7 @@ COLPALI_LOSSES = {  # whether the loss accepts negatives, and the number of scor
 
 @pytest.mark.parametrize("smooth", [False, True], ids=["max", "smooth max"])
 @pytest.mark.parametrize("name", COLPALI_LOSSES)
-def test_losses_of_colpali(name, smooth, monkeypatch):
+def test_losses_match_colpali(name, smooth, monkeypatch):
     losses = host("colpali_engine.loss.late_interaction_losses")
     monkeypatch.delenv("COLPALI_SCORES_BACKEND", raising=False)
     negatives, count = COLPALI_LOSSES[name]
@@ -320,7 +320,7 @@ def test_losses_of_colpali(name, smooth, monkeypatch):
     close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_losses_of_colpali_with_documents_of_other_ranks():
+def test_losses_match_colpali_with_documents_of_other_ranks():
     losses = host("colpali_engine.loss.late_interaction_losses")
     x = tokens((3, 5, 16), (9, 8, 16), (3, 2, 7, 16))
     for smooth in (False, True):
@@ -331,7 +331,7 @@ def test_losses_of_colpali_with_documents_of_other_ranks():
         assert sum(routing.calls.values()) == 3
 
 
-def test_compiled_losses_of_colpali():
+def test_compiled_losses_match_colpali():
     """Routed code compiles without a graph break if the host's does, without the check of normalized scores."""
     losses = host("colpali_engine.loss.late_interaction_losses")
     x = tokens((4, 5, 16), (4, 9, 16), (4, 2, 7, 16))

@@ -44,7 +44,7 @@ OPTIONS = [{}, {"num_protected_tokens": 0}, {"normalize_embeddings": False}, {"n
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("factor", [2, 2.5])
-def test_pooling_of_sentence_transformers(options, factor):
+def test_pooling_matches_sentence_transformers(options, factor):
     module = host(POOLING)
     pooling, documents = module.HierarchicalTokenPooling(factor, **options), draw(*LENGTHS, 1, 0)
     before = [vars(module.BaseTokenPooling)[name] for name in ("pool", "forward")]
@@ -73,7 +73,7 @@ def test_pooling_of_sentence_transformers(options, factor):
     assert "pool_one" not in vars(pooling)
 
 
-def test_gradients_of_pooled_tokens():
+def test_pooling_gradients_match_sentence_transformers():
     pooling = host(POOLING).HierarchicalTokenPooling(3)
     documents = [x.requires_grad_() for x in draw(40, 23)]
     weight = torch.linspace(-1, 1, 16)
@@ -87,7 +87,7 @@ def test_gradients_of_pooled_tokens():
         assert routing.calls == {"pool": 1}
 
 
-def test_what_sentence_transformers_pools_itself(caplog):
+def test_unsupported_pooling_is_left_to_sentence_transformers(caplog):
     """Long tokens have clamped distances, and subclasses have a method of their own. Neither is counted."""
     module = host(POOLING)
 
@@ -113,7 +113,7 @@ def test_what_sentence_transformers_pools_itself(caplog):
 
 @pytest.mark.filterwarnings("ignore:.*uncondensed distance matrix")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pooling_of_colpali(dtype, caplog):
+def test_pooling_matches_colpali(dtype, caplog):
     module = host("colpali_engine.compression.token_pooling")
     pooler, documents = module.HierarchicalTokenPooler(), draw(*LENGTHS, dtype=dtype)
     padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_side="left")
@@ -164,7 +164,7 @@ class _HierarchicalPooling(_BasePooling):
         return -document
 
 
-def test_a_call_is_pooled_at_once_or_left_to_the_host(monkeypatch):
+def test_call_is_pooled_in_one_run_or_left_to_the_host(monkeypatch):
     names = {"BaseTokenPooling": _BasePooling, "HierarchicalTokenPooling": _HierarchicalPooling}
     module = types.ModuleType(POOLING)
     vars(module).update(names)

@@ -34,7 +34,7 @@ def test_hits_are_sorted_by_their_scores(device):
         assert reranking.rerank_hits(*given, 2, device=device).ids == hits.ids[:2]
 
 
-def test_hits_without_vectors_come_last_and_equal_ones_as_they_came():
+def test_hits_without_vectors_are_last_and_ties_keep_order():
     query, one = torch.randn(2, 4), torch.randn(3, 4)
     hits = reranking.rerank_hits(query, ["none", 1, 2], [[], one, one.clone()])
     assert hits.ids == [1, 2, "none"] and hits.scores[2] == -torch.inf
@@ -102,7 +102,7 @@ def test_autocast_scores_pairs_of_several_dtypes():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pairs_of_a_server(device):
+def test_server_pairs_match_single_pairs(device):
     """Cached queries repeat. Documents are slices of a batch or separate tensors, and some are empty."""
     batch = torch.randn(40, 8, device=device)
     slices = [*batch.split([5, 0, 7, 20, 8])]
@@ -125,7 +125,7 @@ def test_pairs_of_a_server(device):
         reranking.compute_maxsim_score_batched([a], slices)
 
 
-def test_slices_are_read_where_they_lie():
+def test_adjacent_slices_are_packed_without_a_copy():
     batch = torch.randn(40, 8)
     rows, begins = reranking._pack_documents(batch[4:].split([6, 10, 20]))
     assert rows.data_ptr() == batch[4:].data_ptr() and rows.shape == (36, 8) and begins == [0, 6, 16]
@@ -134,7 +134,7 @@ def test_slices_are_read_where_they_lie():
     close(rows, batch[:6, :4])
 
 
-def test_a_slice_that_torch_negates_when_it_reads_is_not_read_where_it_lies():
+def test_slices_with_negative_bit_match_single_pairs():
     query, batch = torch.randn(3, 8), torch.randn(9, 8)
     first, negated = batch[:4], torch._neg_view(batch)[4:]
     for documents in ([first, negated], [negated, first], [negated]):
@@ -144,7 +144,7 @@ def test_a_slice_that_torch_negates_when_it_reads_is_not_read_where_it_lies():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
-def test_pairs_of_vllms_own_runner(device, dtype, monkeypatch):
+def test_vllm_runner_pairs_match_its_own_scores(device, dtype, monkeypatch):
     """Run two steps of the worker: it caches queries, then documents of both arrive as views of one token buffer."""
     late = pytest.importorskip("vllm.v1.pool.late_interaction", reason="vLLM is not installed")
     of_runner = pytest.importorskip("vllm.v1.pool.late_interaction_runner", reason="vLLM is not installed")
@@ -177,7 +177,7 @@ def test_pairs_of_vllms_own_runner(device, dtype, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_pairs_of_a_server_wait_for_nothing():
+def test_server_pairs_do_not_synchronize():
     batch, query = torch.randn(40, 8, device="cuda"), torch.randn(3, 8, device="cuda")
     other = query.clone()
     queries, documents = [query, other, query], batch.split([20, 12, 8])

@@ -70,15 +70,15 @@ def pylate_host(monkeypatch):
     pylate.disable()
 
 
-def silently(function):
+def call_without_warnings(function):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return function()
 
 
-def test_functions_are_replaced_and_given_back(pylate_host):
+def test_enable_replaces_and_disable_restores_functions(pylate_host):
     before = dict(vars(pylate_host))
-    routing = silently(pylate.enable)
+    routing = call_without_warnings(pylate.enable)
     tries = sys.modules["pylate.scores.colbert"]._try_lik
     assert routing.not_reached == () and tries("auto", []) and tries("lik") and not tries("torch")
     Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
@@ -97,7 +97,7 @@ def test_functions_are_replaced_and_given_back(pylate_host):
         kept(Q, D)  # a stored reference to our function calls the host's again
 
 
-def test_calls_that_lik_ops_refuses_are_not_counted(pylate_host):
+def test_calls_that_lik_ops_rejects_are_not_counted(pylate_host):
     """PyLate catches the first error and computes the scores itself."""
     routing = pylate.enable()
     Q, D = torch.ones(1, 2, 8, dtype=torch.int32), torch.ones(1, 3, 8, dtype=torch.int32)
@@ -151,14 +151,14 @@ def test_pylate_xtr_scores(pylate_host):
         scorer._score(Q, D)
 
 
-def test_modules_that_a_version_does_not_have(pylate_host, monkeypatch):
+def test_missing_host_module_warns(pylate_host, monkeypatch):
     monkeypatch.delitem(sys.modules, "pylate.scores.xtr")
     with pytest.warns(UserWarning, match=r"in pylate: pylate\.scores\.xtr:XTRScores\._score"):
         routing = pylate.enable()
     assert routing.not_reached == ("pylate.scores.xtr:XTRScores._score",)
 
 
-def test_twice_is_once(pylate_host):
+def test_enable_and_disable_are_idempotent(pylate_host):
     first = pylate.enable()
     ours = pylate_host.colbert_scores_lik
     second = pylate.enable()
@@ -172,7 +172,7 @@ def test_twice_is_once(pylate_host):
     assert pylate_host.colbert_scores_lik is _refuse
 
 
-def test_as_a_context_manager(pylate_host):
+def test_context_manager_restores_functions_on_exit(pylate_host):
     with pytest.raises(KeyError), pylate.enable() as routing:
         assert isinstance(routing, pylate.Routing)
         assert pylate_host.colbert_scores_lik is not _refuse
@@ -196,7 +196,7 @@ def test_the_environment_is_read_at_every_call(pylate_host, monkeypatch):
         pylate_host.colbert_scores_lik(*arguments)
 
 
-def test_compiled_code_keeps_what_it_was_traced_with(pylate_host, monkeypatch):
+def test_compiled_code_ignores_later_environment_changes(pylate_host, monkeypatch):
     pylate_host.colbert_scores_lik = lambda Q, D: Q.new_full((1, 1), -7.0)  # the host's own function
     routing = pylate.enable()
     Q, D = torch.randn(1, 2, 8), torch.randn(1, 2, 8)
@@ -218,13 +218,13 @@ def test_compiled_code_keeps_what_it_was_traced_with(pylate_host, monkeypatch):
     assert traced()(Q, D) == -7
 
 
-def test_what_the_host_should_compute_itself(pylate_host):
+def test_mixed_dtypes_are_left_to_the_host(pylate_host):
     pylate.enable()
     with pytest.raises(LIKUnsupported, match="one dtype"):
         pylate_host.colbert_scores_lik(torch.randn(1, 2, 8), torch.randn(1, 2, 8).double())
 
 
-def test_warnings_name_what_is_not_reached(pylate_host, monkeypatch):
+def test_enable_warns_about_unreachable_functions(pylate_host, monkeypatch):
     del pylate_host.colbert_kd_scores_lik
     with pytest.warns(UserWarning, match=r"in pylate: pylate\.scores\._lik_backend\.colbert_kd_scores_lik"):
         routing = pylate.enable()
@@ -241,14 +241,14 @@ def test_warnings_name_what_is_not_reached(pylate_host, monkeypatch):
         pylate.enable()
 
 
-def test_versions_without_the_functions(pylate_host, monkeypatch):
+def test_old_host_version_warns_and_is_not_patched(pylate_host, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "1.4.0")
     with pytest.warns(UserWarning, match=r"any function, of 1\.4\.0: .* 1\.5\.1"):
         pylate.enable()
     assert pylate_host.colbert_scores_lik is _refuse
 
 
-def test_functions_that_others_replaced_since(pylate_host):
+def test_disable_keeps_functions_replaced_by_other_code(pylate_host):
     pylate.enable()
     pylate_host.colbert_scores_lik = mine = lambda *_: None
     with pytest.warns(UserWarning, match="other code has replaced"):
@@ -257,7 +257,7 @@ def test_functions_that_others_replaced_since(pylate_host):
 
 
 @pytest.mark.parametrize("adapter", [st, pylate, colpali])
-def test_hosts_that_are_not_installed(adapter, monkeypatch):
+def test_enable_raises_if_host_is_not_installed(adapter, monkeypatch):
     def missing(distribution):
         raise importlib.metadata.PackageNotFoundError(distribution)
 
@@ -322,7 +322,7 @@ def colpali_host(monkeypatch):
 
 def test_colpali_backend(colpali_host, monkeypatch):
     Q, D = torch.randn(2, 3, 8), torch.randn(2, 4, 5, 8)
-    with silently(colpali.enable) as routing:
+    with call_without_warnings(colpali.enable) as routing:
         close(colpali_host.maxsim_inbatch_lik(Q, D[0]), colpali.maxsim_inbatch(Q, D[0]))
         close(colpali_host.maxsim_kd_lik(Q, D), colpali.maxsim_kd(Q, D))
         with pytest.raises(LIKUnsupported, match="one dtype"):
@@ -335,7 +335,7 @@ def test_colpali_backend(colpali_host, monkeypatch):
 
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_colpali_scores_of_losses(colpali_host, equation, smooth, monkeypatch):
+def test_colpali_loss_scores_match_the_host(colpali_host, equation, smooth, monkeypatch):
     loss, Q = sys.modules[COLPALI_LOSSES].ColbertModule(), torch.randn(3, 4, 8, requires_grad=True)
     D = torch.randn(EQUATIONS[equation], requires_grad=True)
 
@@ -344,7 +344,7 @@ def test_colpali_scores_of_losses(colpali_host, equation, smooth, monkeypatch):
         return found, torch.autograd.grad(found.sum(), (Q, D))
 
     expected = scored()
-    with silently(colpali.enable) as routing:
+    with call_without_warnings(colpali.enable) as routing:
         found = scored()
         assert routing.calls == {"_aggregate": 1}
         monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
@@ -355,10 +355,10 @@ def test_colpali_scores_of_losses(colpali_host, equation, smooth, monkeypatch):
     assert sys.modules[COLPALI_LOSSES].torch is torch
 
 
-def test_colpali_smooth_scores_are_those_of_maxsim_soft(colpali_host):
+def test_colpali_smooth_scores_equal_maxsim_soft(colpali_host):
     loss, Q, D = sys.modules[COLPALI_LOSSES].ColbertModule(), torch.randn(3, 4, 8), torch.randn(5, 6, 8)
     loss.tau = 0.05
-    with silently(colpali.enable):
+    with call_without_warnings(colpali.enable):
         found = loss.scores("bnd,csd->bcns", Q, D, True)
     assert torch.equal(found, lik_ops.maxsim_soft(Q, D, 0.05))
 
@@ -366,7 +366,7 @@ def test_colpali_smooth_scores_are_those_of_maxsim_soft(colpali_host):
 def test_colpali_leaves_other_uses_of_similarities_to_the_host(colpali_host):
     losses, Q, D = sys.modules[COLPALI_LOSSES], torch.randn(3, 4, 8), torch.randn(3, 5, 8)
     loss, raw = losses.ColbertModule(), torch.einsum("bnd,csd->bcns", Q, D)
-    with silently(colpali.enable) as routing:
+    with call_without_warnings(colpali.enable) as routing:
         similarities = losses.torch.einsum("bnd,csd->bcns", Q, D)
         close(similarities.amax(3), raw.amax(3))
         close(similarities / 2, raw / 2)
@@ -407,7 +407,7 @@ def test_sentence_transformers_scoring(monkeypatch):
     _host("sentence-transformers", "6.2.0", modules, monkeypatch)
     model, Q = MultiVectorEncoder(), torch.randn(2, 3, 8)
     D = [torch.randn(n, 8) for n in (4, 2)]
-    with silently(st.enable) as routing:
+    with call_without_warnings(st.enable) as routing:
         close(model.similarity(Q, D), st.maxsim(Q, D))
         close(model.similarity_pairwise(Q, D, length_normalize=True), st.mean_maxsim_pairwise(Q, D))
         MultiVectorEncoder.similarity_fn_name = "meanmaxsim"

@@ -54,7 +54,7 @@ EVERY = pytest.mark.parametrize("host", CROSS)
 
 
 @EVERY
-def test_padding_never_counts(host, device):
+def test_padding_does_not_affect_scores(host, device):
     """Lists, and tensors padded on either side with masks, score like each pair alone."""
     score, _ = CROSS[host]
     Q, D = ragged(device, (4, 2, 3)), [-t.abs() for t in ragged(device)]  # padding would win against negative maxima
@@ -71,7 +71,7 @@ def test_padding_never_counts(host, device):
 
 
 @EVERY
-def test_masks_with_holes(host, device):
+def test_masks_with_holes_match_reference(host, device):
     score, _ = CROSS[host]
     Q, D = torch.randn(3, 4, 8, device=device), torch.randn(5, 6, 8, device=device)
     q_mask, d_mask = torch.rand(3, 4, device=device) > 0.4, torch.rand(5, 6, device=device) > 0.4
@@ -80,7 +80,7 @@ def test_masks_with_holes(host, device):
 
 
 @EVERY
-def test_masked_tokens_may_hold_anything(host, device):
+def test_masked_token_values_are_ignored(host, device):
     score, _ = CROSS[host]
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(2, 4, 8, device=device)
     d_mask = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0]], device=device).bool()
@@ -89,7 +89,7 @@ def test_masked_tokens_may_hold_anything(host, device):
 
 
 @EVERY
-def test_documents_without_tokens(host, device):
+def test_documents_without_tokens_get_the_empty_score(host, device):
     """Empty documents are masked, in a list, or of width 0. Scores equal the host's, and losses are finite."""
     score, empty = CROSS[host]
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(3, 4, 8, device=device, requires_grad=True)
@@ -109,7 +109,7 @@ def test_documents_without_tokens(host, device):
 
 
 @EVERY
-def test_a_query_mask_of_numbers_weighs_tokens(host, device):
+def test_numeric_query_mask_weights_tokens(host, device):
     score, _ = CROSS[host]
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(4, 5, 8, device=device)
     weight = torch.rand(2, 3, device=device, requires_grad=True)
@@ -166,7 +166,7 @@ def test_arrays_lists_and_integers(host):
 
 
 @EVERY
-def test_gradients_are_those_of_the_formula(host, device):
+def test_gradients_match_reference(host, device):
     score, _ = CROSS[host]
     Q, D = torch.randn(3, 4, 8, device=device), torch.randn(4, 5, 8, device=device)
     d_mask = torch.rand(4, 5, device=device) > 0.3
@@ -188,7 +188,7 @@ XTR = {  # scorers for the batch and for each query, what they count, and the sc
 
 @pytest.mark.parametrize("host", XTR)
 @pytest.mark.parametrize("top_k", [1, 7, 1000])
-def test_xtr_scores_are_those_of_maxsim_xtr(host, top_k, device):
+def test_xtr_scores_equal_maxsim_xtr(host, top_k, device):
     every, own, normalizer, empty = XTR[host]
     Q, D = torch.randn(3, 4, 8, device=device), torch.randn(3, 2, 5, 8, device=device)
     q_mask, d_mask = torch.rand(3, 4, device=device) > 0.3, torch.rand(3, 2, 5, device=device) > 0.3
@@ -214,7 +214,7 @@ def test_xtr_scores_are_those_of_maxsim_xtr(host, top_k, device):
 
 
 @pytest.mark.parametrize("host", XTR)
-def test_xtr_scores_have_gradients(host, device):
+def test_xtr_gradients_match_reference(host, device):
     every, own, normalizer, _ = XTR[host]
     Q = torch.randn(3, 4, 8, device=device, requires_grad=True)
     D = torch.randn(3, 2, 5, 8, device=device, requires_grad=True)
@@ -225,7 +225,7 @@ def test_xtr_scores_have_gradients(host, device):
     assert pairs.shape == (3, 2) and torch.autograd.grad(pairs.sum(), Q)[0].any()
 
 
-def test_xtr_options_are_those_of_the_host():
+def test_xtr_scorers_store_their_options():
     assert st.XTRScores(9, chunk_elements=4).get_config_dict() == {"top_k": 9, "chunk_elements": 4}
     assert st.XTRKDScores().top_k == pylate.xtr_scores.k == pylate.xtr_kd_scores.k == 256
     scorer = pylate.XTRScores(9, 4)
@@ -244,7 +244,7 @@ LOSS_SCORES = {"sentence_transformers": st.colbert_scores, "pylate": pylate.ColB
 
 
 @pytest.mark.parametrize("host", LOSS_SCORES)
-def test_groups_of_documents_are_query_major(host, device):
+def test_group_columns_are_ordered_by_group(host, device):
     """Column ``g * N + n`` is document n of group g. Groups of other ranks may outnumber the queries."""
     score = LOSS_SCORES[host]
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(6, 2, 5, 8, device=device)
@@ -258,7 +258,7 @@ def test_groups_of_documents_are_query_major(host, device):
 
 
 @pytest.mark.parametrize("host", LOSS_SCORES)
-def test_cached_gradients_are_the_whole_ones(host, device):
+def test_chunked_gradients_match_full_gradients(host, device):
     """GradCache computes scores and gradients for some queries at a time, and gradients of documents add up."""
     score = LOSS_SCORES[host]
     Q = torch.randn(6, 3, 8, device=device, requires_grad=True)
@@ -279,7 +279,7 @@ def test_cached_gradients_are_the_whole_ones(host, device):
 @pytest.mark.parametrize(
     "score", [st.colbert_kd_scores, pylate.colbert_kd_scores], ids=["sentence_transformers", "pylate"]
 )
-def test_documents_of_each_query(score, device):
+def test_kd_scores_match_reference(score, device):
     Q, D = torch.randn(3, 4, 8, device=device), torch.randn(3, 2, 5, 8, device=device)
     d_mask = torch.rand(3, 2, 5, device=device) > 0.3
     d_mask[..., 0] = True
@@ -291,7 +291,7 @@ def test_documents_of_each_query(score, device):
 
 
 @pytest.mark.parametrize("score", [st.maxsim_pairwise, st.colbert_scores_pairwise, pylate.colbert_scores_pairwise])
-def test_pairs_are_the_diagonal(score, device):
+def test_pairwise_scores_are_the_diagonal(score, device):
     Q, D = ragged(device, (2, 4, 1, 3)), ragged(device)
     expected = one_by_one(Q, D).diagonal()
     close(score(Q, D), expected)
@@ -381,7 +381,7 @@ def test_st_one_query_and_one_document(device):
     close(st.maxsim_pairwise(Q, D, b_mask=mask), expected[0])
 
 
-def test_st_nothing_to_score(device):
+def test_st_empty_lists_give_empty_scores(device):
     D = ragged(device)
     assert st.maxsim([], D).shape == (0, 4) and st.maxsim(D, []).shape == (4, 0)
     assert st.maxsim_pairwise([], []).shape == (0,)
@@ -389,7 +389,7 @@ def test_st_nothing_to_score(device):
 
 
 @pytest.mark.parametrize("score", [st.maxsim, st.maxsim_pairwise])
-def test_st_chunks_change_nothing(score, device):
+def test_st_chunks_do_not_change_scores(score, device):
     Q, D = ragged(device), ragged(device, (9, 1, 4, 30))
     q, (d, d_mask) = Q, padded(D)
     expected = score(Q, D)
@@ -399,7 +399,7 @@ def test_st_chunks_change_nothing(score, device):
     close(score(q, d, chunk_elements=8, device=device), expected)
 
 
-def test_st_masks_that_do_not_fit():
+def test_st_mismatched_masks_raise():
     Q, D = torch.randn(2, 3, 8), torch.randn(3, 5, 8)
     for score in (st.maxsim, partial(st.maxsim_pairwise, torch.randn(3, 3, 8))):
         arguments = (Q, D) if score is st.maxsim else (D,)
@@ -420,7 +420,7 @@ def test_st_lists_of_masks():
 
 
 @pytest.mark.gpu
-def test_st_scores_come_home():
+def test_st_scores_are_on_the_device_of_documents():
     Q, D = torch.randn(2, 3, 8), ragged("cpu")
     expected = st.maxsim(Q, D)
     found = st.maxsim(Q.cuda(), D, device="cuda")
@@ -430,7 +430,7 @@ def test_st_scores_come_home():
     assert st.maxsim(Q.cuda(), D).device.type == "cpu"
 
 
-def test_st_names_are_those_of_the_host():
+def test_st_functions_keep_their_public_names():
     """The host writes the names into model cards."""
     for name in st.__all__:
         if name != "Routing":
@@ -440,7 +440,7 @@ def test_st_names_are_those_of_the_host():
 # colpali-engine only.
 
 
-def test_colpali_zero_rows_compete(device):
+def test_colpali_zero_rows_are_scored_as_tokens(device):
     Q, D = torch.rand(2, 3, 8, device=device), -torch.rand(2, 4, 8, device=device)
     D[0, 1] = 0
     scores = colpali.maxsim_inbatch(Q, D)
@@ -449,7 +449,7 @@ def test_colpali_zero_rows_compete(device):
     close(colpali.maxsim_kd(Q, D.expand(2, 2, 4, 8)), scores)
 
 
-def test_colpali_scores_may_be_edited(device):
+def test_colpali_scores_can_be_modified_in_place(device):
     Q = torch.randn(3, 4, 8, device=device, requires_grad=True)
     D = torch.randn(3, 5, 8, device=device, requires_grad=True)
     scores = colpali.maxsim_inbatch(Q, D)
@@ -462,7 +462,7 @@ def test_colpali_scores_may_be_edited(device):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 128])
-def test_colpali_pages(batch_size, device):
+def test_colpali_page_scores_match_single_pairs(batch_size, device):
     Q, D = ragged(device, (4, 2, 3)), ragged(device)
     scores = colpali.score_multi_vector(Q, D, batch_size, device=device)
     assert scores.device.type == "cpu" and scores.dtype == torch.float32
@@ -501,7 +501,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_read(name):
+def test_adapters_read_no_tensor_values(name):
     """Tensors without values pass through. Reading a value would raise an error."""
     Q, D, mask = (
         torch.randn(4, 3, 8, requires_grad=True),
@@ -516,7 +516,7 @@ def test_nothing_is_read(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "list" not in name and "pairwise" not in name])
-def test_compiled_without_a_break(name):
+def test_adapters_compile_without_graph_breaks(name):
     torch.compiler.reset()
     Q, D, mask = torch.randn(4, 3, 8), torch.randn(4, 5, 8), torch.rand(4, 5) > 0.3
     compiled = torch.compile(CALLS[name], backend="eager", fullgraph=True)
@@ -525,7 +525,7 @@ def test_compiled_without_a_break(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
-def test_nothing_waits_for_the_gpu(name):
+def test_adapters_do_not_synchronize(name):
     Q, D, mask = (
         torch.randn(4, 3, 8, device="cuda"),
         torch.randn(4, 5, 8, device="cuda"),

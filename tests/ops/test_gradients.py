@@ -35,7 +35,7 @@ def _gradients(p, x, upstream, **options):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @given(problem=problems, data=st.data())
-def test_gradients_match_the_formulas_at_the_winners(place, problem, data):
+def test_gradients_match_the_formulas_at_the_argmax(place, problem, data):
     dtype = data.draw(st.sampled_from(place.dtypes))
     backward = data.draw(st.sampled_from(BACKWARDS))
     recompute = data.draw(st.booleans())
@@ -79,7 +79,7 @@ OPTIONS = {
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 @pytest.mark.parametrize("layout", LAYOUTS if not INTERPRETING else ("cross", "candidates"))
 @pytest.mark.parametrize("options", OPTIONS if not INTERPRETING else ("everything",))
-def test_gradients_are_exact_at_every_scale(place, backward, layout, options):
+def test_gradients_are_accurate_at_every_scale(place, backward, layout, options):
     """Compare with fp64 formulas at the operator's argmax, which is correct up to rounding."""
     for dtype in place.dtypes:
         sizes = (4, 3, 17, LONG, 32) if not INTERPRETING else (2, 2, 5, 18, 16)
@@ -110,7 +110,7 @@ def test_gradients_are_exact_at_every_scale(place, backward, layout, options):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
+def test_non_finite_tokens_affect_only_their_argmax_gradients(place, backward, value):
     """A NaN or inf in a kept query token reaches only the gradients of its argmax tokens."""
     Q, D = torch.randn(2, 3, 8, device=place.device), torch.randn(2, 6, 8, device=place.device)
     Q[1, 2, 4] = value
@@ -124,7 +124,7 @@ def test_non_finite_tokens_spoil_only_what_they_won(place, backward, value):
     assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), spoilt)
 
 
-def _cut_small(monkeypatch, **constants):
+def _patch_constants(monkeypatch, **constants):
     """Set module constants so that small problems use the code paths of large ones."""
     pytest.importorskip("triton", reason="the constants belong to Triton launches")
     from lik_ops.gpu.backward import dense, documents
@@ -158,9 +158,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("skew", ["ties", "one"])
-def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkeypatch):
+def test_document_gradients_match_formulas_on_every_path(place, way, layout, skew, monkeypatch):
     """Few tokens, or a single token, are the argmax of all rows, with masks, weights, and norms."""
-    _cut_small(monkeypatch, **WAYS[way])
+    _patch_constants(monkeypatch, **WAYS[way])
     for dtype in place.some_dtypes((skew == "one") ^ (layout == "cross")):
         for normalize in (False, True) if not INTERPRETING else (dtype == torch.float16,):
             p = Problem(layout, 2, 2, 18, 20, 17, dtype, "holes", "holes", True, normalize)
@@ -179,9 +179,9 @@ def test_every_way_to_the_gradient_of_documents(place, way, layout, skew, monkey
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
+def test_sorted_and_counted_lists_give_the_same_bits(place, layout, monkeypatch):
     """Some tokens are the argmax of no row or of all rows, some rows have none, and tiles and blocks are several."""
-    _cut_small(monkeypatch, MAX_SPARSE_ROWS=0, MIN_BUCKETED_ROWS=0, _SORT_BYTES_PER_ROW=0, _MAX_BUCKET_BYTES=200)
+    _patch_constants(monkeypatch, MAX_SPARSE_ROWS=0, MIN_BUCKETED_ROWS=0, _SORT_BYTES_PER_ROW=0, _MAX_BUCKET_BYTES=200)
     p = Problem(layout, 3, 2, 70, 150, 17, torch.float32, "holes", "holes", True, False)
     x = build(p, place.device)
     with place.use():
@@ -189,7 +189,7 @@ def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
         upstream = torch.randn_like(scores)
         found = []
         for least in (0, 10**9):
-            _cut_small(monkeypatch, _MIN_SORTED_TILES=least, _MIN_SORTED_ROWS=0)
+            _patch_constants(monkeypatch, _MIN_SORTED_TILES=least, _MIN_SORTED_ROWS=0)
             found.append(_gradients(p, x, upstream, backward="lowmem")[1])
     for ours, counted in zip(*found, strict=True):
         assert torch.equal(ours, counted)
@@ -198,8 +198,8 @@ def test_sorted_lists_have_the_bits_of_counted_ones(place, layout, monkeypatch):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_rows_on_every_way(place, way, value, monkeypatch):
-    _cut_small(monkeypatch, **WAYS[way])
+def test_non_finite_rows_on_every_gradient_path(place, way, value, monkeypatch):
+    _patch_constants(monkeypatch, **WAYS[way])
     for dtype in place.dtypes:
         Q, D = (torch.randn(n, L, 8, device=place.device).to(dtype) for n, L in ((4, 10), (2, 20)))
         Q[1, 2, 4] = value
@@ -227,7 +227,7 @@ def test_non_finite_rows_on_every_way(place, way, value, monkeypatch):
 )
 def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkeypatch):
     """Upstream gradients are as small as in a mean over a large batch, and as large as with GradScaler."""
-    _cut_small(monkeypatch, **WAYS[way])
+    _patch_constants(monkeypatch, **WAYS[way])
     for dtype in set(place.dtypes) & {torch.float16, torch.bfloat16}:
         p = Problem(Nq=4, Nd=3, Lq=17, Ld=LONG, d=32, dtype=dtype, values="normal")
         x = build(p, place.device)
@@ -245,7 +245,7 @@ def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkey
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_recompute_in_parts_gives_the_same_bits(place, layout, monkeypatch):
-    _cut_small(monkeypatch, _MAX_ARGMAX_BYTES=60)
+    _patch_constants(monkeypatch, _MAX_ARGMAX_BYTES=60)
     p = Problem(layout, 3, 3, 9, 17, 16, torch.float32, "holes", "holes", True, True, "normal")
     x = build(p, place.device)
     with place.use():
@@ -277,7 +277,7 @@ def test_lowmem_is_bitwise_reproducible(place, layout):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("sizes", [(7, 5, 20, LONG), (70, 40, 64, 9), (5, 40, 900, 7)], ids=str)
-def test_chunks_of_queries_give_the_bits_of_the_whole(place, layout, sizes):
+def test_query_chunks_give_the_same_gradient_bits(place, layout, sizes):
     """Gradients of queries and of their own candidates are equal for any chunks of queries."""
     for dtype, options in itertools.product(place.dtypes, ("plain", "everything")):
         p = Problem(layout, *sizes, 64, dtype, values="normal", **OPTIONS[options])
@@ -299,7 +299,7 @@ def test_chunks_of_queries_give_the_bits_of_the_whole(place, layout, sizes):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("backward", BACKWARDS)
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
-def test_only_the_gradients_asked_for(place, backward, wanted):
+def test_only_requested_gradients_are_computed(place, backward, wanted):
     p = Problem(Lq=8, Ld=12, weight=True, q_mask="holes", values="normal")
     x = build(p, place.device)
     every = [t.detach().clone().requires_grad_() for t in x.leaves()]
@@ -315,7 +315,7 @@ def test_only_the_gradients_asked_for(place, backward, wanted):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_weights_of_points_that_nobody_is_near_have_no_gradient(place):
+def test_chamfer_weights_with_an_empty_cloud_have_zero_gradient(place):
     P, R = torch.randn(2, 4, 3, device=place.device), torch.randn(2, 5, 3, device=place.device)
     of_P, of_R = (torch.rand(X.shape[:2], device=place.device, requires_grad=True) for X in (P, R))
     lengths = torch.tensor([0, 3], device=place.device)
@@ -342,7 +342,7 @@ def test_expanded_and_transposed_upstream_gradients(place):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_winners_carry_no_gradient_and_scores_with_them_do(place):
+def test_argmax_has_no_gradient_and_its_scores_do(place):
     p = Problem(values="normal")
     x = build(p, place.device)
     x.Q.requires_grad_()

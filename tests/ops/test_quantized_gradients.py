@@ -42,7 +42,7 @@ def expected_gradients(p, argmax, upstream, normalize):
 
 @of_place
 @pytest.mark.parametrize(("format", "mode", "d", "options", "normalize"), CASES)
-def test_gradients_are_those_of_the_formula(place, format, mode, d, options, normalize):
+def test_gradients_match_the_formula(place, format, mode, d, options, normalize):
     for dtype in dtypes(place) if place.device == "cuda" else [dtypes(place)[len(format) % 2]]:
         scale = ("token", "document", "tensor")[len(mode) % 3]
         kept = {INT8_QUERIES: "int8", FP8_QUERIES: "fp8_e4m3"}.get(format, format)
@@ -75,7 +75,7 @@ def gradients(scores, leaves):
 
 @of_place
 @pytest.mark.parametrize("format", ["int8", "residual2"])
-def test_public_functions_in_every_layout(place, format):
+def test_public_function_gradients_match_dequantized_documents(place, format):
     """Each layout has the gradients of the dequantized documents."""
     D = draw(place, 4, 9, 24)
     made = quantize(D, format)
@@ -121,7 +121,7 @@ def test_a_gradient_has_the_same_bits_alone_and_in_a_batch(place):
     assert torch.equal(whole, gradient(slice(None))) and torch.equal(whole[2:3], gradient(slice(2, 3)))
 
 
-def test_documents_have_no_gradient_and_that_is_said():
+def test_gradients_of_quantized_documents_raise():
     Q, made = torch.randn(2, 3, 8).requires_grad_(), lik_ops.quantize(torch.randn(4, 5, 8))
     scale = made.scale.clone().requires_grad_()
     asked = lik_ops.Quantized(made.data, scale, "int8", 8, torch.float32)
@@ -141,7 +141,7 @@ def test_documents_have_no_gradient_and_that_is_said():
         torch.func.grad(lambda q: lik_ops.maxsim(q, made).sum())(Q.detach())
 
 
-def test_compiled_and_vmapped():
+def test_compiled_and_vmapped_gradients_match_eager():
     Q, made = torch.randn(2, 3, 8).requires_grad_(), lik_ops.quantize(torch.randn(4, 5, 8))
 
     def loss(q):
@@ -170,7 +170,7 @@ class LargestTensor(TorchDispatchMode):
         return found
 
 
-def test_memory_is_that_of_the_argmax():
+def test_backward_does_not_decode_all_documents():
     """The decoded corpus would have 51 MB."""
     Q, made = torch.randn(1, 4, 128), lik_ops.quantize(torch.randn(200, 500, 128))
     stored, rest = made.stored(), (None, torch.arange(0, 100_001, 500), *[None] * 5)

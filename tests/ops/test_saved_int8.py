@@ -72,7 +72,7 @@ def test_scores_are_equal_and_gradients_close(place, candidates, backward, optio
 @at_places
 @layouts
 @pytest.mark.parametrize("normalized", [False, True])
-def test_the_gradient_of_queries_is_that_of_the_int8_tokens_that_won(place, candidates, normalized):
+def test_query_gradient_uses_the_int8_argmax_tokens(place, candidates, normalized):
     Q, D, *_ = inputs(place, candidates, torch.float32, 128)
     upstream = torch.randn(Q.shape[0], SIZES[1], device=place.device)
     with place.use():
@@ -89,7 +89,7 @@ def test_the_gradient_of_queries_is_that_of_the_int8_tokens_that_won(place, cand
 
 
 @at_places
-def test_what_is_kept_are_the_numbers_of_quantize(place):
+def test_saved_codes_and_scales_match_quantize(place):
     strange = torch.tensor([torch.nan, torch.inf, 1e-40, 3e38, 0.0, 1e-37, 0.5], device=place.device)
     for dtype, d, candidates in ((torch.float32, 96, False), (torch.float16, 20, True), (torch.float32, 300, True)):
         _, D, *_ = inputs(place, candidates, dtype, d)
@@ -107,7 +107,7 @@ def test_what_is_kept_are_the_numbers_of_quantize(place):
 
 
 @at_places
-def test_winners_that_are_no_numbers_give_no_number(place):
+def test_nan_tokens_give_nan_gradients(place):
     Q, D, *_ = inputs(place, False)
     D[2, 5, 7] = torch.nan
     upstream = torch.ones(Q.shape[0], SIZES[1], device=place.device)
@@ -175,7 +175,7 @@ def test_documents_are_freed(dtype, normalized, compiled):
 @pytest.mark.gpu
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("backward", ["lowmem"])
-def test_a_step_takes_less_memory(normalized, backward):
+def test_training_step_uses_less_memory(normalized, backward):
     """Documents are intermediate results, as in an encoder. Measure the peak of several calls before one backward."""
     Q = torch.randn(32, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     hidden = torch.randn(4, 256, 300, 128, device="cuda", dtype=torch.bfloat16)
@@ -197,7 +197,7 @@ def test_a_step_takes_less_memory(normalized, backward):
 
 
 @at_places
-def test_pairs_and_the_module(place):
+def test_pairs_and_module_match_calls_without_save(place):
     Q, D, _, _, weight = inputs(place, False, options=True, sizes=(5, 5, 6, 19))
     Q, D = Q.nan_to_num(0.1).requires_grad_(), D.nan_to_num(0.2).requires_grad_()
     with place.use():
@@ -218,7 +218,7 @@ def test_pairs_and_the_module(place):
 
 
 @layouts
-def test_compiled_steps_have_the_bits_of_eager_ones(candidates):
+def test_compiled_steps_match_eager_bitwise(candidates):
     Q, D, q_mask, d_mask, weight = inputs(PORTABLE, candidates, options=True)
     Q, D = Q.nan_to_num(0.1), D.nan_to_num(0.2)
     upstream = torch.randn(Q.shape[0], SIZES[1])
@@ -251,7 +251,7 @@ def test_autocast_and_one_sided_gradients():
             assert all(g.dtype == torch.float32 for g in torch.autograd.grad(scores.sum(), leaves))
 
 
-def test_vmap_and_what_has_no_derivative():
+def test_vmap_works_and_func_grad_and_double_backward_raise():
     Q, D, *_ = inputs(PORTABLE, False)
     batch = torch.stack([Q, 2 * Q])
     q = batch.clone().requires_grad_()
@@ -287,13 +287,13 @@ def test_vmap_and_what_has_no_derivative():
         ),
     ],
 )
-def test_bad_input_names_the_argument(call, error, message):
+def test_error_names_the_invalid_argument(call, error, message):
     Q, D, *_ = inputs(PORTABLE, False)
     with pytest.raises(error, match=message):
         call(Q, D)
 
 
-def _backward_of(**changed):
+def _run_backward(**changed):
     Q, D, *_ = inputs(PORTABLE, False)
     scores, argmax, data, scale = lik.maxsim_fwd_int8(Q, D, None, None, None, False, torch.int16, "auto")
     given = {"grad_scores": scores, "Q": Q, "data": data, "scale": scale, "argmax": argmax} | changed
@@ -310,9 +310,9 @@ def _backward_of(**changed):
     ],
 )
 @pytest.mark.skipif(INTERPRETING, reason="checks of the operator, which no kernel has to run for")
-def test_the_raw_backward_checks_what_it_is_given(changed, error, message):
+def test_raw_backward_validates_its_arguments(changed, error, message):
     with pytest.raises(error, match=message):
-        _backward_of(**changed)
+        _run_backward(**changed)
 
 
 @pytest.mark.gpu

@@ -63,7 +63,7 @@ def test_gradients_of_a_scaled_fp16_loss_do_not_vanish(place, backward):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_accumulated_gradients_are_those_of_the_whole_batch(place, backward, layout):
+def test_accumulated_gradients_match_the_whole_batch(place, backward, layout):
     """Sums over queries in parts, against all documents (as in GradCache) or with their own candidates."""
     encoder = Encoder().to(place.device)
     queries, documents, d_mask = batch(6, 6, 5, 20, place.device)
@@ -138,7 +138,7 @@ def _margin_mse(student, teacher):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("loss", [_kl, _margin_mse])
-def test_distillation_has_the_gradients_of_the_formula(place, loss):
+def test_distillation_loss_and_gradients_match_the_reference(place, loss):
     torch.manual_seed(0)
     leaves = [torch.randn(*shape, 16, device=place.device, requires_grad=True) for shape in ((3, 5), (3, 4, 9))]
     d_mask, teacher = torch.rand(3, 4, 9, device=place.device) < 0.7, torch.randn(3, 4, device=place.device)
@@ -154,7 +154,7 @@ def test_distillation_has_the_gradients_of_the_formula(place, loss):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("loss", [_kl, _margin_mse])
-def test_distillation_keeps_scores_and_winners_alone(loss, recompute):
+def test_distillation_saves_only_scores_and_argmax(loss, recompute):
     """docs/training.md gives 11.3 MiB for this shape, and nothing of the size of the similarities."""
     Q, D = (torch.randn(*shape, 128, requires_grad=True) for shape in ((32, 32), (32, 16, 180)))
     _, kept = kept_for_backward(lambda: loss(lik_ops.maxsim(Q, D, recompute=recompute), torch.randn(32, 16)))
@@ -176,7 +176,7 @@ SHAPES = [(4, 9, 5, 17), (6, 11, 7, 23), *[(2 + i % 5, 9 + 3 * i, 2 + 7 * i % 11
     ],
     ids=str,
 )
-def test_compiled_steps_have_no_break_and_compile_once_for_all_sizes(place, compiler):
+def test_compiled_steps_compile_at_most_twice_for_all_sizes(place, compiler):
     torch._dynamo.reset()
     encoder = Encoder().to(place.device)
     counter = CompileCounterWithBackend(compiler)
@@ -194,7 +194,7 @@ def test_compiled_steps_have_no_break_and_compile_once_for_all_sizes(place, comp
     assert sum("maxsim" in str(node.target) for node in counter.graphs[-1].graph.nodes) == 1
 
 
-def test_two_processes_have_the_gradients_of_one():
+def test_two_processes_match_the_gradients_of_one():
     """Test DDP and FSDP2 around the encoder, with documents gathered from both: `tests/workers/distributed.py`."""
     run = subprocess.run(
         [sys.executable, "-m", "tests.workers.distributed", "ddp", "fsdp2"],

@@ -75,7 +75,7 @@ STEPS = [
 SMALL = [Step("in-batch", 64, 64, 32, 300), Step("candidates", 64, 4, 32, 300, candidates=True)]
 
 
-def step_of(Q: Tensor, D: Tensor, upstream: Tensor, needs: str = "QD", **options) -> Callable[[], tuple[Tensor, ...]]:
+def make_step(Q: Tensor, D: Tensor, upstream: Tensor, needs: str = "QD", **options) -> Callable[[], tuple[Tensor, ...]]:
     """Return a function that computes the gradients of the inputs in `needs`. Other inputs are frozen."""
     Q, D = Q.detach().requires_grad_("Q" in needs), D.detach().requires_grad_("D" in needs)
     wanted = [t for t in (Q, D, options.get("q_weight")) if t is not None and t.requires_grad]
@@ -130,10 +130,10 @@ def test_bytes_are_measured():
 
 @pytest.mark.parametrize("step", SMALL, ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
-def test_lowmem_and_unified_run_kernels_of_their_own(step, normalize):
+def test_lowmem_and_unified_run_different_kernels(step, normalize):
     x = step.inputs()
     lowmem, unified = (
-        set(kernels(step_of(*x, normalize=normalize, backward=backward))) for backward in ("lowmem", "unified")
+        set(kernels(make_step(*x, normalize=normalize, backward=backward))) for backward in ("lowmem", "unified")
     )
     assert lowmem & OF_QUERIES and lowmem & OF_DOCUMENTS and not lowmem & OF_UNIFIED
     assert unified >= OF_UNIFIED and not unified & (OF_QUERIES | OF_DOCUMENTS)
@@ -144,7 +144,7 @@ def test_lowmem_and_unified_run_kernels_of_their_own(step, normalize):
 def test_normalize_copies_nothing(step, backward):
     """Only our kernels run (and the zeros that `unified` adds to), and no memory has the size of an input."""
     x = step.inputs()
-    plain, normalized = (step_of(*x, normalize=normalize, backward=backward) for normalize in (False, True))
+    plain, normalized = (make_step(*x, normalize=normalize, backward=backward) for normalize in (False, True))
     others = [name for name in kernels(normalized) if not name.startswith("maxsim_")]
     if backward == "unified":
         others = [name for name in others if "Fill" not in name and "Memset" not in name]
@@ -156,11 +156,11 @@ def test_normalize_copies_nothing(step, backward):
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_frozen_side_costs_no_kernel(step, normalize):
     x = step.inputs()
-    of_Q, of_D = (set(kernels(step_of(*x, needs, normalize=normalize, backward="lowmem"))) for needs in "QD")
+    of_Q, of_D = (set(kernels(make_step(*x, needs, normalize=normalize, backward="lowmem"))) for needs in "QD")
     assert of_Q & OF_QUERIES and not of_Q & (OF_DOCUMENTS | {"maxsim_row_norms"})
     assert of_D & OF_DOCUMENTS and not of_D & OF_QUERIES
     finished = [
-        kernels(step_of(*x, needs, normalize=normalize, backward="unified")).count("maxsim_finish")
+        kernels(make_step(*x, needs, normalize=normalize, backward="unified")).count("maxsim_finish")
         for needs in ("QD", "Q", "D")
     ]
     assert finished == [2, 1, 1]
@@ -170,7 +170,7 @@ def test_a_frozen_side_costs_no_kernel(step, normalize):
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 def test_a_frozen_side_costs_no_buffer(step, backward):
     x = step.inputs()
-    both, of_Q, of_D = (allocated_bytes(step_of(*x, needs, backward=backward)) for needs in ("QD", "Q", "D"))
+    both, of_Q, of_D = (allocated_bytes(make_step(*x, needs, backward=backward)) for needs in ("QD", "Q", "D"))
     # `unified` needs fp32 sums in addition to a gradient.
     least = 1 if backward == "lowmem" else 3
     assert both - of_Q >= 0.95 * least * x[1].nbytes
@@ -180,7 +180,7 @@ def test_a_frozen_side_costs_no_buffer(step, backward):
 @pytest.mark.parametrize("step", STEPS, ids=str)
 @pytest.mark.parametrize("options", ["plain", "normalize", "masks and weights"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_needs_its_outputs_and_a_constant(step, options, recompute):
+def test_step_memory_is_bounded_by_outputs_plus_constant(step, options, recompute):
     Q, D, upstream = step.inputs()
     given: dict = {"normalize": options == "normalize", "recompute": recompute}
     own = Q.nbytes + D.nbytes + (4 * step.Nq * step.Nd if recompute else step.kept_bytes)
@@ -188,5 +188,5 @@ def test_a_step_needs_its_outputs_and_a_constant(step, options, recompute):
         given["q_mask"], given["d_mask"] = (torch.rand(t.shape[:-1], device="cuda") < 0.9 for t in (Q, D))
         given["q_weight"] = torch.rand(Q.shape[:-1], device="cuda").requires_grad_()
         own += given["q_weight"].nbytes
-    peak = peak_bytes(step_of(Q, D, upstream, **given))
+    peak = peak_bytes(make_step(Q, D, upstream, **given))
     assert peak <= 1.05 * own + CONSTANT, f"{peak / MiB:.1f} MiB, {own / MiB:.1f} of them outputs and winners"

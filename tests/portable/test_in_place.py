@@ -27,7 +27,7 @@ SHAPES = (
 )
 
 
-def copying(p: Problem, monkeypatch, **options):
+def forward_with_copies(p: Problem, monkeypatch, **options):
     with monkeypatch.context() as patch:
         patch.setattr(portable_blocks, "supports_in_place_reads", lambda: False)
         return p.forward(**options)
@@ -35,9 +35,9 @@ def copying(p: Problem, monkeypatch, **options):
 
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("layout, shape", SHAPES, ids=str)
-def test_the_bits_are_those_of_copied_documents(layout, shape, masks, monkeypatch):
+def test_bits_match_copied_documents(layout, shape, masks, monkeypatch):
     p = Problem(shape, layout, masks=masks, weight=masks)
-    expected, winner = copying(p, monkeypatch)
+    expected, winner = forward_with_copies(p, monkeypatch)
     D = p.D
     wide = torch.cat([D, D], -1)[..., : shape[-1]]
     apart = torch.stack([D, D], 1)[:, 0]
@@ -55,7 +55,7 @@ def test_expanded_documents(Ld, monkeypatch):
     p = Problem((2, 40, 32, Ld, 16))
     for D in (p.D[:1].expand(40, -1, -1), p.D[:, :1].expand(-1, Ld, -1), p.D[:1, :1].expand(40, Ld, -1)):
         p.D = D
-        same_bits(p.forward(None)[0], copying(p, monkeypatch, argmax_dtype=None)[0])
+        same_bits(p.forward(None)[0], forward_with_copies(p, monkeypatch, argmax_dtype=None)[0])
 
 
 def test_nan_and_infinite_similarities_across_documents():

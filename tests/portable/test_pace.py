@@ -59,7 +59,7 @@ def work(looks):
         pass
 
 
-def test_a_busy_machine_makes_a_call_go_on_with_one_thread_for_a_while(machine):
+def test_busy_machine_switches_to_one_thread_and_back(machine):
     machine.is_busy(True)
     work(10)
     assert machine.threads == [SEVERAL] * 2 + [1] * 8
@@ -95,13 +95,13 @@ def test_a_calm_machine_keeps_all_threads(machine):
     assert set(machine.threads) == {SEVERAL}
 
 
-def test_calls_that_wait_long_for_a_processor_are_judged_too(machine):
+def test_long_waits_for_a_processor_switch_to_one_thread(machine):
     machine.each = 0.3, 0.03, 9  # one sample for each .3 s of wall time, in which the process ran .03 s
     work(3)
     assert machine.threads[-1] == 1
 
 
-def test_short_calls_are_judged_together(machine):
+def test_short_calls_are_counted_together(machine):
     machine.is_busy(True)
     for _ in range(5):
         work(1)
@@ -120,7 +120,7 @@ def test_one_thread_stays_one(machine):
     torch.set_num_threads(SEVERAL)
 
 
-def test_an_error_within_a_call_leaves_all_threads(machine):
+def test_error_in_a_call_restores_all_threads(machine):
     @pace.limit_threads
     def fails():
         work(10)
@@ -133,7 +133,7 @@ def test_an_error_within_a_call_leaves_all_threads(machine):
     assert torch.get_num_threads() == SEVERAL
 
 
-def test_other_threads_keep_theirs(machine):
+def test_other_threads_keep_their_thread_count(machine):
     """Test threads that already exist, and threads that start while a call uses one thread."""
     seen, go, done = [], threading.Event(), threading.Event()
 
@@ -184,6 +184,6 @@ def test_bits_do_not_change_with_the_number_of_threads(dtype, machine):
         assert 1 in machine.threads, name
 
 
-def test_functions_of_the_backend_are_paced():
+def test_backend_functions_are_wrapped_to_limit_threads():
     for name in ("forward", "forward_ragged", "forward_quantized", "forward_soft", "backward_unified", "code_scores"):
         assert hasattr(getattr(backend, name), "__wrapped__"), name

@@ -30,7 +30,7 @@ LONG = ((7, 2, 64, 65, 96), (2, 2, 129, 300, 7), (1, 3, 300, MAX_ROWS + 1, 12), 
 SHAPES = (*SHORT, (1, 7, 31, SHARED_ROWS, 48), *LONG)
 
 
-def computing(dtype: torch.dtype) -> torch.dtype:
+def get_compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -52,7 +52,7 @@ class Problem:
         self.layout, self.normalize = layout, normalize
         self.q_mask = torch.rand(self.Q.shape[:-1]) < 0.7 if masks else None
         self.d_mask = torch.rand(self.D.shape[:-1]) < 0.6 if masks else None
-        self.q_weight = torch.randn(Nq, Lq, dtype=computing(dtype)) if weight else None
+        self.q_weight = torch.randn(Nq, Lq, dtype=get_compute_dtype(dtype)) if weight else None
         if masks:
             if Ld:
                 self.d_mask.view(-1, Ld)[::3] = False
@@ -101,12 +101,12 @@ def same_bits(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_exact_values_give_exact_scores_and_first_winners(shape, layout, dtype):
+def test_exact_values_give_exact_scores_and_first_argmax(shape, layout, dtype):
     for masks, weight in itertools.product((False, True), (False, True)):
         p = Problem(shape, layout, dtype, masks=masks, weight=weight, exact=True)
         scores, argmax = p.forward()
         expected, winner = p.oracle()
-        assert scores.dtype == computing(dtype)
+        assert scores.dtype == get_compute_dtype(dtype)
         close(scores, expected, 1e-5 if weight else 0)
         same_bits(p.query_major(argmax).long(), winner)
         same_bits(p.forward(None)[0], scores)
@@ -121,7 +121,7 @@ def test_scores_are_as_exact_as_their_dtype(layout, dtype, normalize):
         close(p.forward(None)[0], p.oracle()[0], 1e-11 if dtype == torch.float64 else 1e-4)
 
 
-def test_normalising_clamps_tiny_norms_as_torch_does():
+def test_normalization_clamps_tiny_norms_like_torch():
     p = Problem((2, 3, 5, 40, 6), normalize=True, dtype=torch.float64)
     p.Q[0, 0], p.Q[0, 1], p.D[1] = 0, 1e-14, 1e-13 * p.D[1]
     scores, argmax = p.forward()
@@ -133,7 +133,7 @@ def test_normalising_clamps_tiny_norms_as_torch_does():
 
 
 @pytest.mark.parametrize("argmax_dtype", [torch.int16, torch.int32, torch.int64], ids=str)
-def test_winners_come_in_the_dtype_asked_for_and_stay_as_they_are(argmax_dtype):
+def test_argmax_has_requested_dtype_and_is_not_modified(argmax_dtype):
     p = Problem((3, 4, 5, 30, 8))
     argmax = p.forward(argmax_dtype)[1]
     assert argmax.dtype == argmax_dtype and argmax.shape == (4, 3, 5)
@@ -181,7 +181,7 @@ def test_nan_and_infinite_similarities(Ld, dtype):
     assert argmax[1, 2].eq(Ld // 4).all()  # all -inf: the first kept token
 
 
-def test_winners_are_the_first_maxima():
+def test_argmax_is_the_first_maximum():
     for rows, tokens, columns in ((64, 64, 32), (64, 7, 32), (300, 300, 64), (33, 33, 96)):
         for special in (None, NAN, INF, -INF):
             S = torch.randint(-3, 3, (3, rows, columns)).float()
@@ -235,7 +235,7 @@ def test_bits_do_not_depend_on_the_batch(Lq, Ld, d, dtype, single):
         same_bits(got_argmax, argmax.permute(1, 0, 2).gather(1, candidates[..., None].expand(-1, -1, Lq)))
 
 
-def test_bits_do_not_depend_on_what_others_are_masked_or_hold():
+def test_bits_do_not_depend_on_other_documents_or_masks():
     p = Problem((3, 50, 20, 40, 64), normalize=True)
     scores = p.forward(None)[0]
     p.D[:25], p.D[26:] = NAN, INF
@@ -277,7 +277,7 @@ def test_equal_tokens_tie(Ld, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_no_value_decides_what_is_launched_elsewhere(layout, dtype):
+def test_forward_and_backward_run_on_meta_tensors(layout, dtype):
     """Meta tensors have no values, so reading one raises an error."""
     for masks, normalize in itertools.product((False, True), (False, True)):
         p = Problem((5, 7, 20, 40, 16), layout, dtype, masks=masks, weight=masks, normalize=normalize)
@@ -292,7 +292,7 @@ def test_no_value_decides_what_is_launched_elsewhere(layout, dtype):
 
 
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_not_looking_at_values_changes_no_result(layout, monkeypatch):
+def test_results_do_not_depend_on_host_reads(layout, monkeypatch):
     for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.float64)):
         p = Problem(shape, layout, dtype, masks=True, weight=True, normalize=True)
         scores, argmax = p.forward()
@@ -325,7 +325,7 @@ def test_gradients_match_autograd_of_the_reference(dtype, layout, function):
         # A pair without an argmax has no gradient, for any upstream value.
         g = torch.where(p.query_major(argmax).ge(0).any(-1), g, NAN)
         actual = p.backward(function, g, argmax)
-        assert [x.dtype for x in actual] == [dtype, dtype, computing(dtype)]
+        assert [x.dtype for x in actual] == [dtype, dtype, get_compute_dtype(dtype)]
         for name, x, y in zip("QDw", actual, expected, strict=True):
             scale = max(1.0, y.abs().max().item())  # sums of many terms of either sign
             close(x / scale, y / scale, tolerance if name != "w" else min(tolerance, 1e-5))
@@ -349,7 +349,7 @@ def test_half_gradients_are_the_fp32_gradients_rounded_once(dtype, function):
                 torch.testing.assert_close(x, y.to(dtype), atol=0, rtol=torch.finfo(dtype).eps)
 
 
-def test_lowmem_gradients_are_reproducible_and_do_not_touch_what_has_no_winner():
+def test_lowmem_gradients_are_reproducible_and_zero_without_argmax():
     p = Problem((30, 40, 32, 70, 32), masks=True, weight=True)
     _, argmax = p.forward(torch.int16)
     g = torch.randn(30, 40)
@@ -366,7 +366,7 @@ def test_lowmem_gradients_are_reproducible_and_do_not_touch_what_has_no_winner()
 
 @pytest.mark.parametrize("function", BACKWARDS)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_gradients_only_where_asked_for(layout, function):
+def test_only_requested_gradients_are_computed(layout, function):
     p = Problem((3, 4, 5, 60, 8), layout, masks=True, weight=True, normalize=True)
     scores, argmax = p.forward()
     g = torch.randn_like(scores)
@@ -437,7 +437,7 @@ def test_the_workspace_is_bounded(layout, shape):
         assert peak_bytes(lambda p=p, g=g, a=argmax: p.backward(portable.backward_lowmem, g, a)) < outputs + WORKSPACE
 
 
-def test_a_training_step_needs_the_gradients_the_argmax_and_a_constant():
+def test_training_step_memory_is_bounded():
     p = Problem((256, 256, 32, 300, 128))
 
     def step():
@@ -448,7 +448,7 @@ def test_a_training_step_needs_the_gradients_the_argmax_and_a_constant():
     assert peak_bytes(step) < 1.3 * needed + WORKSPACE
 
 
-def test_similarities_of_10_gigabytes_never_exist():
+def test_10_gigabytes_of_similarities_are_never_allocated():
     Nq, Nd, Lq, Ld, d = 160, 250, 64, 1000, 2
     assert 4 * Nq * Nd * Lq * Ld > 10e9
     p = Problem((Nq, Nd, Lq, Ld, d))

@@ -71,24 +71,24 @@ class Work(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def work_of(Q: Tensor, D: Tensor) -> Work:
+def measure_work(Q: Tensor, D: Tensor) -> Work:
     portable.forward(Q, D, None, None, None, False, None)  # fills the caches of this shape
     with Work() as work:
         portable.forward(Q, D, None, None, None, False, None)
     return work
 
 
-def test_long_queries_against_their_own_token():
+def test_long_queries_with_one_token_documents():
     for Lq in (9999, 26112, 40000):
         Q, D = torch.randn(2, Lq, 20), torch.randn(2, 1, 1, 20)
         torch.testing.assert_close(portable.forward(Q, D, *(None,) * 3, False, None)[0], reference.maxsim(Q, D))
 
 
 @pytest.mark.parametrize("d", [16, 128])
-def test_many_queries_against_one_token_are_few_products(d):
+def test_many_queries_with_one_token_share_products(d):
     """Separate products for each query would be 64 x 64 with 10000 calls."""
     Q, D = torch.randn(10000, 33, d), torch.randn(1, 1, d)
-    work = work_of(Q, D)
+    work = measure_work(Q, D)
     assert work.multiplications <= 1.02 * 24 * Q.numel()
     assert work.operations < 60 * (1 + Q.nbytes / 2**20)
     assert work.copied < 0.1 * Q.nbytes + 8 * 10000 * 33
@@ -98,16 +98,16 @@ def test_many_queries_against_one_token_are_few_products(d):
 def test_pairs_of_one_token_share_products(d):
     """Separate products for each pair would be 64 x 32."""
     Q, D = torch.randn(20000, 1, d), torch.randn(20000, 1, 1, d)
-    work = work_of(Q, D)
+    work = measure_work(Q, D)
     assert work.multiplications <= 1.02 * 32 * Q.numel()
     assert work.operations < 60 * (1 + Q.nbytes / 2**20)
     assert work.copied < 0.1 * Q.nbytes + 8 * 20000
 
 
-def test_wide_tokens_are_multiplied_once_and_where_they_lie():
+def test_wide_tokens_are_multiplied_once_and_in_place():
     d = 1 << 20
     Q, D = torch.randn(1, 4, d), torch.randn(2, 4, d)
-    work = work_of(Q, D)
+    work = measure_work(Q, D)
     assert work.multiplications <= 1.01 * 4 * 8 * d
     assert work.copied < 0.01 * D.nbytes
 
@@ -203,7 +203,7 @@ def test_bits_of_wide_tokens_do_not_depend_on_their_place(d, dtype):
         same_bits(argmax.transpose(0, 1).long(), winner)
 
 
-def test_wide_tokens_of_half_precision_masks_and_long_documents():
+def test_wide_tokens_with_bf16_masks_and_long_documents():
     Q, D = (torch.randn(*shape, 140000 * 2).bfloat16() for shape in ((2, 3), (2, 70)))
     q_mask, d_mask = torch.rand(2, 3) < 0.7, torch.rand(2, 70) < 0.7
     Q[~q_mask], D[~d_mask] = math.nan, math.inf

@@ -25,7 +25,7 @@ from ..support.ragged import NAN, same_bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("d", [1, 8, 48, 96, 128, 768])
 @pytest.mark.parametrize("Lq", [1, 7, 17, 32, 33, 100, 1024])
-def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
+def test_product_bits_do_not_depend_on_position_in_a_slice(Lq, d, dtype):
     """Shared slices rely on this: a row or column has the same bits at every position, so ties remain ties."""
     for Ld in (1, 9, 23, 33, 64, 300):
         shape, count = choose_slice_shape(Lq, Ld, d, dtype), 5
@@ -41,7 +41,7 @@ def test_matrix_products_treat_all_places_of_a_slice_alike(Lq, d, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("d", [1, 2, 8, 17, 96, 128, 768, 5000, 12000, 20000, 50000])
-def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
+def test_product_bits_do_not_depend_on_slice_shape(d, dtype):
     """Padded, packed, and masked tokens rely on this: a similarity does not depend on query and document lengths."""
     documents = torch.randn(MAX_ROWS if d < 5000 else 64, d, dtype=dtype)
     queries = torch.randn(128, d, dtype=dtype)
@@ -63,7 +63,7 @@ def test_matrix_products_have_the_same_bits_in_slices_of_any_shape(d, dtype):
 
 @pytest.mark.skipif(not supports_in_place_reads(), reason="documents are copied on this machine")
 @pytest.mark.parametrize("d", [1, 7, 16, 24, 64, 100, 127, 128, 384, 768, 1000, 5000])
-def test_documents_have_the_bits_of_slices_where_they_lie(d):
+def test_in_place_products_have_the_bits_of_slices(d):
     """Many documents are multiplied token by token or whole, at any address, with contiguous columns or not."""
     for Ld, n, start in itertools.product((1, 2, 9, 33, 100), (MIN_ROWS, 31, 40, 63), (0, 1, 4)):
         if n * Ld * d > 1 << 20:
@@ -84,7 +84,7 @@ def test_documents_have_the_bits_of_slices_where_they_lie(d):
 
 
 @pytest.mark.parametrize("name", ["MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"])
-def test_documents_are_copied_where_mkl_is_told_which_kernels_to_use(name, monkeypatch):
+def test_in_place_reads_are_disabled_if_mkl_kernels_are_forced(name, monkeypatch):
     monkeypatch.setenv(name, "AVX2")
     assert not supports_in_place_reads.__wrapped__()
 
@@ -102,7 +102,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_slices_are_not_measured_in_the_dtype_of_a_region_of_autocast():
+def test_slice_measurement_ignores_autocast():
     shapes = [(rows, 32, 16, dtype, turned) for rows in (4, 12) for turned in (False, True) for dtype in narrow.STEPS]
     narrow.has_slice_bits.cache_clear()
     expected = [narrow.has_slice_bits(*shape) for shape in shapes]

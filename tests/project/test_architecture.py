@@ -10,7 +10,7 @@ import pytest
 from .. import paths
 
 
-def test_the_page_shows_what_calls_run():
+def test_architecture_page_matches_recorded_calls():
     """After an intended change, run ``python -m tests.paths``."""
     pytest.importorskip("triton", reason="the page shows launches of Triton kernels")
     assert paths.page() == paths.PAGE.read_text()

@@ -52,14 +52,14 @@ def rows(page, heading):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_and_tests_that_are_named_exist(page):
+def test_files_and_tests_named_in_pages_exist(page):
     for path, name in NAMED.findall((ROOT / page).read_text()):
         assert (ROOT / path).exists(), f"{page}: {path}"
         assert not name or name in functions(path), f"{page}: {path} has no {name}"
 
 
 @pytest.mark.parametrize("heading", ["Supported features", "Unsupported calls"])
-def test_every_row_names_what_shows_it(heading):
+def test_every_row_names_a_test_or_check(heading):
     """Each row names a test, or a check of `lik_ops.opcheck`."""
     found = rows("docs/pytorch.md", heading)
     assert len(found) > 10
@@ -111,7 +111,7 @@ def run_python(page, block, names):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_what_it_is(page):
+def test_every_code_block_has_a_known_mark_and_language(page):
     for block in blocks(page):
         known = [("", "python"), ("", "sh"), ("", "text"), ("slow", "python"), ("slow", "sh"), ("torchrun", "python")]
         known += [(name, "python") for name in ADAPTERS]
@@ -132,7 +132,7 @@ DOCS = [*PAGES[2:], *(f"docs/api/{path.name}" for path in sorted((ROOT / "docs" 
 
 
 @pytest.mark.parametrize("page", ["README.md", *DOCS])
-def test_every_page_says_what_to_install(page):
+def test_every_page_has_an_install_command(page):
     text = (ROOT / page).read_text()
     assert "pip install " in text
     first = re.search(r"^```python$", text, re.M)
@@ -142,7 +142,7 @@ def test_every_page_says_what_to_install(page):
 @pytest.mark.filterwarnings("error:.*expected tokens of norm 1:UserWarning")
 @pytest.mark.parametrize("page", pages(""))
 @pytest.mark.usefixtures("directory", "newcomer")
-def test_python_blocks_run_as_they_are_written(page, monkeypatch):
+def test_python_blocks_run(page, monkeypatch):
     """Optional packages that the page does not name are hidden."""
     for package in {"numpy", "onnxscript", "safetensors", "tqdm"} - extras_of((ROOT / page).read_text()):
         monkeypatch.setitem(sys.modules, package, None)
@@ -157,7 +157,7 @@ def test_python_blocks_run_as_they_are_written(page, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages("slow"))
-def test_slow_blocks_run_as_they_are_written(page, directory):
+def test_slow_blocks_run(page, directory):
     """Blocks run next to `examples`, with the Python of this process first in the path."""
     Path("examples").symlink_to(ROOT / "examples")
     names, skipped = {}, ""
@@ -173,7 +173,7 @@ def test_slow_blocks_run_as_they_are_written(page, directory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "page"), [(name, page) for name in ADAPTERS for page in pages(name)])
-def test_blocks_for_a_host_run_where_it_is(name, page, directory, monkeypatch):
+def test_blocks_for_an_installed_host_run(name, page, directory, monkeypatch):
     """A model named in a block is a tiny model with random weights, in a folder of that name."""
     host(f"{name}.loss" if name == "colpali_engine" else name)
     found = [b for b in blocks(page) if b.language == "python" and b.mark in ("", name)]
@@ -189,7 +189,7 @@ def test_blocks_for_a_host_run_where_it_is(name, page, directory, monkeypatch):
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.parametrize("page", pages("torchrun"))
-def test_torchrun_blocks_run_as_they_are_written(page, tmp_path):
+def test_torchrun_blocks_run(page, tmp_path):
     found = [block.source for block in blocks(page) if block.mark == "torchrun"]
     launcher, *options, script = shlex.split(found[0].splitlines()[0].removeprefix("#"))
     assert launcher == "torchrun"
@@ -227,7 +227,7 @@ NEEDED = {"lik_ops.export.onnx": "onnxscript", "lik_ops.retrieval.store.corpus":
     ],
 )
 @pytest.mark.usefixtures("directory", "newcomer")
-def test_examples_of_docstrings_run_and_give_what_they_say(name):
+def test_docstring_examples_run_with_the_shown_output(name):
     for module, package in NEEDED.items():
         if name.startswith(module):
             pytest.importorskip(package)
@@ -268,7 +268,7 @@ def test_every_public_function_has_an_example():
     assert not [x for x in public if f"{x.__module__}.{x.__qualname__}" not in EXAMPLES]
 
 
-def test_commands_name_what_there_is():
+def test_commands_name_existing_targets_options_and_extras():
     """Check make targets, modules and scripts with their options, and extras of pip."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     optional = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n\n")[0]

@@ -78,7 +78,7 @@ def describe(name):
     )
 
 
-def test_explanations_name_what_is_launched():
+def test_explanations_match_launched_kernels():
     environment = os.environ | {"LIK_OPS_NORM_WARNING": "0"}
     command = [sys.executable, "-c", COMPARE]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -87,19 +87,19 @@ def test_explanations_name_what_is_launched():
     assert compared > 400 and kernels > 15
 
 
-def explained(capsys, *options):
+def run_explain(capsys, *options):
     info.main(["--explain", *options])
     return capsys.readouterr().out
 
 
 def test_a_report_needs_no_gpu_and_has_reasons_files_and_grids(capsys):
-    text = explained(capsys, "--arch", "sm_90", "--gradients", "lowmem", "--nq", "64")
+    text = run_explain(capsys, "--arch", "sm_90", "--gradients", "lowmem", "--nq", "64")
     assert "on splits of documents: no, documents have fewer than 2048 tokens on average" in text
     assert "forward: maxsim_forward_specialized (csrc_triton/forward/sm90/dense.py), grid (" in text
     assert "Sm90Config(BN=" in text and "backward: maxsim_grad_queries" in text
-    text = explained(capsys, "--arch", "sm_90", "--nq", "1", "--lq", "8")
+    text = run_explain(capsys, "--arch", "sm_90", "--nq", "1", "--lq", "8")
     assert "slower for at most 128 query rows" in text and "rule 4: maxsim_forward: yes, " in text
-    text = explained(capsys, "--arch", "sm_80", "--quantized", "int8")
+    text = run_explain(capsys, "--arch", "sm_80", "--quantized", "int8")
     assert "no, the architecture is sm_80, not sm_90" in text and "maxsim_forward_ragged" in text
 
 
@@ -111,13 +111,13 @@ def test_a_report_needs_no_gpu_and_has_reasons_files_and_grids(capsys):
         (["--arch", "sm_90", "--soft", "--layout", "packed"], "only --layout cross"),
     ],
 )
-def test_options_that_do_not_fit_are_errors(options, message, capsys):
+def test_unsupported_options_are_rejected(options, message, capsys):
     with pytest.raises(SystemExit):
-        explained(capsys, *options)
+        run_explain(capsys, *options)
     assert message in capsys.readouterr().err
 
 
-def test_a_report_has_the_switches(capsys):
+def test_info_prints_the_environment_switches(capsys):
     info.main([])
     printed = capsys.readouterr().out
     assert "kernel   auto (LIK_OPS_KERNEL)" in printed and "capture  True (LIK_OPS_CAPTURE)" in printed

@@ -130,7 +130,7 @@ def strings(module: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def test_one_module_spells_the_namespace(modules):
+def test_sources_do_not_hardcode_the_operator_namespace(modules):
     """The builder has the same check for decorators."""
     assert {"ops/maxsim.py", "csrc_triton/forward/generic/kernel.py"} <= set(modules) and "_ops.py" not in modules
     for name, module in modules.items():
@@ -153,19 +153,19 @@ def test_modules_import_each_other_relatively(modules):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_builds_live_beside_the_package(built, device):
+def test_two_builds_load_next_to_the_package(built, device):
     folders = [str(built / name / "build" / "torch-cpu") for name in ("first", "second")]
     assert run(sys.executable, "-c", LOADED, device, *folders) == "as lik_ops\n"
 
 
-def test_the_namespace_hangs_on_the_sources(tmp_path):
+def test_namespace_is_equal_for_equal_sources(tmp_path):
     for name in ("once", "again"):
         run(sys.executable, "hub/layout.py", "--out", str(tmp_path / name))
     once, again = ((tmp_path / name / "build/torch-cuda/_ops.py").read_text() for name in ("once", "again"))
     assert once == again and "torch.ops._lik_ops_cuda_" in once
 
 
-def test_other_folders_are_left_alone(tmp_path):
+def test_layout_rejects_a_nonempty_folder(tmp_path):
     (tmp_path / "thesis.txt").write_text("three years")
     command = [sys.executable, "hub/layout.py", "--out", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -174,6 +174,6 @@ def test_other_folders_are_left_alone(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs kernels: make hub installs it")
-def test_the_kernels_package_takes_it(built):
+def test_kernels_package_loads_the_build(built):
     """The package parses build.toml and the metadata, compares the digests, selects a variant, and imports it."""
     assert run(sys.executable, "-c", KERNELS, str(built / "first")) == "as lik_ops\n"

@@ -199,7 +199,7 @@ def test_no_call_on_a_gpu_imports_dynamo():
     run_calls(PREAMBLE.replace('"cpu"', '"cuda"'))
 
 
-def test_a_dynamo_that_comes_later_does_not_look_into_operators(portable_calls):
+def test_dynamo_imported_later_does_not_trace_operator_bodies(portable_calls):
     """The call runs while Dynamo inspects every frame, and Dynamo must find no operator body to compile."""
     assert portable_calls.returncode == 0, portable_calls.stderr[-2000:]
     assert portable_calls.stdout.split() == ["called", "compiled"]

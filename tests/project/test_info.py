@@ -23,7 +23,7 @@ from lik_ops.gpu.runtime import launcher
 from lik_ops.gpu.tuning import architectures, sm90_configs
 
 
-def test_what_falls_back_is_said(monkeypatch, capsys):
+def test_info_prints_fallback_messages(monkeypatch, capsys):
     monkeypatch.setattr(launcher, "fallback_messages", {"maxsim_fast": "lik_ops: maxsim_fast does not compile"})
     monkeypatch.setattr(triton_versions, "is_tested_version", lambda: False)
     info.main([])
@@ -32,7 +32,7 @@ def test_what_falls_back_is_said(monkeypatch, capsys):
     assert f"newer than {triton_versions.format_newest()}, so plain kernels compute" in printed
 
 
-def test_kernels_are_compiled_on_request(monkeypatch, capsys):
+def test_compile_option_calls_maxsim_with_given_sizes(monkeypatch, capsys):
     sizes = []
     monkeypatch.setattr(info, "maxsim", lambda Q, D: sizes.append((Q.dtype, Q.shape, D.shape)))
     info.main(["--compile", "--nq", "2", "--lq", "3", "--d", "4"])
@@ -78,13 +78,13 @@ def launched(monkeypatch):
     eager.clear_call_caches()
 
 
-def said(text):
+def parse_info(text):
     """Return the kernel and the numbers in the output of info."""
     numbers = {what: int(n) for n, what in re.findall(r"(\d+) (rows|tokens|features|warps|stages|programs)", text)}
     return text.split()[0], numbers, "documents split first" in text
 
 
-def ran(name, grid, args, options):
+def describe_launch(name, grid, args, options):
     """Return the kernel and the numbers of a launch."""
     config = args[-1]
     if isinstance(config, KernelConfig):
@@ -100,14 +100,14 @@ def ran(name, grid, args, options):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=lambda a: a.name)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_info_names_what_a_call_launches(arch, dtype, launched):
+def test_info_reports_the_launched_kernel(arch, dtype, launched):
     kernels = set()
     for d in (16, 100, 128, 256):
         for Nq, Nd, Lq, Ld in SIZES:
             Q, D = torch.zeros(Nq, Lq, d, dtype=dtype), torch.zeros(Nd, Ld, d, dtype=dtype)
-            expected = said(info.describe_kernel(arch, dtype, Nq, Nd, Lq, Ld, d))
+            expected = parse_info(info.describe_kernel(arch, dtype, Nq, Nd, Lq, Ld, d))
             launches = launched(arch, Q, D)
-            assert {str(ran(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
+            assert {str(describe_launch(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
             kernels.add((expected[0], expected[2]))
     assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (arch.name == "sm_90")
     split_first = arch.name == "sm_90" and dtype is torch.float32
@@ -118,9 +118,9 @@ def test_info_names_what_a_call_launches(arch, dtype, launched):
 def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
     Q, D = torch.randn(Nq, Lq, 64), torch.randn(200, Ld, 64)
     expected = info.describe_int8_kernel(SM_90, Q.dtype, Nq, len(D), Lq, Ld, 64)
-    kernels = [ran(*launch) for launch in launched(SM_90, Q, lik_ops.quantize(D))]
+    kernels = [describe_launch(*launch) for launch in launched(SM_90, Q, lik_ops.quantize(D))]
     if Ld >= 64:
-        assert kernels == [said(expected)]
+        assert kernels == [parse_info(expected)]
     else:
         assert expected == "maxsim_forward_ragged on sm_90" and kernels[0][0] == "maxsim_forward_ragged"
 

@@ -13,6 +13,6 @@ def test_parts_hold_every_file_once(count):
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b"])
-def test_a_part_that_is_none_is_an_error(part):
+def test_invalid_part_raises(part):
     with pytest.raises(ValueError):
         part_of(["a"], part)

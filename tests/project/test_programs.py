@@ -119,11 +119,11 @@ def test_info_prints_versions_devices_and_the_choice(said):
         assert expected in said["info"][1]
 
 
-def test_info_compiles_nothing_where_the_backend_cannot_run(said):
+def test_info_compile_reports_an_unusable_backend(said):
     assert "error: lik_ops: backend 'triton' cannot compute torch.float32 on cpu" in said["info, no kernels"][1]
 
 
-def test_info_says_why_it_is_portable(said):
+def test_info_prints_the_reason_for_portable(said):
     assert said["info"][1].count("portable: Triton kernels need a GPU") == 5
     assert "gpus     none: " in said["info"][1] and "CUDA_VISIBLE_DEVICES=" in said["info"][1]
     assert said["info, portable"][1].count("portable: LIK_OPS_BACKEND or lik_ops.use_backend says so") == 5
@@ -131,7 +131,7 @@ def test_info_says_why_it_is_portable(said):
     assert said["info, wrong backend"][1].count(expected) == 6
 
 
-def test_info_gives_the_reason_of_a_gpu(monkeypatch):
+def test_describe_choice_gives_the_reason_on_a_gpu(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(backends, "_has_triton", False)
     assert info.describe_choice(device, torch.float16, 1, 32, 128) == "portable: triton is not installed"
@@ -140,7 +140,7 @@ def test_info_gives_the_reason_of_a_gpu(monkeypatch):
         assert info.describe_choice(device, torch.float64, 1, 32, 128) == "portable: the Triton kernels have no fp64"
 
 
-def test_warmup_says_what_is_missing(said):
+def test_warmup_prints_calls_and_argument_errors(said):
     assert "error: device: expected a device of this machine, got cuda: " in said["warmup"][2]
     assert said["warmup"][2].endswith(" (--device cpu warms up the CPU)\n")
     assert "--device cpu" not in said["warmup, no device"][2]
@@ -151,6 +151,6 @@ def test_warmup_says_what_is_missing(said):
     assert said["warmup, cpu"][1].endswith(" s  in all\n")
 
 
-def test_opcheck_says_what_is_missing(said):
+def test_opcheck_error_names_the_missing_device(said):
     for name, device in (("opcheck, no device", "none"), ("opcheck, no gpu", "cuda")):
         assert f"error: --device: {device}: " in said[name][2]

@@ -103,7 +103,7 @@ BREAKING = {
 }
 
 
-def test_breaking_changes_and_no_others_are_found(repository):
+def test_only_breaking_changes_are_reported(repository):
     tag = public_api.find_last_tag(repository)
     for path, before, after, *_ in COMPATIBLE.values():
         replace(repository / path, before, after)
@@ -114,7 +114,7 @@ def test_breaking_changes_and_no_others_are_found(repository):
     assert found == {expected for *_, expected in BREAKING.values()}
 
 
-def test_experimental_names_are_those_of_the_page():
+def test_experimental_and_stable_names_match_the_page():
     text = (ROOT / "docs" / "versions.md").read_text()
     paragraphs = {m[1]: m[2] for m in re.finditer(r"^\*\*(\w+)\.\*\* (.*?)\n\n", text, re.M | re.S)}
     assert tuple(re.findall(r"`(lik_ops\.\w+)`", paragraphs["Experimental"])) == public_api.EXPERIMENTAL

@@ -57,7 +57,7 @@ def test_every_operator_is_on_a_page():
 @pytest.mark.parametrize(
     "name", sorted({name for name in DOCUMENTED if name.startswith(("lik_ops.ops.", "lik_ops.families."))})
 )
-def test_operators_are_where_the_page_says(name):
+def test_operators_are_defined_in_documented_modules(name):
     path = ROOT / Path(*name.split(".")[:-1]).with_suffix(".py")
     assert f"\ndef {name.split('.')[-1]}(" in path.read_text()
 
@@ -104,7 +104,7 @@ def test_code_of_the_notebook_and_of_docstrings_fits_the_window():
     assert not [line for line in lines if len(line) > COLUMNS]
 
 
-def test_names_break_between_words_and_code_blocks_stay_as_they_are():
+def test_names_break_between_words_outside_code_blocks():
     name = "tests/ops/fast_path/test_eager.py::test_modes_see_the_operators"
     page = f"<p><code>{name}</code> <code>[Nq, Lq, d]</code></p><pre><span></span><code>{name}</code></pre>"
     broken = "tests/<wbr>ops/<wbr>fast_<wbr>path/<wbr>test_<wbr>eager.py"

@@ -36,12 +36,12 @@ def test_the_page_has_the_formulas():
     assert both == "`S + max(S, Q + D)` | `Q + D + A + 4 Nq Nd`"
 
 
-def measured():
+def load_measurements():
     records = json.loads((ROOT / "benchmarks" / "results" / "training.json").read_text())["records"]
     return [x for x in records if not (x["case"]["candidates"] or x["case"]["mask"])]
 
 
-@pytest.mark.parametrize("record", measured(), ids=lambda x: x["case"]["name"])
+@pytest.mark.parametrize("record", load_measurements(), ids=lambda x: x["case"]["name"])
 def test_formulas_agree_with_measured_peaks(record):
     """Plain PyTorch within 1 %, as long as it ran. lik_ops needs a workspace of up to 3 MiB in addition."""
     case, found = record["case"], record["contenders"]

@@ -36,7 +36,7 @@ def test_the_matrix_has_every_supported_version():
     assert matrix["torch"] == ["oldest", "newest"] and f"'{oldest}'" in job["env"]["TORCH"]
 
 
-def test_code_of_pull_requests_has_no_rights():
+def test_pull_request_workflows_have_read_only_permissions():
     for file, workflow in WORKFLOWS.items():
         rights = [workflow["permissions"]] + [job.get("permissions", {}) for job in workflow["jobs"].values()]
         if "pull_request" in workflow[True]:

@@ -28,7 +28,7 @@ def problem(place, lengths=(5, 0, 9, 3)):
 @of_place
 @pytest.mark.parametrize("n_probe", [None, 1, 2, 100])
 @pytest.mark.parametrize("unit", [False, True])
-def test_scores_are_those_of_the_centroids(place, unit, n_probe):
+def test_scores_match_the_reference_in_each_layout(place, unit, n_probe):
     Q, q_mask, q_weight, d_mask, bounds, made, packed, codec = problem(place)
     Q = (Q * 3 if unit else Q).masked_fill(~q_mask[..., None], torch.nan)
     given = {"q_mask": q_mask, "q_weight": q_weight, "normalize": unit, "n_probe": n_probe}
@@ -49,7 +49,7 @@ def test_scores_are_those_of_the_centroids(place, unit, n_probe):
         assert set(kept.tolist()) - {-1} == set(first.indices[first.values > -torch.inf].tolist())
 
 
-def test_what_cannot_be_scored_is_nan():
+def test_invalid_codes_and_nan_queries_score_nan():
     codec = random_codec(8, 2)
     codes, residuals = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 4, 2, dtype=torch.uint8)
     codes[1, 2], codes[2, 0] = 7, -1
@@ -68,7 +68,7 @@ def test_what_cannot_be_scored_is_nan():
     assert lik_ops.plaid_approx_score(Q[:0], made).shape == (0, 3)
 
 
-def test_documents_without_codes_are_refused():
+def test_documents_without_codes_are_rejected():
     Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
     for given, got in ((D, "a tensor"), (quantize(D), "int8"), (None, "NoneType")):
         with pytest.raises(TypeError, match=f"plaid_approx_score: D: expected a Quantized of residual codes .*{got}"):
@@ -80,7 +80,7 @@ def test_documents_without_codes_are_refused():
         lik_ops.plaid_approx_score(Q, made, n_probe=0)
 
 
-def test_compiled():
+def test_compiled_scores_match_eager():
     made, Q = quantize(torch.randn(4, 5, 8), random_codec(8, 2)), torch.randn(2, 3, 8)
 
     def score(Q):

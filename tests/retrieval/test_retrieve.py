@@ -77,7 +77,7 @@ problems = st.fixed_dictionaries(
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=max(settings.default.max_examples // 2, 1))
 @given(problem=problems, k=st.integers(0, 45), chunk=st.integers(1, 45), options=st.booleans(), seed=st.integers(0, 99))
-def test_the_best_of_maxsim_whatever_the_chunks(device, problem, k, chunk, options, seed):
+def test_results_match_sorted_maxsim_for_any_chunk(device, problem, k, chunk, options, seed):
     torch.manual_seed(seed)
     Q, D = draw(**problem, device=device)
     kwargs = {}
@@ -125,7 +125,7 @@ SPECIAL = (math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 5e-32
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(values=st.lists(st.sampled_from(SPECIAL), max_size=30), k=st.integers(0, 30), cut=st.integers(0, 30))
-def test_the_order_of_special_values(device, dtype, values, k, cut):
+def test_select_and_merge_order_special_values(device, dtype, values, k, cut):
     scores = torch.tensor([values, values[::-1]], dtype=dtype, device=device)
     expected = ranked(scores, k)
     assert_same(topk.select_first(scores, k), expected)
@@ -137,7 +137,7 @@ def test_the_order_of_special_values(device, dtype, values, k, cut):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(n=st.integers(0, 3000), k=st.integers(0, 12), kinds=st.integers(1, 7), seed=st.integers(0, 99))
-def test_looking_at_blocks_finds_what_ordering_everything_does(device, dtype, n, k, kinds, seed):
+def test_blockwise_selection_matches_full_sort(device, dtype, n, k, kinds, seed):
     torch.manual_seed(seed)
     special = torch.tensor([float("nan"), float("-inf"), -0.0, 0.0, 1.0, float("inf")], dtype=dtype)
     values = torch.cat([torch.randn(1, dtype=dtype), special])[:kinds]
@@ -163,7 +163,7 @@ def test_chunks_are_as_large_as_the_workspace_allows(monkeypatch, Nq, top_k, dty
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_documents_that_several_programs_read_come_in_parts_that_stay_in_the_cache(monkeypatch, packed):
+def test_documents_are_split_at_max_read_bytes_for_many_query_rows(monkeypatch, packed):
     """There are more query rows than one program handles, so 300 documents are scored in three parts."""
     D = torch.randn(300, 4, 8)
     documents, cu_seqlens_d = (D.flatten(0, 1), torch.arange(301) * 4) if packed else (D, None)
@@ -216,7 +216,7 @@ def test_a_two_dimensional_query_drops_its_axis(device):
     assert_same(lik_ops.retrieve(Q[0], D, 4, q_mask=q_mask[0], q_weight=weight[0], progress=True), flat)
 
 
-def test_offsets_that_are_wrong_make_nan_and_read_nothing():
+def test_wrong_offsets_score_nan():
     Q, D = torch.ones(1, 2, 4), torch.ones(5, 4)
     cu_seqlens = torch.tensor([0, 2, -1, 3, 9, 4, 5])  # documents 1 to 4: descending, from -1, out of range, descending
     scores, indices = lik_ops.retrieve(Q, D, 6, cu_seqlens_d=cu_seqlens)
@@ -226,7 +226,7 @@ def test_offsets_that_are_wrong_make_nan_and_read_nothing():
     assert lik_ops.retrieve(Q, D[:0], 2, cu_seqlens_d=torch.tensor([0, 0]))[0].tolist() == [[-math.inf]]
 
 
-def test_nothing_is_differentiable():
+def test_scores_have_no_gradient():
     Q, D = draw(2, 9, 3, 4, 8)
     scores, _ = lik_ops.retrieve(Q.requires_grad_(), D.requires_grad_(), 3)
     assert not scores.requires_grad
@@ -235,7 +235,7 @@ def test_nothing_is_differentiable():
         scores.sum().backward()
 
 
-def test_the_scores_of_all_documents_are_never_in_memory(monkeypatch):
+def test_chunk_size_is_bounded_by_workspace_and_top_k(monkeypatch):
     """With a small workspace chunks are small, and the peak is one chunk instead of ``[Nq, Nd]``."""
     sizes = []
     inner = portable.best
@@ -298,7 +298,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_named(case):
+def test_errors_name_the_wrong_argument(case):
     arguments, error, message = BAD[case]
     Q, D = draw(2, 9, 3, 4, 8)
     with pytest.raises(error, match=message):
@@ -321,7 +321,7 @@ def _retriever_inputs(Nq=3, Nd=7, Lq=4, Ld=6):
     return torch.randn(Nq, Lq, 16), torch.randn(Nd, Ld, 8), torch.rand(Nd, Ld) > 0.3
 
 
-def test_exported_it_is_one_node_for_all_sizes():
+def test_export_is_one_operator_for_dynamic_sizes():
     Dim = torch.export.Dim
     axes = {0: Dim("Nd", min=3), 1: Dim("Ld")}
     shapes = {"Q": {0: Dim("Nq"), 1: Dim("Lq")}, "D": axes, "d_mask": axes}
@@ -335,7 +335,7 @@ def test_exported_it_is_one_node_for_all_sizes():
                 assert_same(each.module()(*x), model(*x))
 
 
-def test_compiled_without_a_break_for_all_sizes():
+def test_compiles_fullgraph_for_dynamic_sizes():
     torch._dynamo.reset()
     model = Retriever()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -397,7 +397,7 @@ assert not os.listdir(sys.argv[1])
 
 
 @pytest.mark.gpu
-def test_retrieval_on_a_gpu_does_not_wait(monkeypatch):
+def test_gpu_retrieval_does_not_synchronize(monkeypatch):
     Q, D = draw(3, 5000, 4, 6, 8, torch.float16, "cuda")
     lik_ops.retrieve(Q, D, 5)
     tokens, cu_seqlens = packed(D.cpu(), [i % 7 for i in range(5000)])
@@ -415,7 +415,7 @@ def test_retrieval_on_a_gpu_does_not_wait(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_captured_in_a_cuda_graph():
+def test_cuda_graph_replay_matches_eager():
     Q, D = draw(3, 5000, 4, 6, 8, torch.float16, "cuda")
     expected = lik_ops.retrieve(Q, D, 5, chunk=999)
     graph = torch.cuda.CUDAGraph()
@@ -425,7 +425,7 @@ def test_captured_in_a_cuda_graph():
     assert_same(found, expected)
 
 
-def test_the_reference_agrees():
+def test_results_match_the_reference():
     Q, D = draw(3, 40, 5, 9, 16, torch.float64)
     scores, indices = lik_ops.retrieve(Q, D, 7, chunk=6)
     expected = reference.maxsim(Q, D).sort(dim=1, descending=True, stable=True)

@@ -50,7 +50,7 @@ def test_lists_and_nested_tensors(device, elsewhere, chunk, monkeypatch):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_lists_in_compiled_code_and_programs(strict):
+def test_compiled_and_exported_searches_accept_lists(strict):
     Q, documents, expected = ragged()
 
     class Search(torch.nn.Module):
@@ -63,7 +63,7 @@ def test_lists_in_compiled_code_and_programs(strict):
     assert_same(program.module()(Q, documents), expected)
 
 
-def test_a_shard_of_a_group_may_be_a_list():
+def test_shard_target_accepts_a_list():
     """Test the target that `lik_ops.distributed.retrieve` searches."""
     Q, documents, expected = ragged()
     shard = shards.make_target("retrieve", documents, None, None, dict.fromkeys(("chunk", "n_probe", "n_candidates")))
@@ -86,13 +86,13 @@ BAD_LISTS = {
 
 
 @pytest.mark.parametrize("progress", [None, True])
-def test_no_documents_have_no_best(progress):
+def test_empty_document_list_returns_empty_results(progress):
     scores, indices = lik_ops.retrieve(torch.randn(2, 3, 8), [], 3, progress=progress)
     assert scores.shape == indices.shape == (2, 0)
 
 
 @pytest.mark.parametrize("case", BAD_LISTS)
-def test_lists_that_are_wrong_are_named(case):
+def test_wrong_list_arguments_raise(case):
     arguments, error, message = BAD_LISTS[case]
     Q, documents, _ = ragged()
     for progress in (None, True):
@@ -104,7 +104,7 @@ def test_lists_that_are_wrong_are_named(case):
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
-def test_errors_show_the_shape_of_the_argument_not_that_of_a_part(chunk):
+def test_streaming_errors_report_the_full_argument_shape(chunk):
     Q, D = draw(2, 9, 3, 4, 8)
     tokens, cu_seqlens = packed(D, [4] * 9)
     for name, x in (("got [9, 4, 8]", {"D": D.numpy()}), ("got [36, 8]", {"D": tokens, "cu_seqlens_d": cu_seqlens})):
@@ -114,7 +114,7 @@ def test_errors_show_the_shape_of_the_argument_not_that_of_a_part(chunk):
         lik_ops.retrieve(Q, D.numpy(), 3, chunk=chunk, d_mask=torch.ones(9, 3, dtype=torch.bool))
 
 
-def test_queries_of_another_dtype_are_told_how_to_convert():
+def test_dtype_mismatch_error_suggests_query_conversion():
     Q, D = draw(2, 9, 3, 4, 8)
     message = "D: expected the dtype of Q, torch.float32, got torch.float16: convert the queries, Q.to(torch.float16)"
     for documents in (D.half(), D.half().numpy(), list(D.half())):
@@ -157,7 +157,7 @@ THINGS = {
     "scalar": torch.tensor(3.0),
     "bool tensor": torch.tensor(True),
     "complex tensor": torch.zeros(9, 4, 8, dtype=torch.complex64),
-    "quantised": torch.zeros(9, 4, 8, dtype=torch.float8_e4m3fn),
+    "quantized": torch.zeros(9, 4, 8, dtype=torch.float8_e4m3fn),
     "large": np.zeros(100_000),
     "type": int,
     "function": len,
@@ -167,7 +167,7 @@ THINGS = {
 ARGUMENTS = ("Q", "D", "top_k", "chunk", "q_mask", "d_mask", "cu_seqlens_d", "q_weight", "normalize", "progress")
 
 
-def assert_named(op, name, things, call):
+def assert_errors_name_argument(op, name, things, call):
     """Assert that each of `things` raises a short TypeError or ValueError that names the argument."""
     assert things
     for kind in things:
@@ -198,9 +198,9 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("where", ["tensor", "array", "packed", "packed array", "corpus", "coarse", "quantised"])
+@pytest.mark.parametrize("where", ["tensor", "array", "packed", "packed array", "corpus", "coarse", "quantized"])
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_every_wrong_argument_of_retrieve_is_named(name, where, corpus):
+def test_retrieve_errors_name_the_wrong_argument(name, where, corpus):
     Q, D = draw(2, 9, 3, 4, 8)
     given = {"Q": Q, "D": D.numpy() if "array" in where else D, "top_k": 3}
     if "packed" in where:
@@ -209,15 +209,15 @@ def test_every_wrong_argument_of_retrieve_is_named(name, where, corpus):
         given["D"] = corpus
     if where == "coarse":
         given["coarse"] = lik_ops.quantize(torch.stack(corpus[:]))
-    elif where == "quantised":
+    elif where == "quantized":
         given |= {"Q": Q[0], "D": lik_ops.quantize(D)}
     things = THINGS.keys() - RIGHT.get(name, set())
-    assert_named("retrieve", name, things, lambda thing: lik_ops.retrieve(**{**given, name: thing}))
+    assert_errors_name_argument("retrieve", name, things, lambda thing: lik_ops.retrieve(**{**given, name: thing}))
 
 
 CALLS = {
     "create": ("Corpus.create", {"path": "unused", "d": 8, "dtype": torch.half}),
-    "create quantised": (
+    "create quantized": (
         "Corpus.create",
         {"path": "unused", "d": 8, "dtype": torch.half, "format": "int8", "scale": "token"},
     ),
@@ -230,12 +230,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_wrong_argument_of_a_corpus_is_named(call, corpus, tmp_path, monkeypatch):
+def test_corpus_errors_name_the_wrong_argument(call, corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     op, given = CALLS[call]
     for name in given:
         things = THINGS.keys() - RIGHT.get(name, set())
-        assert_named(op, name, things, lambda x, name=name: getattr(corpus, call.split()[0])(**{**given, name: x}))
+        assert_errors_name_argument(
+            op, name, things, lambda x, name=name: getattr(corpus, call.split()[0])(**{**given, name: x})
+        )
     assert not list(tmp_path.iterdir()), "nothing is made"
     assert len(Corpus.open(corpus.path)) == 9, "nothing is committed"
 
@@ -259,7 +261,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_with_an_append_is_named(case, tmp_path):
+def test_wrong_append_raises_and_commits_nothing(case, tmp_path):
     arguments, error, message = BAD[case]
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     with pytest.raises(error, match=f"Corpus.append: .*{message}"):
@@ -267,7 +269,7 @@ def test_what_is_wrong_with_an_append_is_named(case, tmp_path):
     assert len(Corpus.open(tmp_path)) == 0
 
 
-def test_append_takes_what_can_be_listed(tmp_path):
+def test_append_accepts_iterators_and_nested_tensors(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     documents = [torch.randn(n, 8) for n in (3, 0, 2)]
     corpus.append((x for x in documents), ids=(str(i) for i in range(3)))

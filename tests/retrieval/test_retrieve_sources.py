@@ -20,7 +20,7 @@ from .test_retrieve import DEVICES, assert_same, draw, packed, ranked
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["tensor", "pinned", "array", "memmap", "packed", "packed array"])
 @pytest.mark.parametrize("chunk", [None, 1, 7, 100])
-def test_documents_elsewhere(device, kind, chunk, tmp_path, monkeypatch):
+def test_streamed_documents_match_resident_scores(device, kind, chunk, tmp_path, monkeypatch):
     if kind == "pinned" and device == "cpu":
         pytest.skip("pinned memory needs a GPU")
     Q, D = draw(3, 50, 4, 6, 8, torch.float16, integers=True)
@@ -51,7 +51,7 @@ def test_documents_elsewhere(device, kind, chunk, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["array", "packed"])
-def test_nothing_to_read(kind):
+def test_empty_source_returns_empty_results_and_checks_dtype(kind):
     Q = torch.randn(2, 3, 8)
     D, options = np.zeros((0, 4, 8), np.float32), {}
     if kind == "packed":
@@ -76,7 +76,7 @@ def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget
 
 
 @given(offsets=st.lists(st.integers(-9, 99), min_size=1, max_size=20), parts=st.integers(1, 5), rising=st.booleans())
-def test_what_is_resident_is_split_by_tokens_where_the_host_knows_them(offsets, parts, rising):
+def test_resident_target_splits_valid_host_offsets_by_tokens(offsets, parts, rising):
     cu_seqlens = torch.tensor(sorted(offsets) if rising else offsets, dtype=torch.int32)
     split = shards.ResidentTarget("retrieve", torch.empty(99, 8), None, cu_seqlens).split(parts)
     assert len(split) == parts
@@ -116,7 +116,7 @@ class Recording(copying.CopyLanes):
         self.log.append(("close", None))
 
 
-def test_two_slots_take_turns_and_none_is_written_before_it_was_scored():
+def test_slots_alternate_and_are_rewritten_only_after_scoring():
     lanes = Recording()
     parts = [sources.DocumentPart(torch.full((2, 3, 5), float(i)), torch.full((2, 3), bool(i % 2))) for i in range(5)]
     nbytes = parts[0].D.numel() * 4 + 6
@@ -135,7 +135,7 @@ def test_two_slots_take_turns_and_none_is_written_before_it_was_scored():
     assert log[-1] == ("close", None)
 
 
-def test_a_broken_part_closes_the_lanes():
+def test_copy_lanes_close_after_a_failed_part():
     def parts():
         yield sources.DocumentPart(torch.zeros(1, 1, 1))
         raise OSError("disk")
@@ -146,7 +146,7 @@ def test_a_broken_part_closes_the_lanes():
     assert lanes.log[-1] == ("close", None)
 
 
-def test_the_double_buffer_gives_what_is_there(monkeypatch):
+def test_double_buffered_search_matches_maxsim(monkeypatch):
     """Run the whole path of another device, simulated by a CPU."""
     lanes = []
 
@@ -166,7 +166,7 @@ def test_the_double_buffer_gives_what_is_there(monkeypatch):
     assert [len([e for e in x.log if e[0] == "copy"]) for x in lanes] == [8, 17]
 
 
-def test_progress_is_shown_where_it_was_asked_for(capsys, monkeypatch):
+def test_progress_is_shown_only_on_request(capsys, monkeypatch):
     pytest.importorskip("tqdm", reason="pip install lik-ops[retrieval]")
     Q, D = draw(2, 20, 3, 4, 8)
     lik_ops.retrieve(Q, D.numpy(), 3, chunk=5)
@@ -184,7 +184,7 @@ def test_progress_is_shown_where_it_was_asked_for(capsys, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_corpus_larger_than_its_slots_is_scored_right():
+def test_documents_larger_than_slots_match_resident_search():
     """Copies and scoring overlap over many parts. Previous contents of a slot must not be visible."""
     generator = torch.Generator().manual_seed(1)
     D = torch.randn(20_000, 60, 128, generator=generator).half()

@@ -34,7 +34,7 @@ def clustered(count, d=64, clusters=300, length=24):
 
 @pytest.mark.parametrize("n_probe", [None, 1, 3])
 @every_device
-def test_scores_by_centroids_are_those_of_the_formula(device, n_probe):
+def test_staged_search_returns_documents_the_reference_reaches(device, n_probe):
     """If all candidates are kept, the result is every document that the reference reaches, with exact scores."""
     codec = random_codec(20, 2, n_centroids=9)
     D = normalize(torch.randn(sum(LENGTHS), 20), dim=-1)
@@ -60,7 +60,7 @@ def test_scores_by_centroids_are_those_of_the_formula(device, n_probe):
 
 @kernel_places
 @pytest.mark.parametrize("rows", [1, 6, 32])
-def test_the_kernel_has_the_scores_of_plain_torch(place, rows):
+def test_kernel_scores_match_portable_scores(place, rows):
     from lik_ops.gpu import backend
 
     codes = torch.randint(7, (sum(LENGTHS) + 2,), dtype=torch.int32)
@@ -77,7 +77,7 @@ def test_the_kernel_has_the_scores_of_plain_torch(place, rows):
 
 @kernel_places
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_search_through_the_kernel_finds_what_plain_torch_does(place, packed):
+def test_search_with_kernel_matches_portable_search(place, packed):
     Q, D = clustered(24, 16, 10, 5)
     Q, codec = Q[:3], random_codec(16, 2, n_centroids=12)
     made, options = quantize(D, codec), {}
@@ -93,7 +93,7 @@ def test_a_search_through_the_kernel_finds_what_plain_torch_does(place, packed):
 
 
 @every_device
-def test_recall_beside_exhaustive_search(device):
+def test_recall_against_exhaustive_search(device):
     Q, D = clustered(1200)
     made = quantize(D, lik_ops.ResidualCodec.train(D, 2, 256, iterations=4)).to(device)
     Q = Q.to(device)
@@ -112,7 +112,7 @@ def test_recall_beside_exhaustive_search(device):
 
 
 @every_device
-def test_all_documents_as_candidates_are_exhaustive_search(device):
+def test_all_documents_as_candidates_match_exhaustive_search(device):
     Q, D = clustered(60, 16, 10, 5)
     d_mask = torch.rand(60, 5) > 0.4
     codec = random_codec(16, 4, n_centroids=12)
@@ -131,7 +131,7 @@ def test_all_documents_as_candidates_are_exhaustive_search(device):
 
 
 @pytest.mark.parametrize("code", [99, -1])
-def test_a_code_that_is_no_centroids_is_seen(code):
+def test_out_of_range_code_scores_nan(code):
     Q, D = clustered(40, 16, 10, 5)
     made = quantize(D, random_codec(16, 2))
     codes = made.codes.clone()
@@ -161,7 +161,7 @@ def test_sizes_of_zero():
         ({"n_candidates": 5, "chunk": 2}, ValueError, "chunk: expected None with n_probe and n_candidates, got 2"),
     ],
 )
-def test_what_is_wrong_with_stages_is_named(options, error, message):
+def test_wrong_stage_options_raise(options, error, message):
     Q, D = clustered(20, 16, 10, 5)
     with pytest.raises(error, match=f"retrieve: {message}"):
         lik_ops.retrieve(Q, quantize(D, random_codec(16, 2)), 3, **options)

@@ -56,7 +56,7 @@ def check_same(found, expected):
 @every_device
 @of_stages
 @both_layouts
-def test_an_exported_search(packed, stages, device):
+def test_exported_search_is_two_operators_for_dynamic_sizes(packed, stages, device):
     """Two operators serve any queries, also after save and load. Strict mode varies over layouts and stages."""
     module, strict = Search(packed, stages, device), packed == (stages == STAGES[0])
     dynamic = {"Q": {0: Dim("Nq"), 1: Dim("Lq")}}
@@ -83,7 +83,7 @@ def test_an_exported_search(packed, stages, device):
     ],
     ids=str,
 )
-def test_a_compiled_search(packed, stages, device):
+def test_compiled_search_matches_eager(packed, stages, device):
     torch.compiler.reset()
     module = Search(packed, stages, device)
     # One of these runs all of Inductor, which costs a dozen seconds on a CPU.
@@ -96,7 +96,7 @@ def test_a_compiled_search(packed, stages, device):
 
 
 @both_layouts
-def test_fake_tensors_of_a_gpu_launch_nothing(packed):
+def test_search_of_fake_cuda_tensors_infers_shapes_and_dtypes(packed):
     """Non-strict export does this to a module on a GPU: shapes are computed, and no kernel is requested."""
     module = Search(packed, STAGES[1])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -131,7 +131,7 @@ def arguments(packed, queries=7, documents=23):
 
 @both_layouts
 @pytest.mark.parametrize("n_probe", [None, 2])
-def test_parts_change_nothing(monkeypatch, packed, n_probe):
+def test_part_sizes_do_not_change_results(monkeypatch, packed, n_probe):
     given = arguments(packed)
     whole = topk_of_codes(*given, True, 6, n_probe)
     assert whole[0].isinf().any() and whole[0].isfinite().any()
@@ -145,7 +145,7 @@ def test_parts_change_nothing(monkeypatch, packed, n_probe):
 @pytest.mark.parametrize("normalize_queries", [False, True])
 @pytest.mark.parametrize(("tokens", "n_centroids", "d"), [(1, 64, 64), (2, 5, 8), (4, 300, 128), (32, 4096, 100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_query_has_the_bits_that_it_has_alone(device, normalize_queries, tokens, n_centroids, d, dtype):
+def test_results_do_not_depend_on_neighboring_queries(device, normalize_queries, tokens, n_centroids, d, dtype):
     """Scores do not depend on neighboring queries, although BLAS selects a kernel by the number of rows."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(n_centroids, (50, 6), generator=generator).to(device)
@@ -167,7 +167,7 @@ def test_vmap(packed):
 
 
 @both_layouts
-def test_the_operator_gives_the_same_in_a_region_of_autocast(packed):
+def test_autocast_does_not_change_the_operator(packed):
     given = arguments(packed)
     for normalize_queries in (False, True):
         expected = topk_of_codes(*given, normalize_queries, 6, 2)
@@ -177,7 +177,7 @@ def test_the_operator_gives_the_same_in_a_region_of_autocast(packed):
 
 @both_layouts
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
-def test_a_search_in_a_region_of_autocast(packed, weights):
+def test_search_under_autocast_matches_cast_queries(packed, weights):
     """With all documents as candidates, scores equal the scores of queries in the autocast dtype."""
     documents, Q, q_weight = Search(packed, {}).documents, queries(3, 4), torch.rand(3, 4).to(weights)
     scores = lik_ops.maxsim(Q.bfloat16(), documents, q_weight=q_weight.float())
@@ -190,7 +190,7 @@ def test_a_search_in_a_region_of_autocast(packed, weights):
 
 
 @every_device
-def test_a_query_with_nan_is_seen(device):
+def test_query_with_nan_scores_nan_and_others_are_unchanged(device):
     """The NaN does not change the results of other queries, and masked tokens may hold any value."""
     module = Search(False, {"n_probe": 1, "n_candidates": 8}, device)
     Q = queries(3, 4, device=device)
@@ -208,7 +208,7 @@ def test_a_query_with_nan_is_seen(device):
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf])
-def test_what_is_infinite_is_seen_too(value):
+def test_query_with_infinity_matches_search_without_stages(value):
     """All documents are scored, as without stages."""
     module, Q = Search(False, {}), queries(3, 4)
     Q[1, 2, 3:5] = value

@@ -63,7 +63,7 @@ def take(kind, x, chosen, path):
     return lik_ops.quantize(packed, format, cu_seqlens_d=cu_seqlens), {"cu_seqlens_d": cu_seqlens}
 
 
-def named(found, chosen, width):
+def remap_to_subset(found, chosen, width):
     """Return results of a search of some documents as results of a search of the subset."""
     scores, indices = found
     missing = width - scores.shape[-1]
@@ -97,7 +97,7 @@ def as_indices(chosen):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("which", CHOSEN)
 @kinds
-def test_a_subset_for_all_queries(kind, which, device, tmp_path, monkeypatch):
+def test_shared_subset_matches_search_of_its_documents(kind, which, device, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 900)
     chosen, x, Q = CHOSEN[which](), tokens(), torch.randn(NQ, 4, D)
     at, (D_all, options) = _on(device), take(kind, x, torch.arange(ND), tmp_path / "a")
@@ -106,13 +106,13 @@ def test_a_subset_for_all_queries(kind, which, device, tmp_path, monkeypatch):
         expected = lik_ops.retrieve(at(Q), at(D_some), k, **at(fewer))
         for chunk in (None, 4):
             found = lik_ops.retrieve(at(Q), at(D_all), k, subset=at(as_mask(chosen)), chunk=chunk, **at(options))
-            assert_same(found, named(expected, chosen, min(k, ND)))
+            assert_same(found, remap_to_subset(expected, chosen, min(k, ND)))
         given = as_indices(chosen)
         found = lik_ops.retrieve(at(Q), at(D_all), k, subset=given, **at(options))
-        assert_same(found, named(expected, chosen, min(k, len(given))))
+        assert_same(found, remap_to_subset(expected, chosen, min(k, len(given))))
     one = lik_ops.retrieve(at(Q[1]), at(D_all), 7, subset=given.tolist(), normalize=False, **at(options))
     expected = lik_ops.retrieve(at(Q), at(D_some), 7, **at(fewer))
-    assert_same(one, [y[1] for y in named(expected, chosen, min(7, len(given)))])
+    assert_same(one, [y[1] for y in remap_to_subset(expected, chosen, min(7, len(given)))])
 
 
 def _on(device):
@@ -128,7 +128,7 @@ def _on(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @kinds
-def test_a_subset_for_each_query(kind, device, tmp_path, monkeypatch):
+def test_per_query_subsets_match_searches_of_their_documents(kind, device, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 900)
     x, Q, at = tokens(), torch.randn(4, 4, D), _on(device)
     own = [CHOSEN[which]() for which in ("some", "run", "none", "one")]
@@ -144,7 +144,7 @@ def test_a_subset_for_each_query(kind, device, tmp_path, monkeypatch):
             D_some, fewer = take(kind, x, chosen, tmp_path / f"{k} {i}")
             per_query = {name: y[i : i + 1] for name, y in weight.items()}
             alone = lik_ops.retrieve(at(Q[i : i + 1]), at(D_some), k, **at(fewer), **at(per_query))
-            expected.append(named(alone, chosen, ND))
+            expected.append(remap_to_subset(alone, chosen, ND))
         expected = [torch.cat(y) for y in zip(*expected, strict=True)]
         for which, width in ((mask, ND), (indices, 21)):
             for chunk in (None, 4):
@@ -154,14 +154,14 @@ def test_a_subset_for_each_query(kind, device, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["dense", "mask", "packed", "array", "corpus"])
-def test_the_lowest_of_a_subset(kind, tmp_path):
+def test_lowest_scores_of_subset_match_search_of_its_documents(kind, tmp_path):
     x, Q = tokens(), torch.randn(2, 4, D)
     own = [CHOSEN["some"](), CHOSEN["run"]()]
     D_all, options = take(kind, x, torch.arange(ND), tmp_path / "a")
     expected = []
     for i, chosen in enumerate(own):
         D_some, fewer = take(kind, x, chosen, tmp_path / f"{i}")
-        expected.append(named(lik_ops.retrieve(Q, D_some, 20, largest=False, **fewer), chosen, 20))
+        expected.append(remap_to_subset(lik_ops.retrieve(Q, D_some, 20, largest=False, **fewer), chosen, 20))
     found = lik_ops.retrieve(Q, D_all, 20, largest=False, subset=as_mask(own[0]), **options)
     assert_same(found, expected[0])
     mask = torch.stack([as_mask(chosen) for chosen in own])
@@ -172,7 +172,7 @@ def test_the_lowest_of_a_subset(kind, tmp_path):
 @pytest.mark.parametrize("layout", ["dense", "packed", "corpus"])
 @pytest.mark.parametrize("n_candidates", [None, 6])
 @pytest.mark.parametrize("format", ["int8", "uint8", "binary", "codes"])
-def test_a_subset_with_coarse(format, n_candidates, layout, tmp_path):
+def test_coarse_search_of_subset_matches_search_of_its_documents(format, n_candidates, layout, tmp_path):
     x, Q = tokens(), torch.randn(2, 4, D)
     own = [CHOSEN["some"](), CHOSEN["run"]()]
 
@@ -184,7 +184,7 @@ def test_a_subset_with_coarse(format, n_candidates, layout, tmp_path):
     expected = []
     for i, chosen in enumerate(own):
         found = search(chosen, tmp_path / f"{i}")
-        expected.append((*named(found[:2], chosen, 8), *found[2:]))
+        expected.append((*remap_to_subset(found[:2], chosen, 8), *found[2:]))
     assert_same(search(torch.arange(ND), tmp_path / "a", subset=own[0]), expected[0])
     mask = torch.stack([as_mask(chosen) for chosen in own])
     found = search(torch.arange(ND), tmp_path / "b", subset=mask)
@@ -194,7 +194,7 @@ def test_a_subset_with_coarse(format, n_candidates, layout, tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["dense", "packed"])
 @pytest.mark.parametrize("stages", [{"n_probe": 2}, {"n_candidates": 9}, {"n_probe": 3, "n_candidates": 9}])
-def test_a_subset_with_stages(stages, layout, device, tmp_path):
+def test_staged_search_of_subset_matches_search_of_its_documents(stages, layout, device, tmp_path):
     x, Q, at = tokens(), torch.randn(2, 4, D), _on(device)
     own = [CHOSEN["some"](), CHOSEN["run"](), CHOSEN["none"]()]
     D_all, options = take(f"codes {layout}", x, torch.arange(ND), tmp_path)
@@ -204,7 +204,7 @@ def test_a_subset_with_stages(stages, layout, device, tmp_path):
         found = lik_ops.retrieve(at(Q), at(D_some), 8, **stages, **at(fewer))
         scores, indices = found
         lookup = torch.cat([chosen, torch.tensor([-1])]).to(indices.device)
-        expected.append(named((scores, indices), lookup, 8))
+        expected.append(remap_to_subset((scores, indices), lookup, 8))
     for which, result in ((own[0], expected[0]), (as_mask(own[1]), expected[1]), (as_mask(own[2]), expected[2])):
         assert_same(lik_ops.retrieve(at(Q), at(D_all), 8, subset=at(which), **stages, **at(options)), result)
     mask = torch.stack([as_mask(chosen) for chosen in own[:2]])
@@ -237,7 +237,7 @@ def test_documents_outside_the_subset_are_not_read(tmp_path):
     for kind in ("dense", "packed", "corpus"):
         D_some, fewer = take(kind, x, chosen, tmp_path / kind)
         D_all, options = take(kind, poisoned, torch.arange(ND), tmp_path / f"{kind} all")
-        expected = named(lik_ops.retrieve(Q, D_some, 9, **fewer), chosen, 9)
+        expected = remap_to_subset(lik_ops.retrieve(Q, D_some, 9, **fewer), chosen, 9)
         assert_same(
             lik_ops.retrieve(Q, D_all, 9, subset=chosen[:9].tolist() + chosen[9:].tolist(), **options), expected
         )
@@ -252,7 +252,7 @@ def test_documents_outside_the_subset_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["array", "list", "tensor", "bool list", "uint8"])
-def test_subsets_of_other_types(where):
+def test_subset_types_match_bool_mask(where):
     x, Q = tokens(), torch.randn(NQ, 4, D)
     chosen = CHOSEN["some"]()
     given = {
@@ -281,7 +281,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("kind", ["dense", "array", "corpus", "int8 packed"])
-def test_wrong_subsets(kind, case, tmp_path):
+def test_wrong_subset_raises(kind, case, tmp_path):
     given, error, message = WRONG[case]
     D_all, options = take(kind, tokens(), torch.arange(ND), tmp_path)
     with pytest.raises(error, match=rf"^retrieve: {message}"):
@@ -296,7 +296,7 @@ def test_wrong_subsets(kind, case, tmp_path):
     begin=st.integers(0, 10),
     count=st.integers(0, 10),
 )
-def test_positions_in_a_part(rows, begin, count):
+def test_resolved_subset_is_sorted_and_limited_to_parts(rows, begin, count):
     width = max(map(len, rows))
     given = torch.tensor([row + [-1] * (width - len(row)) for row in rows]).view(len(rows), width)
     chosen = subset.resolve_subset("op", given, torch.empty(len(rows), 1, 1), 10, torch.device("cpu")).chosen
@@ -310,7 +310,7 @@ def test_positions_in_a_part(rows, begin, count):
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed", "int8 packed", "codes dense"])
-def test_a_subset_of_unknown_width(kind, tmp_path, monkeypatch):
+def test_untrimmed_subset_matches_and_too_large_indices_score_nan(kind, tmp_path, monkeypatch):
     """On a GPU the host sees neither the number of documents nor invalid indices."""
     x, Q = tokens(), torch.randn(NQ, 4, D)
     D_all, options = take(kind, x, torch.arange(ND), tmp_path)
@@ -340,7 +340,7 @@ def test_a_subset_of_unknown_width(kind, tmp_path, monkeypatch):
         assert scores[:, :2].isnan().all() and scores[:, 2].isfinite().all() and (scores[:, 3] == -torch.inf).all()
 
 
-def test_a_subset_compiles():
+def test_search_with_subset_compiles():
     x, Q = tokens(), torch.randn(NQ, 4, D)
     mask = as_mask(CHOSEN["some"]())
     search = torch.compile(
@@ -354,7 +354,7 @@ def test_a_subset_compiles():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", ["dense", "mask", "packed", "int8", "codes"])
-def test_searches_on_a_gpu_do_not_wait(layout, dtype):
+def test_gpu_subset_search_is_exact_and_does_not_sync(layout, dtype):
     """At sizes of real kernels, with the bits of a search of the subset alone."""
     count, length, d = 3000, 60, 128
     x = torch.nn.functional.normalize(torch.randn(count, length, d), dim=-1).to("cuda", dtype)

@@ -44,7 +44,7 @@ def draw(trial, device="cpu"):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part", range(10))
-def test_a_thousand_draws(part, device):
+def test_random_coarse_searches_match_full_search(part, device):
     rescored = documents = 0
     for trial in range(100 * part, 100 * part + 100):
         Q, D, k, options = draw(trial, device)
@@ -61,7 +61,7 @@ REGIONS = (torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("region", [None, *REGIONS])
-def test_full_scores_lie_in_their_intervals(region):
+def test_full_scores_are_inside_their_intervals(region):
     for trial in range(200):
         Q, D, _, options = draw(trial)
         Q = Q.to(region or D.dtype)
@@ -78,7 +78,7 @@ def test_full_scores_lie_in_their_intervals(region):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, *REGIONS])
 @pytest.mark.parametrize("region", REGIONS)
-def test_draws_in_a_region_of_autocast(region, dtype, device):
+def test_random_coarse_searches_under_autocast_match_full_search(region, dtype, device):
     """Autocast rounds documents or overflows them to infinity, and the quantized copy has the original documents."""
     rescored = documents = 0
     for trial in range(100):
@@ -97,7 +97,7 @@ def test_draws_in_a_region_of_autocast(region, dtype, device):
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_what_a_region_rounds_alike_or_apart(region):
+def test_coarse_search_is_exact_when_autocast_reorders_documents(region):
     """int8 represents the documents exactly, and their order changes in the autocast dtype."""
     numbers = torch.randint(-127, 128, (1, 1, 4)).index_fill(2, torch.tensor(0), 127)
     D, Q = (1 + torch.finfo(region).eps * torch.rand(300, 1, 1)) * numbers, torch.randn(20, 1, 4)
@@ -109,7 +109,7 @@ def test_what_a_region_rounds_alike_or_apart(region):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_numbers_and_minima_apart_widen_the_intervals(scale):
+def test_uint8_operand_norm_bound_includes_codes_and_minima(scale):
     """With "uint8", products with codes and with minima are each larger than products with tokens."""
     D, cu_seqlens = tokens(24, 12), torch.tensor([0, 6, 6, 24])
     packed, dense = quantize(D, "uint8", scale, cu_seqlens_d=cu_seqlens), quantize(D.view(4, 6, 12), "uint8", scale)
@@ -126,7 +126,7 @@ def test_numbers_and_minima_apart_widen_the_intervals(scale):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
-def test_coarser_products_widen_the_intervals(backend):
+def test_tf32_matmul_widens_the_intervals(backend):
     """The setting of torch for all backends may no longer be readable."""
     Q, D, _, _ = draw(1)
     s, coarse = SearchArgs(Q, D, None, None, None, None, False, 1, None), quantize(D)
@@ -142,7 +142,7 @@ def test_coarser_products_widen_the_intervals(backend):
     assert (rough.upper > exact.upper).all() and (rough.lower < exact.lower).all()
 
 
-def test_a_bound_that_is_too_small_is_found():
+def test_too_small_error_bound_gives_wrong_results():
     """The draws are sensitive: with a hundredth of the error bound, some results would be wrong."""
     wrong = 0
     for trial in range(100):
@@ -153,7 +153,7 @@ def test_a_bound_that_is_too_small_is_found():
     assert wrong > 3
 
 
-def test_most_documents_are_told_apart_by_int8():
+def test_int8_coarse_search_rescores_few_documents():
     topics = tokens(200, 1, 64)
     D = torch.nn.functional.normalize(topics + 0.05 * torch.randn(200, 20, 64), dim=-1)
     Q = torch.nn.functional.normalize(topics[:4] + 0.05 * torch.randn(4, 8, 64), dim=-1)
@@ -161,7 +161,7 @@ def test_most_documents_are_told_apart_by_int8():
     assert (found.rescored <= 5).all() and found.indices[:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_packed_documents_and_a_corpus(tmp_path):
+def test_coarse_search_of_packed_documents_and_corpus_is_exact(tmp_path):
     pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
     lengths = [3, 0, 7, 1, 5, 2, 4, 6] * 5
     documents = [tokens(n, 16) for n in lengths]
@@ -189,7 +189,7 @@ def test_packed_documents_and_a_corpus(tmp_path):
 
 
 @pytest.mark.parametrize("scale", ["token", "document"])
-def test_offsets_that_are_wrong_leave_other_documents_right(scale):
+def test_coarse_search_with_wrong_offsets_matches_full_search(scale):
     """Documents with wrong bounds are NaN and come first. Two documents share a large token."""
     packed, Q = tokens(16, 8), torch.randn(3, 5, 8)
     packed[4] *= 100
@@ -207,7 +207,7 @@ def test_offsets_that_are_wrong_leave_other_documents_right(scale):
 
 
 @pytest.mark.gpu
-def test_documents_on_the_host_are_read_where_they_may_be_among_the_best():
+def test_gpu_coarse_search_of_host_documents_is_exact():
     D, Q = tokens(500, 20, 64), torch.randn(3, 8, 64, device="cuda")
     mask = torch.rand(500, 20) > 0.2
     coarse = quantize(D, d_mask=mask).to("cuda")
@@ -219,7 +219,7 @@ def test_documents_on_the_host_are_read_where_they_may_be_among_the_best():
         assert same(lik_ops.retrieve(Q, D, 10, d_mask=mask, coarse=coarse), expected)
 
 
-def test_a_fixed_number_of_candidates():
+def test_n_candidates_fixes_rescored_and_proven_is_a_lower_bound():
     for trial in range(100):
         Q, D, k, options = draw(trial)
         coarse = quantize(D, list(FORMATS)[trial % len(FORMATS)], d_mask=options.get("d_mask"))
@@ -232,7 +232,7 @@ def test_a_fixed_number_of_candidates():
         assert torch.equal(everything.indices, expected) and (everything.proven == expected.shape[1]).all()
 
 
-def test_what_is_not_known_of_others_proves_nothing():
+def test_possible_nan_of_other_documents_prevents_proof():
     """Documents 1 and 3 score NaN. Only one of them is scored in full, so the other might come first."""
     Q, D = torch.randn(1, 3, 8), tokens(5, 4, 8)
     D[[1, 3], 0, 0] = torch.nan
@@ -243,7 +243,7 @@ def test_what_is_not_known_of_others_proves_nothing():
 
 @pytest.mark.parametrize("n_candidates", [1, 2, 3, 4])
 @pytest.mark.parametrize("infinite", [0, 1, 2, 3])
-def test_documents_that_score_minus_infinity_are_proven_in_the_order_of_their_indices(infinite, n_candidates):
+def test_proven_counts_exact_results_among_minus_infinity_scores(infinite, n_candidates):
     """Document `infinite` scores -inf because of its features, and the others because they keep no token."""
     Q, D = torch.ones(1, 2, 16), torch.ones(4, 3, 16)
     D[infinite, :, 0] = -torch.inf
@@ -259,7 +259,7 @@ def test_documents_that_score_minus_infinity_are_proven_in_the_order_of_their_in
 
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("format", FORMATS)
-def test_quantised_documents_alone(format, chunk):
+def test_retrieve_of_quantized_documents_matches_maxsim(format, chunk):
     Q, D = torch.randn(3, 5, 16), tokens(40, 6, 16)
     made = quantize(D, format)
     scores = lik_ops.maxsim(Q, made)
@@ -272,7 +272,7 @@ def test_quantised_documents_alone(format, chunk):
     assert torch.equal(packed[0], found[0]) and torch.equal(packed[1], found[1])
 
 
-def test_no_documents_and_none_wanted():
+def test_no_documents_or_zero_top_k_returns_empty_results():
     Q = torch.randn(2, 3, 8)
     for D, k in ((torch.empty(0, 5, 8), 3), (tokens(4, 5, 8), 0)):
         found = lik_ops.retrieve(Q, D, k, coarse=quantize(D))

@@ -225,7 +225,7 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     if case.kernel in PACKED:
         flat, rows = case.wide == 0, case.Lq if case.candidates or case.pairs else None
         shared_tiles = case.kernel == "maxsim_grad_shared_tiles"
-        choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _listed(case)}
+        choices = {"flat": flat, "rows": rows, "shared": shared_tiles, "listed": _uses_lists(case)}
         if case.chunks:  # tiles outside the lists use the same configuration
             choices["listed"] = True
         packed = backward_configs.configure_packed_documents(kind, **choices)
@@ -260,7 +260,7 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     return backward_configs.configure_gather(kind, ragged=case.ragged, **choices)
 
 
-def _listed(case: Case) -> bool:
+def _uses_lists(case: Case) -> bool:
     return case.lists and case.kernel != "maxsim_grad_shared_tiles" and not (case.candidates or case.pairs)
 
 
@@ -396,7 +396,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
     if case.kernel == "maxsim_grad_packed_documents":
         bounds = TilePairArgs("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
         found = {"Q": None, "D": None, "up": up, "bounds": bounds}
-        found |= {"lists": PackedBucketArgs("*i32", "*i32", "i32", "i32") if _listed(case) else "constexpr"}
+        found |= {"lists": PackedBucketArgs("*i32", "*i32", "i32", "i32") if _uses_lists(case) else "constexpr"}
         found |= {"partial": pieces, "grad_D": gradient, "d": "i32"}
         return packed_documents.maxsim_grad_packed_documents, found
     if case.kernel == "maxsim_grad_shared_tiles":

@@ -261,7 +261,7 @@ MORE_STORED = [
 _SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]
 
 
-def _reaching(
+def _find_case(
     arch: Architecture, rule: TileRule, tile: TileConfig, shapes: list[tuple[int, int]], **fields
 ) -> Case | None:
     """Return the first case of these fields that `rule` serves with `tile`, or None."""
@@ -274,12 +274,12 @@ def _reaching(
     return None
 
 
-def _first(
+def _find_first_case(
     arch: Architecture, rule: TileRule, tile: TileConfig, variants: Iterable[dict], shapes=_SHAPES
 ) -> list[Case]:
     """Return a case of the first variant that reaches `tile`, because earlier rules may serve a variant."""
     for fields in variants:
-        case = _reaching(arch, rule, tile, shapes, **fields)
+        case = _find_case(arch, rule, tile, shapes, **fields)
         if case is not None:
             return [case]
     raise AssertionError(f"nothing reaches {tile} of {rule}")
@@ -292,16 +292,16 @@ def _forward_cases(arch: Architecture, rule: TileRule) -> Iterator[Case]:
     flags = list(itertools.product((0, 1, 2)[: rule.wide + 1], (False, True)[: rule.normalize + 1]))
     for tile in rule.value:
         variants = [{"dtype": bare, "d": most, "wide": wide, "normalize": normalize} for wide, normalize in flags]
-        yield from _first(arch, rule, tile, variants)
+        yield from _find_first_case(arch, rule, tile, variants)
         d = most if rule.wide < 2 else 100 if rule.d == 128 else 300  # features one by one
         options = {"dtype": full, "d": d, "normalize": rule.normalize, "wide": rule.wide, **_EVERYTHING}
-        yield from _first(arch, rule, tile, [{**options, "candidates": True}, options])
+        yield from _find_first_case(arch, rule, tile, [{**options, "candidates": True}, options])
     usual = {**options, "wide": 0}
     if full == _FP32 and rule.wide < 2:
-        yield from _first(arch, rule, tile, [{**fields, "tf32": True} for fields in variants])
+        yield from _find_first_case(arch, rule, tile, [{**fields, "tf32": True} for fields in variants])
     if rule.Lq > tile.rows:
         plain = {**usual, "normalize": False}
-        yield from _first(arch, rule, tile, [plain, usual, options], [(8, 1000)])
+        yield from _find_first_case(arch, rule, tile, [plain, usual, options], [(8, 1000)])
 
 
 def _row_cases() -> Iterator[Case]:

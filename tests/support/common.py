@@ -122,7 +122,7 @@ def _mask(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
     return mask
 
 
-def _poisoned(x: Tensor, mask: Tensor | None) -> Tensor:
+def _poison_masked_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return x
     x = x.clone()
@@ -134,7 +134,7 @@ def _poisoned(x: Tensor, mask: Tensor | None) -> Tensor:
     return x
 
 
-def _strided(x: Tensor, kind: str) -> Tensor:
+def _change_strides(x: Tensor, kind: str) -> Tensor:
     """Return equal values with other strides."""
     if kind == "transposed":
         return x.transpose(0, -2).contiguous().transpose(0, -2)
@@ -166,15 +166,15 @@ def build(p: Problem, device: str) -> Inputs:
         D = D[:1].expand(d_shape)
         d_mask = None if d_mask is None else d_mask[:1].expand(d_shape[:-1])
     if p.poison:
-        Q, weight = _poisoned(Q, q_mask), None if weight is None else _poisoned(weight, q_mask)
+        Q, weight = _poison_masked_tokens(Q, q_mask), None if weight is None else _poison_masked_tokens(weight, q_mask)
         if p.strides == "expanded" and d_mask is not None:
-            D = _poisoned(D[:1], d_mask[:1]).expand(d_shape)
+            D = _poison_masked_tokens(D[:1], d_mask[:1]).expand(d_shape)
         else:
-            D = _poisoned(D, d_mask)
+            D = _poison_masked_tokens(D, d_mask)
     Q = Q.to(device)
     D = D.to(device) if p.strides != "expanded" else D[:1].to(device).expand(d_shape)
     move = [None if t is None else t.to(device) for t in (q_mask, d_mask, weight)]
-    return Inputs(_strided(Q, p.strides), _strided(D, p.strides), *move)
+    return Inputs(_change_strides(Q, p.strides), _change_strides(D, p.strides), *move)
 
 
 def run(p: Problem, x: Inputs, **options) -> tuple[Tensor, Tensor]:

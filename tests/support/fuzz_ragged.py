@@ -89,7 +89,7 @@ def _per_token(Q: Any) -> tuple[int, ...]:
     return tuple(Q.values().shape[:1] if Q.is_nested else Q.shape[:-1])
 
 
-def right_call(rng: random.Random) -> Call:
+def draw_valid_call(rng: random.Random) -> Call:
     """Return a valid random call."""
     name = rng.choice(("varlen", "candidates_varlen", "pair_list", "padded"))
     options: dict[str, Any] = {"normalize": False, "backward": rng.choice(("auto", "unified"))}
@@ -186,7 +186,7 @@ def change_values(rng: random.Random, call: Call) -> None:
 
 def bad_call(rng: random.Random) -> tuple[Call, bool]:
     """Return a call, and whether only its values were changed."""
-    call = right_call(rng)
+    call = draw_valid_call(rng)
     only_values = rng.random() < 0.6
     if only_values:
         for _ in range(rng.randint(1, 2)):
@@ -259,7 +259,7 @@ def _cells(call: Call) -> tuple[list[tuple[Any, Any]], tuple[int, ...]]:
     return found, (len(found),)
 
 
-def _expected(call: Call, Q: Tensor, D: Tensor, w: Tensor | None) -> Tensor:
+def _compute_expected_scores(call: Call, Q: Tensor, D: Tensor, w: Tensor | None) -> Tensor:
     """Return the reference scores of each cell alone, differentiable in packed tokens."""
     cells, shape = _cells(call)
     masks = [call.arguments.get(name) for name in ("q_mask", "d_mask")]
@@ -275,7 +275,7 @@ def _expected(call: Call, Q: Tensor, D: Tensor, w: Tensor | None) -> Tensor:
     return torch.stack(scores).view(shape) if scores else Q.new_zeros(shape)
 
 
-def _overlapping(call: Call) -> bool:
+def _has_overlapping_queries(call: Call) -> bool:
     """Return whether two queries share a row, whose gradient is undefined then."""
     if "query_lengths" in call.arguments:
         return False
@@ -283,7 +283,7 @@ def _overlapping(call: Call) -> bool:
     return any(count > 1 for count in rows.values())
 
 
-def _moved(x: Any, device: str) -> Any:
+def _copy_to_device(x: Any, device: str) -> Any:
     """Return a copy on the device, except for meta tensors and other objects."""
     if isinstance(x, list) and x and all(isinstance(t, Tensor) for t in x):
         return [t.to(device, copy=True) for t in x]
@@ -304,7 +304,7 @@ def _leaves(arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def _run(call: Call, device: str, with_gradients: bool) -> tuple[Tensor, Any, list[Tensor]]:
-    arguments = {k: _moved(v, device) for k, v in call.arguments.items()}
+    arguments = {k: _copy_to_device(v, device) for k, v in call.arguments.items()}
     leaves = _leaves(arguments) if with_gradients else []
     result = getattr(lik_ops, call.name)(**arguments)
     scores, argmax = result if isinstance(result, tuple) else (result, None)
@@ -330,7 +330,7 @@ def check(call: Call, only_values: bool, device: str, with_gradients: bool) -> s
     sides = [_packed(a[name]).detach().double().requires_grad_() for name in ("Q", "D")]
     w = a.get("q_weight")
     w = None if w is None else w.detach().double().reshape(-1).requires_grad_()
-    expected = _expected(call, *sides, w)
+    expected = _compute_expected_scores(call, *sides, w)
     torch.testing.assert_close(
         scores.cpu().double(), expected.detach(), rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{call}: {m}"
     )
@@ -343,7 +343,7 @@ def check(call: Call, only_values: bool, device: str, with_gradients: bool) -> s
         wanted = torch.autograd.grad(finite, tensors, allow_unused=True) if finite.requires_grad else [None] * 3
         assert all(g.isfinite().all() for g in gradients), f"{call}: a gradient is not finite"
         plain = all(isinstance(a[name], Tensor) and not a[name].is_nested for name in ("Q", "D"))
-        if plain and not _overlapping(call):
+        if plain and not _has_overlapping_queries(call):
             for found, g in zip(gradients, wanted, strict=False):
                 g = torch.zeros_like(found.cpu()) if g is None else g.view(found.shape)
                 torch.testing.assert_close(
@@ -363,7 +363,7 @@ def _check_with_checks(call: Call, device: str, is_bad: bool) -> None:
     assert not is_bad, f"{call}: no error under lik_ops.checks"
 
 
-def check_winners(rng: random.Random, device: str) -> str:
+def check_arbitrary_argmax(rng: random.Random, device: str) -> str:
     """Check the backward with an arbitrary argmax: no read is out of bounds, and gradients stay finite."""
     Tq, Td, Nq, Nd = (rng.randint(1, n) for n in (9, 20, 3, 4))
     cu, at, length = ([rng.choice((*EXTREMES[:4], rng.randint(0, 12))) for _ in range(n)] for n in (Nq + 1, Nd, Nd))
@@ -393,7 +393,7 @@ def run(calls: int, device: str = "cpu", seed: int = 0) -> Counter[str]:
     for i in range(calls):
         rng = random.Random(f"{seed}, {i}")
         if rng.random() < 0.1:
-            outcomes[check_winners(rng, device)] += 1
+            outcomes[check_arbitrary_argmax(rng, device)] += 1
         else:
             outcomes[check(*bad_call(rng), device, rng.random() < 0.6)] += 1
     return outcomes

@@ -10,7 +10,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
-def ordered_products():
+def order_dot_products():
     """Sum products in one order.
 
     On some processors BLAS has one order for each shape. Tests check which bits of a score may depend on kernel tiles.
@@ -26,7 +26,7 @@ def ordered_products():
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def reduced_slices():
+def reduce_by_slices():
     """Reduce slice by slice, not number by number, in the same order."""
     by_numbers = interpreter.ReduceOps.generic_reduce
 
@@ -49,7 +49,7 @@ def reduced_slices():
     interpreter.ReduceOps.generic_reduce = generic_reduce
 
 
-def patched_once():
+def patch_language_once():
     """Patch the language once per launch instead of once per function call."""
     patch, run, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
@@ -70,7 +70,7 @@ def patched_once():
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call
 
 
-def overflow_where_asked():
+def check_overflow_only_in_debug():
     """Skip overflow checks of sums outside debug mode, because Triton drops their result there."""
     by_triton = TritonSemantic.binary_op_sanitize_overflow_impl
 
@@ -81,7 +81,7 @@ def overflow_where_asked():
     TritonSemantic.binary_op_sanitize_overflow_impl = sanitize
 
 
-def types_once():
+def cache_types():
     """Cache block type attributes by shape and numpy types by name, and broadcast only different shapes."""
     block_type, broadcast, numpy_type = (
         core.block_type.__init__,
@@ -90,7 +90,7 @@ def types_once():
     )
     by_sizes, by_shape, types = {}, {}, {}
 
-    def initialised(self, element_ty, shape):
+    def initialize_block_type(self, element_ty, shape):
         found = by_shape.get(id(shape))
         if found is None:
             sizes = tuple(n.value if isinstance(n, core.constexpr) else n for n in shape)
@@ -124,11 +124,21 @@ def types_once():
             found = types[kind.name] = numpy_type(kind)
         return found
 
-    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = initialised, tensor, get_np_dtype
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = (
+        initialize_block_type,
+        tensor,
+        get_np_dtype,
+    )
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
 
 def patch():
     """Apply all patches in an interpreting process."""
-    for change in (ordered_products, patched_once, reduced_slices, overflow_where_asked, types_once):
+    for change in (
+        order_dot_products,
+        patch_language_once,
+        reduce_by_slices,
+        check_overflow_only_in_debug,
+        cache_types,
+    ):
         change()

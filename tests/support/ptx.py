@@ -36,20 +36,20 @@ def _pair(low, high):
     return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
 
 
-def _rounded(x, kind):
+def _round_to_half(x, kind):
     dtype = torch.float16 if kind == "f16x2" else torch.bfloat16
     return torch.from_numpy(x).to(dtype).view(torch.int16).numpy().view(np.uint16)
 
 
-def _added(a, b):
+def _add_pairs(a, b):
     pairs = zip(_halves(a), _halves(b), strict=True)
     return _pair(*((x.view(np.float16) + y.view(np.float16)).view(np.uint16) for x, y in pairs))
 
 
-def _fused(a, b, c, kind):
+def _fma_pairs(a, b, c, kind):
     dtype = torch.float16 if kind == "f16x2" else torch.bfloat16
     a, b, c = ([torch.from_numpy(h.view(np.int16)).view(dtype).double().numpy() for h in _halves(x)] for x in (a, b, c))
-    return _pair(*(_rounded(x * y + z, kind) for x, y, z in zip(a, b, c, strict=True)))
+    return _pair(*(_round_to_half(x * y + z, kind) for x, y, z in zip(a, b, c, strict=True)))
 
 
 OPERATIONS = {
@@ -62,13 +62,13 @@ OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
-    "add.rn.f16x2": _added,
-    "fma.rn.f16x2": lambda a, b, c: _fused(a, b, c, "f16x2"),
-    "fma.rn.bf16x2": lambda a, b, c: _fused(a, b, c, "bf16x2"),
+    "add.rn.f16x2": _add_pairs,
+    "fma.rn.f16x2": lambda a, b, c: _fma_pairs(a, b, c, "f16x2"),
+    "fma.rn.bf16x2": lambda a, b, c: _fma_pairs(a, b, c, "bf16x2"),
     "mul.rn.f32": lambda a, b: a * b,
     "cvt.f32.f16": lambda a: a.view(np.float16).astype(np.float32),
-    "cvt.rn.f16x2.f32": lambda high, low: _pair(_rounded(low, "f16x2"), _rounded(high, "f16x2")),
-    "cvt.rn.bf16x2.f32": lambda high, low: _pair(_rounded(low, "bf16x2"), _rounded(high, "bf16x2")),
+    "cvt.rn.f16x2.f32": lambda high, low: _pair(_round_to_half(low, "f16x2"), _round_to_half(high, "f16x2")),
+    "cvt.rn.bf16x2.f32": lambda high, low: _pair(_round_to_half(low, "bf16x2"), _round_to_half(high, "bf16x2")),
 }
 
 

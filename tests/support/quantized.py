@@ -134,7 +134,7 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
     return Problem(r, stored, meetings)
 
 
-def half_a_step(p):
+def get_query_step_bound(p):
     """Return the error bound of query features relative to the largest feature of a row."""
     steps = {"int8": TERMS, INT8_QUERIES: ONE_TERM, "bits1_half": TERMS, "bits1_rotated": TERMS, "bits1_int8": ONE_TERM}
     return steps.get(OPERAND_FORMATS[p.stored.format].kernel, 0) if p.r.Q.shape[1] <= 256 else 0
@@ -157,7 +157,7 @@ def bounds_of(p, q, x, tokens, normalize):
     if s.format == FP8_QUERIES and p.r.Q.dtype != torch.float32 and q.shape[1] <= 128:
         # Half a step of 4 bits, or of the smallest numbers, and sums of 14 bits on FP8 tensor cores.
         bound = bound + sizes * (1 / 16 + 1 / 64) + q.abs().amax(1, keepdim=True) * (n.sum(1) * scale) * 2.0**-17
-    if step := half_a_step(p):
+    if step := get_query_step_bound(p):
         bound = bound + step * q.abs().amax(1, keepdim=True) * (n.sum(1) * scale)
     if normalize:
         bound = bound / q.norm(dim=1).clamp_min(1e-12)[:, None] / x.norm(dim=1).clamp_min(1e-12)

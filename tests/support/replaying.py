@@ -33,7 +33,7 @@ class Interpreted:
     def __init__(self, kernel: Any, args: tuple, options: dict) -> None:
         self.kernel, self.options = kernel, triton_versions.add_compile_options(options)
         self.kinds = [type(x) for x in args]
-        self.known = [[_known(y) for y in x] if _is_group(x) else _known(x) for x in args]
+        self.known = [[_get_metadata(y) for y in x] if _is_group(x) else _get_metadata(x) for x in args]
 
     def encoded(self, n: int, descriptor: Any) -> tuple:
         return (descriptor,)
@@ -43,10 +43,10 @@ class Interpreted:
         args = []
         for kind, known, value in zip(self.kinds, self.known, values, strict=True):
             if isinstance(value, list):
-                given = [_tensor(k, v) for k, v in zip(known, value, strict=True)]
+                given = [_restore_tensor(k, v) for k, v in zip(known, value, strict=True)]
                 args.append(kind._make(given) if hasattr(kind, "_make") else kind(given))
             else:
-                args.append(_tensor(known, value))
+                args.append(_restore_tensor(known, value))
         self.kernel[x, y, z](*args, **self.options)
 
 
@@ -54,11 +54,11 @@ def _is_group(x: Any) -> bool:
     return isinstance(x, tuple) and any(isinstance(y, Tensor) for y in x)
 
 
-def _known(x: Any) -> Any:
+def _get_metadata(x: Any) -> Any:
     return (x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else None
 
 
-def _tensor(known: Any, value: Any) -> Any:
+def _restore_tensor(known: Any, value: Any) -> Any:
     """Return a tensor at an address if a tensor was captured there, else the value."""
     if known is None:
         return value

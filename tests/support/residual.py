@@ -22,17 +22,17 @@ def packed(buckets, nbits, order="plaid"):
     """Return buckets ``[n, d]`` as bytes, cut from one bit stream."""
     place = np.arange(nbits) if order != "big" else np.arange(nbits)[::-1]  # of the bits of a bucket, in the stream
     bits = ((buckets[:, :, None] >> place) & 1).reshape(len(buckets), buckets.shape[1] * nbits)
-    return np.packbits(bits.astype(np.uint8), axis=1, bitorder=_of_bytes(order))
+    return np.packbits(bits.astype(np.uint8), axis=1, bitorder=_get_byte_order(order))
 
 
 def unpacked(data, nbits, d, order="plaid"):
     """Invert `packed`."""
     place = np.arange(nbits) if order != "big" else np.arange(nbits)[::-1]
-    bits = np.unpackbits(data, axis=1, bitorder=_of_bytes(order))[:, : d * nbits].reshape(-1, d, nbits)
+    bits = np.unpackbits(data, axis=1, bitorder=_get_byte_order(order))[:, : d * nbits].reshape(-1, d, nbits)
     return (bits.astype(np.int64) << place).sum(-1)
 
 
-def _of_bytes(order):
+def _get_byte_order(order):
     return "little" if order == "little" else "big"
 
 

@@ -116,7 +116,7 @@ def check_converted(path: str, least: int) -> int:
     return n
 
 
-def killed_converters(path: str, rounds: int, choose: random.Random) -> None:
+def kill_conversions(path: str, rounds: int, choose: random.Random) -> None:
     """Kill conversions of a corpus at random moments, and check their result after each one."""
     corpus, n = Corpus.create(source_of(path), D, torch.float32), 0
     for i in range(SHARDS):
@@ -140,7 +140,7 @@ def main() -> None:
     path, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     choose = random.Random(seed)
     if sys.argv[4:5] == ["convert"]:
-        killed_converters(f"{path}/corpus", rounds, choose)
+        kill_conversions(f"{path}/corpus", rounds, choose)
         return
     Corpus.create(path, D, torch.float32)
     n = leftovers = 0

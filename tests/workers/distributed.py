@@ -41,7 +41,7 @@ class Gathered(nn.Module):
         return in_batch_loss(nn.Identity(), Q, D, torch.cat(masks), first=dist.get_rank() * PER_RANK)
 
 
-def wrapped(kind: str) -> tuple[Encoder, nn.Module]:
+def wrap_encoder(kind: str) -> tuple[Encoder, nn.Module]:
     """Return the encoder with gradients reduced by DDP or FSDP2, and the module to call."""
     torch.manual_seed(0)
     encoder = Encoder()
@@ -62,7 +62,7 @@ def full(t: Tensor) -> Tensor:
 def check(kind: str) -> None:
     """Check that the gradients, and the parameters after a step, equal those from a single process."""
     rank = dist.get_rank()
-    encoder, model = wrapped(kind)
+    encoder, model = wrap_encoder(kind)
     torch.manual_seed(0)
     alone = Encoder()
     assert all(torch.equal(full(p), q) for p, q in zip(encoder.parameters(), alone.parameters(), strict=True))

@@ -68,7 +68,7 @@ def _parts(world: int, device: str, dtype: torch.dtype, masked: bool) -> list[_P
     return found
 
 
-def _expected(parts: list[_Part], rank: int, learned: bool, **options) -> Tensor:
+def _compute_expected_loss(parts: list[_Part], rank: int, learned: bool, **options) -> Tensor:
     """Return the loss of single-process scores, without NaN for queries whose documents all score -inf."""
     p, normalize = parts[rank], options.pop("normalize")
     each = [
@@ -82,7 +82,7 @@ def _expected(parts: list[_Part], rank: int, learned: bool, **options) -> Tensor
     return F.cross_entropy(logits, p.labels.long(), ignore_index=-1, **options)
 
 
-def _kept(loss: Tensor) -> Tensor:
+def _sum_finite_losses(loss: Tensor) -> Tensor:
     """Return the sum of the finite losses. A correct document without kept tokens has an infinite loss."""
     return torch.where(loss.isfinite(), loss, 0).sum()
 
@@ -98,8 +98,8 @@ def check_loss(device: str, directory: Path) -> None:
         ):
             parts = _parts(world, device, dtype, masked)
             options = {"normalize": normalize, "reduction": reduction}
-            expected = [_expected(parts, r, learned, **options) for r in range(world)]
-            sum(_kept(x) for x in expected).backward()  # type: ignore[union-attr]
+            expected = [_compute_expected_loss(parts, r, learned, **options) for r in range(world)]
+            sum(_sum_finite_losses(x) for x in expected).backward()  # type: ignore[union-attr]
             p = parts[rank].detached()
             found = distributed.maxsim_cross_entropy(
                 p.Q,
@@ -114,7 +114,7 @@ def check_loss(device: str, directory: Path) -> None:
             )
             limits = {"rtol": tolerance, "atol": tolerance}
             torch.testing.assert_close(found.detach(), expected[rank].detach(), **limits)
-            _kept(found).backward()
+            _sum_finite_losses(found).backward()
             for x, wanted in zip(p.leaves(), parts[rank].leaves(), strict=True):
                 assert learned or x is not p.tau or x.grad is None
                 if x.grad is not None:
@@ -123,14 +123,14 @@ def check_loss(device: str, directory: Path) -> None:
                         x.grad, torch.zeros_like(x) if wanted.grad is None else wanted.grad, **limits
                     )
     _check_labels(device)
-    _check_kept(device)
+    _check_saved_tensors(device)
     _check_frozen(device)
     _check_extremes(device)
     _check_second_derivatives(device)
     _check_errors(device)
 
 
-def _own(device: str, **fields) -> tuple[Tensor, Tensor]:
+def _draw_inputs(device: str, **fields) -> tuple[Tensor, Tensor]:
     torch.manual_seed(dist.get_rank())
     Q, D = (
         torch.randn(n, 4, 8, device=device, requires_grad=fields.get(name, True)) for n, name in ((2, "Q"), (3, "D"))
@@ -141,7 +141,7 @@ def _own(device: str, **fields) -> tuple[Tensor, Tensor]:
 def _check_labels(device: str) -> None:
     """Check that document i of a rank is the default label of its query i, and that invalid labels give NaN."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    Q, D = _own(device)
+    Q, D = _draw_inputs(device)
     labels = 3 * rank + torch.arange(2, device=device)
     found = distributed.maxsim_cross_entropy(Q, D, temperature=2)
     assert torch.equal(found, distributed.maxsim_cross_entropy(Q, D, labels, temperature=2))
@@ -161,9 +161,9 @@ def _check_labels(device: str) -> None:
         assert bool(of_Q[1].isnan().any()) and not bool(of_Q[0].isnan().any()) and bool(of_D.isnan().any())
 
 
-def _check_kept(device: str) -> None:
+def _check_saved_tensors(device: str) -> None:
     """Check that a step keeps its arguments and two numbers for each query, for any number of processes."""
-    Q, D = _own(device)
+    Q, D = _draw_inputs(device)
     kept: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _check_kept(device: str) -> None:
 def _check_frozen(device: str) -> None:
     """Check steps with only queries, only documents, or nothing that needs a gradient."""
     for of_queries, of_documents in ((True, False), (False, True), (False, False)):
-        Q, D = _own(device, Q=of_queries, D=of_documents)
+        Q, D = _draw_inputs(device, Q=of_queries, D=of_documents)
         loss = distributed.maxsim_cross_entropy(Q, D)
         assert loss.requires_grad == (of_queries or of_documents)
         if loss.requires_grad:
@@ -208,7 +208,7 @@ def _check_second_derivatives(device: str) -> None:
     for frozen in (False, True):
         for score in (distributed.maxsim_inbatch, distributed.maxsim_cross_entropy):
             for reduced in (Tensor.sum, lambda x: x.square().sum()):
-                Q, D = _own(device)
+                Q, D = _draw_inputs(device)
                 D = D.detach() if frozen else D
                 (gradient,) = torch.autograd.grad(reduced(score(Q, D)), Q, create_graph=True)
                 (again,) = torch.autograd.grad(reduced(score(Q, D)), Q)
@@ -219,7 +219,7 @@ def _check_second_derivatives(device: str) -> None:
                     assert f"distributed.{score.__name__} has no double backward" in str(e), e
                 else:
                     raise AssertionError("expected NotImplementedError")
-    Q, D = _own(device)
+    Q, D = _draw_inputs(device)
     for score in (distributed.maxsim_inbatch, distributed.maxsim_cross_entropy):
         said = f"torch.func cannot differentiate distributed.{score.__name__}"
         expect(NotImplementedError, said, lambda s=score: torch.func.grad(lambda q: s(q, D).sum())(Q))
@@ -228,7 +228,7 @@ def _check_second_derivatives(device: str) -> None:
 def _check_errors(device: str) -> None:
     """Check that an error of one rank raises on all ranks."""
     mine = dist.get_rank() == 1
-    Q, D = _own(device)
+    Q, D = _draw_inputs(device)
     loss, wrong = distributed.maxsim_cross_entropy, TypeError if mine else ValueError
     labels = torch.zeros(2, dtype=torch.int64, device=device)
     expect(ValueError, "labels: expected [Nq]", lambda: loss(Q, D, labels[:1] if mine else labels))

@@ -136,7 +136,7 @@ def check_retrieve(device: str, directory: Path) -> None:
             assert same(found, lik_ops.retrieve(Q, D, 5))
 
 
-def check_launched(device: str, directory: Path) -> None:
+def check_search_during_agreement(device: str, directory: Path) -> None:
     """Check documents that are searched while the ranks agree, with queries everywhere, on one rank, and everywhere."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -195,7 +195,7 @@ def check_sharded(device: str, directory: Path) -> None:
             assert same(found, expected)
 
 
-def check_coded(device: str, directory: Path) -> None:
+def check_residual_codes(device: str, directory: Path) -> None:
     """Check residual codes in memory, complete or sharded. In staged search each rank has its own candidates."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -399,11 +399,11 @@ def check_inbatch(device: str, directory: Path) -> None:
                 assert wanted is not None
                 torch.testing.assert_close(x.grad, wanted, rtol=tolerance, atol=tolerance)
     check_frozen(device)
-    check_alone(device)
+    check_group_of_one(device)
     check_memory(device)
 
 
-def check_alone(device: str) -> None:
+def check_group_of_one(device: str) -> None:
     """Check a group of one process."""
     groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
     Q, D = (torch.randn(n, 4, 8, device=device, requires_grad=True) for n in (2, 3))
@@ -531,12 +531,12 @@ def check_while_ranks_agree(device: str, directory: Path) -> None:
     """Repeat checks with searches that start before the ranks agree, which on a CPU simulates a GPU."""
     with launched() if device == "cpu" else nullcontext():
         check_errors(device, directory)
-        check_launched(device, directory)
+        check_search_during_agreement(device, directory)
         check_sharded(device, directory / "launched")
-        check_lost_search(device)
+        check_failed_launch(device)
 
 
-def check_lost_search(device: str) -> None:
+def check_failed_launch(device: str) -> None:
     """Check that a search failing at launch raises on all ranks, if the first message comes after it."""
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(50, 4, 8, device=device)
     expected = distributed.retrieve(Q, D, 5)
@@ -559,7 +559,7 @@ def check_lost_search(device: str) -> None:
 CHECKS = {
     "retrieve": check_retrieve,
     "sharded": check_sharded,
-    "coded": check_coded,
+    "coded": check_residual_codes,
     "subset": check_subset,
     "argmax": check_argmax,
     "messages": check_messages,

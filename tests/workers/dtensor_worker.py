@@ -274,7 +274,7 @@ def check_codes(mesh, Q) -> None:
             assert_sharded_equal(f"search of codes, queries {of_queries}, {name}", x, e, [of_queries])
 
 
-def check_made_tensors(mesh, device: str) -> None:
+def check_created_offsets_and_masks(mesh, device: str) -> None:
     """Check that offsets and masks created next to DTensors are DTensors, for dense sides, lists, and padding."""
     Q, D, *_ = tensors(False, False, device)
     packed, cu_d = lik_ops.pack([D[0], D[1, :2], D[2, :0]])
@@ -416,7 +416,7 @@ def check_all(backend: str, device: str) -> None:
         check_trained(mesh, "from_hidden", False, device, from_hidden)
         check_trained(mesh, "xtr", False, device, lambda Q, D: lik_ops.maxsim_xtr(Q, D, 9))
         check_flags(mesh, device)
-        check_made_tensors(mesh, device)
+        check_created_offsets_and_masks(mesh, device)
         check_chamfer(mesh, device)
         check_meshes_of_two_axes(device)
         check_search(mesh, device)

@@ -135,14 +135,14 @@ def describe_args(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
     """
     found: list = []
     values: list = []
-    for x, (constant, specialised) in zip(args, _get_parameters(kernel), strict=True):
+    for x, (constant, specialized) in zip(args, _get_parameters(kernel), strict=True):
         kind = type(x)
         if constant:
             found.append((kind, x))  # equal constants of different types, such as 1 and True, give different code
             values.append(x)
         elif kind is int:
             found.append(x > _INT32_MAX)
-            if specialised:
+            if specialized:
                 found += (x == 1, x & 15 == 0)
             values.append(x)
         elif x is None:

@@ -58,7 +58,7 @@ def _arguments(kernel, dtype, d, metric, arch, points):
     return chamfer_exact.chamfer_select, launch, arguments | {"points": "i32", "size": "i32", "d": "i32"}
 
 
-def _known(arguments, d, lengths):
+def _find_constants_and_alignment(arguments, d, lengths):
     """Return the constants and the arguments divisible by 16, by argument position."""
     constants, aligned = {}, []
     for n, (name, x) in enumerate(arguments.items()):
@@ -74,19 +74,19 @@ def _known(arguments, d, lengths):
     return constants, aligned
 
 
-def compiled(kernel, dtype, d, metric, lengths, name):
+def compile_kernel(kernel, dtype, d, metric, lengths, name):
     arch = ARCHITECTURES[name]
     points = PointArgs(_POINTER[dtype], "i32", "i32", "constexpr", "i32", "*i64" if lengths else "constexpr")
     function, launch, arguments = _arguments(kernel, dtype, d, metric, arch, points)
-    constants, aligned = _known(arguments, d, lengths)
+    constants, aligned = _find_constants_and_alignment(arguments, d, lengths)
     constants[len(arguments),] = launch.config
     signature = {n: "constexpr" if x is None else x for n, x in arguments.items()} | {"C": "constexpr"}
     source = ASTSource(function, signature, constants, {path: [["tt.divisibility", 16]] for path in aligned})
     return compile_as_launched(source, target(arch), launch.options(arch))
 
 
-def _compiles(case, name):
-    found = compiled(*case, name)
+def _check_compiles(case, name):
+    found = compile_kernel(*case, name)
     if not ARCHITECTURES[name].is_amd:
         registers, spills = cuda_resources(found.asm["cubin"])
         assert spills == 0, (case, name, registers)
@@ -98,11 +98,11 @@ def _compiles(case, name):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_compile(case):
-    _compiles(case, "sm_90")
+    _check_compiles(case, "sm_90")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"sm_90"}))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_compile_elsewhere(case, name):
-    _compiles(case, name)
+def test_kernels_compile_on_other_architectures(case, name):
+    _check_compiles(case, name)

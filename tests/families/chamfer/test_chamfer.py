@@ -51,12 +51,12 @@ def distances(P, R, metric):
 @pytest.mark.parametrize(
     ("N", "M", "d"), [(1, 1, 3), (70, 130, 3), (33, 20, 1), (5, 200, 2), (50, 40, 4), (40, 60, 16), (40, 60, 20)]
 )
-def test_distances_and_winners_are_those_of_the_formula(device, metric, dtype, N, M, d):
+def test_distances_and_argmax_match_formula(device, metric, dtype, N, M, d):
     _check_nearest(device, metric, dtype, N, M, d)
 
 
 @metrics
-def test_fp64(metric):
+def test_fp64_distances_and_argmax_match_formula(metric):
     _check_nearest("cpu", metric, torch.float64, 70, 130, 20)
 
 
@@ -74,7 +74,7 @@ def _check_nearest(device, metric, dtype, N, M, d):
 
 @metrics
 @pytest.mark.parametrize("d", [3, 6, 24])
-def test_it_is_the_formula_with_its_gradients(device, metric, d):
+def test_distance_and_gradients_match_reference(device, metric, d):
     P, R = clouds(60, 45, d, device)
     w, v = torch.rand(2, 60, device=device), torch.rand(2, 45, device=device)
     n, m = torch.tensor([60, 17], device=device), torch.tensor([20, 45], device=device, dtype=torch.int32)
@@ -99,7 +99,7 @@ def test_gradcheck(metric):
 
 
 @pytest.mark.parametrize("d", [3, 20])
-def test_the_lowest_of_equals_is_nearest(device, d):
+def test_duplicate_points_select_the_lowest_index(device, d):
     P, R = clouds(40, 50, d, device, B=1)
     R = torch.cat([R, R, R], 1)
     P = torch.cat([P, P], 1)
@@ -111,7 +111,7 @@ def test_the_lowest_of_equals_is_nearest(device, d):
 
 @metrics
 @pytest.mark.parametrize("d", [1, 3, 16])
-def test_the_lowest_of_many_equals_is_nearest(device, metric, d):
+def test_ties_of_integer_points_select_the_lowest_index(device, metric, d):
     """Voxels have such ties, both between neighbors and between points far apart in the order of their cloud."""
     P, R = (torch.randint(0, 3, (1, n, d)).float() for n in (150, 170))
     P, R = torch.cat([P, P[:, ::3]], 1).to(device), torch.cat([R, R[:, ::2]], 1).to(device)
@@ -123,7 +123,7 @@ def test_the_lowest_of_many_equals_is_nearest(device, metric, d):
 
 @pytest.mark.parametrize("far", [math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("d", [3, 16, 20])
-def test_an_infinite_coordinate_is_infinitely_far(device, d, far):
+def test_infinite_or_huge_coordinate_has_infinite_distance(device, d, far):
     P, R = clouds(40, 130, d, device)
     P[0, :, 2] = 0
     R[0, 77, 1:3] = far
@@ -133,7 +133,7 @@ def test_an_infinite_coordinate_is_infinitely_far(device, d, far):
 
 
 @pytest.mark.parametrize("d", [15, 16, 40])
-def test_far_points_are_as_near_as_their_differences(device, d):
+def test_distances_survive_overflow_of_squared_coordinates(device, d):
     """Squared coordinates overflow. Twice the products also overflow, and then select the wrong point."""
     P = torch.full((1, 2, d), 3e19, device=device)
     expected = 2 * distances(P, P + 1e18, "sqeuclidean").float().amin((1, 2))
@@ -158,7 +158,7 @@ def test_terms_in_chunks_have_the_same_bits(device, d, monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
-def test_points_of_any_size_have_terms(device, scale):
+def test_points_of_mixed_magnitude_match_formula(device, scale):
     """Points of one cloud differ in size, because each row is split with its own scale."""
     P, R = clouds(60, 70, 20, device, B=1)
     P[:, ::2] *= scale
@@ -169,7 +169,7 @@ def test_points_of_any_size_have_terms(device, scale):
 
 
 @pytest.mark.parametrize("d", [3, 20])
-def test_what_lies_beyond_a_cloud_never_matters(device, d):
+def test_padding_values_affect_no_distance_or_gradient(device, d):
     P, R = clouds(64, 90, d, device, B=3)
     n, m = torch.tensor([64, 10, 0], device=device), torch.tensor([33, 90, 5], device=device)
     expected = nearest(P, R, "sqeuclidean", n, m)
@@ -187,7 +187,7 @@ def test_what_lies_beyond_a_cloud_never_matters(device, d):
 
 
 @metrics
-def test_empty_clouds_are_infinitely_far(device, metric):
+def test_distance_to_an_empty_cloud_is_infinite(device, metric):
     P, R = clouds(4, 5, 3, device)
     none = torch.zeros(2, 0, 3, device=device)
     assert lik_ops.chamfer_distance(P, none, metric=metric).tolist() == [math.inf] * 2
@@ -204,7 +204,7 @@ def test_empty_clouds_are_infinitely_far(device, metric):
 
 
 @pytest.mark.parametrize("wrong", [-1, 6, 2**31])
-def test_a_length_that_cannot_be_gives_nan(device, wrong):
+def test_out_of_range_length_gives_nan(device, wrong):
     P, R = clouds(4, 5, 3, device)
     m = torch.tensor([wrong, 5], device=device)
     of_P, at_P, of_R, at_R = nearest(P, R, "l1", None, m)
@@ -218,7 +218,7 @@ def test_a_length_that_cannot_be_gives_nan(device, wrong):
 
 @metrics
 @pytest.mark.parametrize("d", [3, 20])
-def test_nan_is_nearest(device, metric, d):
+def test_first_nan_point_is_nearest(device, metric, d):
     P, R = clouds(40, 130, d, device)
     R[0, 77, 1] = R[0, 101, 0] = math.nan
     of_P, at_P, of_R, at_R = nearest(P, R, metric)
@@ -230,7 +230,7 @@ def test_nan_is_nearest(device, metric, d):
 
 
 @pytest.mark.parametrize("d", [3, 20])
-def test_near_points_far_from_the_origin(device, d):
+def test_near_points_far_from_origin_match_formula(device, d):
     """The rounding error of squared coordinates alone would exceed the distances."""
     base = torch.randn(1, 1, d) * 100
     P, R = (base + torch.randn(1, n, d) for n in (50, 60))
@@ -241,7 +241,7 @@ def test_near_points_far_from_the_origin(device, d):
 
 @metrics
 @pytest.mark.parametrize("d", [3, 24])
-def test_bits_do_not_hang_on_the_batch(device, metric, d):
+def test_bits_do_not_depend_on_the_batch(device, metric, d):
     P, R = clouds(60, 70, d, device, B=5)
     whole = nearest(P, R, metric)
     for b in range(5):
@@ -251,7 +251,7 @@ def test_bits_do_not_hang_on_the_batch(device, metric, d):
     assert torch.equal(back[0], whole[2])
 
 
-def test_strides_are_read(device):
+def test_strided_and_expanded_points_have_equal_bits(device):
     P, R = clouds(30, 40, 3, device)
     expected = nearest(P, R)
     strided = P.transpose(1, 2).contiguous().transpose(1, 2), torch.cat([R, R], 2)[..., :3]
@@ -272,7 +272,7 @@ def test_gradients_are_rounded_once(device, dtype):
     assert found[0].dtype == dtype
 
 
-def test_one_cloud_has_no_batch(device):
+def test_unbatched_clouds_match_a_batch_of_one(device):
     P, R = clouds(30, 40, 3, device, B=1)
     n = torch.tensor(20, device=device)
     found = lik_ops.chamfer_distance(P[0], R[0], p_lengths=n)
@@ -280,7 +280,7 @@ def test_one_cloud_has_no_batch(device):
     assert torch.equal(found, lik_ops.chamfer_distance(P, R, p_lengths=n[None])[0])
 
 
-def test_a_gradient_nobody_asks_for_costs_nothing(device):
+def test_gradients_exist_only_where_required(device):
     P, R = clouds(30, 40, 3, device)
     (expected,) = torch.autograd.grad(lik_ops.chamfer_distance(P.requires_grad_(), R).sum(), P)
     (found,) = torch.autograd.grad(lik_ops.chamfer_distance(P, R.requires_grad_()).sum(), P)
@@ -289,7 +289,7 @@ def test_a_gradient_nobody_asks_for_costs_nothing(device):
 
 
 @metrics
-def test_fitting_a_cloud_goes_as_with_the_formula(device, metric):
+def test_fitting_losses_match_reference(device, metric):
     def fit(distance):
         torch.manual_seed(0)
         P = torch.randn(1, 40, 3, device=device, requires_grad=True)
@@ -303,12 +303,12 @@ def test_fitting_a_cloud_goes_as_with_the_formula(device, metric):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="what is compiled is not the kernels")
-def test_compiled_steps_have_the_bits_of_eager_ones(device):
+def test_compiled_steps_equal_eager(device):
     given = *clouds(30, 40, 3, device), torch.tensor([40, 11], device=device)
     assert_compiled_steps(lambda P, R, lengths: lik_ops.chamfer_distance(P, R, r_lengths=lengths), given)
 
 
-def test_one_compilation_serves_all_sizes():
+def test_dynamic_compile_equals_eager_for_all_sizes():
     torch.compiler.reset()
     compilations = Compilations()
     compiled = torch.compile(lik_ops.chamfer_distance, fullgraph=True, dynamic=True, backend=compilations)
@@ -322,13 +322,13 @@ def test_one_compilation_serves_all_sizes():
         compiled(torch.randn(2, 3, 3), torch.randn(2, 3, 4))
 
 
-def test_lengths_are_looked_at_where_checks_are_asked_for():
+def test_out_of_range_length_raises_under_checks():
     P, R = clouds(3, 4, 2, "cpu", B=1)
     with lik_ops.checks(), pytest.raises(ValueError, match=r"p_lengths: expected 0 to 3 tokens, got 9 at \[0\]"):
         lik_ops.chamfer_distance(P, R, p_lengths=torch.tensor([9]))
 
 
-def test_it_exports_with_every_size_dynamic():
+def test_exports_with_dynamic_sizes():
     def function(P, R, lengths):
         return lik_ops.chamfer_distance(P, R, metric="l1", r_lengths=lengths)
 
@@ -337,12 +337,12 @@ def test_it_exports_with_every_size_dynamic():
     assert_exported(function, given, others, "chamfer_fwd")
 
 
-def test_vmap_is_a_loop(device):
+def test_vmap_matches_a_loop(device):
     P, R = torch.randn(3, 2, 20, 3, device=device), torch.randn(2, 25, 3, device=device)
     assert_vmap_is_a_loop(lik_ops.chamfer_distance, (P, R), (0, None))
 
 
-def test_what_it_cannot_derive_raises(device):
+def test_unsupported_differentiation_raises(device):
     P, R = clouds(6, 5, 3, device)
     assert_derives_no_further(lambda P: lik_ops.chamfer_distance(P, R), P, "chamfer_distance")
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
@@ -350,13 +350,13 @@ def test_what_it_cannot_derive_raises(device):
 
 
 @pytest.mark.parametrize("d", [3, 20])
-def test_autocast_changes_nothing(device, d):
+def test_autocast_does_not_change_results(device, d):
     given = clouds(30, 40, d, device)
     expected = step(lik_ops.chamfer_distance, given)
     with torch.autocast(device, torch.bfloat16):
         assert_same(step(lik_ops.chamfer_distance, given), expected)
 
 
-def test_flops_are_those_of_its_distances(device):
+def test_forward_flops_count_every_distance(device):
     forward, _ = flops(lik_ops.chamfer_distance, *clouds(30, 40, 3, device))
     assert forward == 3 * 2 * 30 * 40 * 3

@@ -73,7 +73,7 @@ def _tiles(case: Case, arch: Architecture, C: HeadConfig) -> dict[str, str]:
     return {name: f"tensordesc<{_NAMES[case.dtype]}{block}>" for name, block in blocks.items()}
 
 
-def _compiled(case: Case, arch: Architecture, fused: bool):
+def _compile_kernel(case: Case, arch: Architecture, fused: bool):
     launch, groups = _launch(case, arch, fused), _groups(case)
     arguments: dict[str, object] = {name: groups[name][0] for name in (("Q", "H", "W") if fused else ("H", "W"))}
     arguments |= _tiles(case, arch, launch.config)
@@ -108,7 +108,7 @@ def _compiled(case: Case, arch: Architecture, fused: bool):
 def _check(case: Case, name: str, fused: bool) -> list[str]:
     """Check the compiled kernel and return the layouts of its products."""
     arch = ARCHITECTURES[name]
-    compiled = _compiled(case, arch, fused)
+    compiled = _compile_kernel(case, arch, fused)
     assert compiled.metadata.shared <= arch.shared_memory_bytes, f"{compiled.metadata.shared} bytes of shared memory"
     text = compiled.asm["amdgcn" if arch.is_amd else "ptx"]
     if arch.is_amd:
@@ -122,7 +122,7 @@ def _check(case: Case, name: str, fused: bool) -> list[str]:
         assert "cp.async.bulk.tensor" in text
         code = [text for _, text in disassembled(compiled.asm["cubin"])[1]]
         products, waits = (sum(word in text for text in code) for word in ("GMMA", "WARPGROUP.DEPBAR"))
-        assert waits <= products / 2, f"{waits} waits for {products} products: ptxas serialises them"
+        assert waits <= products / 2, f"{waits} waits for {products} products: ptxas serializes them"
     return re.findall(r"nvidia_mma<(.*?)>", compiled.asm["ttgir"])
 
 
@@ -151,18 +151,18 @@ MORE = [
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_scores_of_few_queries(case, name):
+def test_fused_score_kernel_compiles_without_spills(case, name):
     _check(case, name, fused=True)
 
 
 @pytest.mark.parametrize("name", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("case", TOKENS, ids=str)
-def test_tokens(case, name):
+def test_token_kernel_compiles_without_spills(case, name):
     _check(case, name, fused=False)
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_tokens_of_both_kernels_are_summed_in_one_order(case):
+def test_both_kernels_use_the_same_token_layout(case):
     """The sums of a token use the layout of its product, whose width is the token width."""
     tokens, fused = (_check(case, "sm_90", fused) for fused in (False, True))
     assert tokens[0] in fused
@@ -174,7 +174,7 @@ def test_tokens_of_both_kernels_are_summed_in_one_order(case):
     [(_BF16, 128, True), (_FP16, 128, True), (_FP16, 96, False), (_FP32, 128, False), (_FP32, 20, True)],
     ids=str,
 )
-def test_slopes(dtype, d, more, name):
+def test_slopes_kernel_compiles_without_spills(dtype, d, more, name):
     """The kernel converts token gradients to gradients of the sums with vector loads and stores."""
     arch, pointer = ARCHITECTURES[name], "*" + _NAMES[dtype]
     G, members = _groups(Case(dtype, masks=more))["H"]
@@ -194,7 +194,7 @@ def test_slopes(dtype, d, more, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("case", FEW + TOKENS + MORE, ids=str)
-def test_every_configuration(case, name):
+def test_every_configuration_compiles_without_spills(case, name):
     _check(case, name, fused=False)
     if name in head_configs._FUSED_ARCHITECTURES and case.dtype != _FP32:
         _check(case, name, fused=True)

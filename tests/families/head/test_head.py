@@ -110,7 +110,7 @@ def check(p, found, expected):
 
 @at_places
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
-def test_scores_and_gradients_are_those_of_the_formula(place, number):
+def test_scores_and_gradients_match_reference(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)
         x, W, b = draw(p, place.device)
@@ -131,7 +131,7 @@ def test_scores_and_gradients_are_those_of_the_formula(place, number):
             check(p, g, e)
 
 
-def test_the_formula_is_maxsim_of_a_normalised_linear_layer():
+def test_reference_is_maxsim_of_a_normalized_linear_layer():
     Q, H = torch.randn(2, 3, 4).double(), torch.randn(5, 6, 7).double()
     layer = torch.nn.Linear(7, 4).double()
     D = torch.nn.functional.normalize(layer(H), dim=-1)
@@ -141,7 +141,7 @@ def test_the_formula_is_maxsim_of_a_normalised_linear_layer():
 
 @pytest.mark.skipif(INTERPRETING, reason="the kernels have no fp64")
 @pytest.mark.parametrize("normalize", [False, True])
-def test_gradients_are_those_of_differences(normalize):
+def test_gradcheck(normalize):
     p = Hidden(dtype=torch.float64, d=3, width=4, Nd=2, Lq=3, Ld=4, poison=False, normalize=normalize, **EVERYTHING)
     x, W, b = draw(replace(p, d_mask="holes"), "cpu")
     x.Q, x.d_mask[..., 0] = x.Q.nan_to_num(), True
@@ -155,7 +155,7 @@ def test_gradients_are_those_of_differences(normalize):
 
 @at_places
 @pytest.mark.parametrize("normalize", [False, True])
-def test_each_gradient_alone_is_that_among_all(place, normalize):
+def test_single_gradients_equal_joint_gradients(place, normalize):
     for dtype in place.some_dtypes(1):
         p = Hidden(dtype=dtype, **EVERYTHING)
         x, W, b = draw(p, place.device)
@@ -198,7 +198,7 @@ def test_a_bias_gradient_is_rounded_once(place):
 
 @at_places
 @pytest.mark.parametrize("normalize", [False, True])
-def test_what_is_masked_reaches_no_gradient(place, normalize):
+def test_masked_tokens_reach_no_gradient(place, normalize):
     """Masked tokens may hold any value. A query without kept tokens scores 0, and an empty document -inf."""
     Q, H = torch.randn(3, 4, 16, device=place.device), torch.randn(4, 18, 24, device=place.device)
     W, b = torch.randn(16, 24, device=place.device), torch.randn(16, device=place.device)
@@ -220,7 +220,7 @@ def test_what_is_masked_reaches_no_gradient(place, normalize):
 
 
 @at_places
-def test_a_nan_that_counts_is_that_of_its_pairs(place):
+def test_nan_token_affects_only_its_document(place):
     Q, H = torch.randn(2, 3, 16, device=place.device), torch.randn(4, 9, 24, device=place.device)
     H[1, 4, 3] = torch.nan
     with place.use():
@@ -229,7 +229,7 @@ def test_a_nan_that_counts_is_that_of_its_pairs(place):
 
 
 @at_places
-def test_nothing_to_score(place):
+def test_empty_inputs_score_like_maxsim(place):
     for Nq, Nd, Lq, Ld in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5)):
         Q, H = torch.randn(Nq, Lq, 8, device=place.device), torch.randn(Nd, Ld, 6, device=place.device)
         W, b = torch.randn(8, 6, device=place.device), torch.randn(8, device=place.device)
@@ -242,7 +242,7 @@ def test_nothing_to_score(place):
 
 
 @at_places
-def test_tokens_without_a_norm(place):
+def test_tokens_of_zero_norm_match_reference(place):
     """Tokens that the head maps to zero stay zero, and their gradient is divided by the minimum norm."""
     Q, H = torch.ones(1, 2, 16, device=place.device), torch.zeros(2, 3, 24, device=place.device)
     H[1] = 1
@@ -275,7 +275,7 @@ def test_a_score_does_not_depend_on_its_batch(place, number):
 
 
 @at_places
-def test_winners_do_not_decide_bits(place):
+def test_requesting_argmax_keeps_score_bits(place):
     for dtype in place.some_dtypes(1):
         x, W, b = draw(Hidden(Ld=80, d=32, dtype=dtype), place.device)
         given = x.Q, x.D, W, b, None, None, None, True
@@ -287,7 +287,7 @@ def test_winners_do_not_decide_bits(place):
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
-def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
+def test_unfused_loop_equals_fused_loop(monkeypatch):
     """Tensor cores without wgmma run this loop."""
     from lik_ops.families.head import configs as head_configs
 
@@ -305,7 +305,7 @@ def test_a_loop_for_each_tile_finds_the_same(monkeypatch):
 
 @pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
 @pytest.mark.parametrize("programs", [2, 3])
-def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, programs):
+def test_scores_do_not_depend_on_the_program_count(monkeypatch, programs):
     """Shares of the programs differ by one document and are cut within a tile."""
     from lik_ops.families.head import configs as head_configs
 
@@ -323,7 +323,7 @@ def test_a_score_does_not_depend_on_who_shares_the_documents(monkeypatch, progra
     ("Nq", "Lq", "Ld", "width", "d"),
     [(1, 32, 300, 768, 128), (3, 32, 300, 768, 128), (3, 20, 64, 384, 96), (1, 32, 1000, 100, 256), (2, 1, 77, 64, 8)],
 )
-def test_few_queries_have_the_bits_of_many(dtype, Nq, Lq, Ld, width, d):
+def test_scores_from_registers_equal_scores_from_memory(dtype, Nq, Lq, Ld, width, d):
     """Tokens scored from registers give the same bits as tokens stored in memory."""
     from lik_ops.families.head import configs as head_configs
     from lik_ops.gpu.runtime.arguments import architecture
@@ -365,7 +365,7 @@ def test_tokens_of_many_features_do_not_depend_on_the_workspace(place, monkeypat
 
 
 @at_places
-def test_slices_of_documents_are_scored_as_all(place, monkeypatch):
+def test_scoring_in_document_slices_matches_one_pass(place, monkeypatch):
     from lik_ops.families.head import portable as head_portable
 
     for dtype in place.some_dtypes(0):
@@ -375,13 +375,13 @@ def test_slices_of_documents_are_scored_as_all(place, monkeypatch):
         with place.use():
             expected = step(lik_ops.maxsim_from_hidden, x, W, b, True, upstream)
             monkeypatch.setattr(head_portable, "MAX_GRADIENT_BYTES", 1)
-            smaller(monkeypatch)
+            shrink_slices(monkeypatch)
             found = step(lik_ops.maxsim_from_hidden, x, W, b, True, upstream)
             monkeypatch.undo()
         torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def smaller(monkeypatch):
+def shrink_slices(monkeypatch):
     """Reduce the slices of both backends to one document."""
     from lik_ops.families.head import portable as head_portable
 
@@ -393,7 +393,7 @@ def smaller(monkeypatch):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
-def test_tokens_are_never_whole():
+def test_portable_memory_is_below_a_third_of_the_tokens():
     """On a CPU, scoring needs memory for a slice of tokens only."""
     import resource
 
@@ -422,14 +422,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), WRONG)
-def test_bad_arguments_are_named(given, error, message):
+def test_errors_name_the_argument(given, error, message):
     arguments = {"Q": torch.randn(2, 4, 8), "H": torch.randn(3, 5, 6), "W": torch.randn(8, 6)} | given
     with pytest.raises(error, match="^maxsim_from_hidden: " + message):
         lik_ops.maxsim_from_hidden(**arguments)
 
 
 @pytest.mark.parametrize("name", ["b", "q_weight"])
-def test_what_is_no_tensor_is_named_in_a_region_too(name):
+def test_non_tensor_error_names_the_argument_in_autocast(name):
     given = {"Q": torch.randn(2, 4, 8), "H": torch.randn(3, 5, 6), "W": torch.randn(8, 6), name: [1.0]}
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"{name}: expected a Tensor or None"):
         lik_ops.maxsim_from_hidden(**given)

@@ -30,18 +30,18 @@ def inputs(device, options=True):
     return [None if t is None else t.to(device) for t in (*tensors, *more)]
 
 
-def scored(Q, H, W, b, q_mask, d_mask, w):
+def compute_scores(Q, H, W, b, q_mask, d_mask, w):
     return lik_ops.maxsim_from_hidden(Q, H, W, b, q_mask, d_mask, q_weight=w)
 
 
 @at_devices
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_steps_have_the_bits_of_eager_ones(device, dynamic):
-    assert_compiled_steps(scored, inputs(device), dynamic=dynamic)
+def test_compiled_steps_equal_eager(device, dynamic):
+    assert_compiled_steps(compute_scores, inputs(device), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_it_exports_with_every_size_dynamic(strict):
+def test_exports_with_dynamic_sizes(strict):
     def retrieved(Q, H, W, b, d_mask):
         return lik_ops.maxsim_from_hidden(Q, H, W, b, d_mask=d_mask)
 
@@ -51,20 +51,22 @@ def test_it_exports_with_every_size_dynamic(strict):
 
 
 @at_devices
-def test_vmap_is_a_loop(device):
+def test_vmap_matches_a_loop(device):
     batch = [torch.stack(x) for x in zip(*(inputs(device) for _ in range(3)), strict=True)]
-    assert_vmap_is_a_loop(scored, batch, (0,) * 7)
+    assert_vmap_is_a_loop(compute_scores, batch, (0,) * 7)
     one = [x[0] for x in batch]
-    assert_vmap_is_a_loop(scored, (batch[0], *one[1:4], batch[4], one[5], batch[6]), (0, None, None, None, 0, None, 0))
+    assert_vmap_is_a_loop(
+        compute_scores, (batch[0], *one[1:4], batch[4], one[5], batch[6]), (0, None, None, None, 0, None, 0)
+    )
 
 
-def test_what_it_cannot_derive_raises():
+def test_unsupported_differentiation_raises():
     Q, H, W, *_ = inputs("cpu")
     assert_derives_no_further(lambda H: lik_ops.maxsim_from_hidden(Q, H, W), H, "maxsim_from_hidden")
 
 
 @at_devices
-def test_autocast_multiplies_in_its_dtype(device):
+def test_autocast_casts_tokens_to_its_dtype(device):
     Q, H, W, b, *_ = inputs(device)
     assert_autocast(lambda Q, H: lik_ops.maxsim_from_hidden(Q, H, W.to(Q), b.to(Q)), Q, H)
     with torch.autocast(device, torch.bfloat16):
@@ -73,13 +75,13 @@ def test_autocast_multiplies_in_its_dtype(device):
 
 
 @at_devices
-def test_flops_are_those_of_its_products(device):
+def test_flops_count_the_matrix_products(device):
     projection, products, winners = 2 * Nd * Ld * width * d, 2 * Nq * Nd * Lq * Ld * d, 2 * Nq * Nd * Lq * d
     found = flops(lik_ops.maxsim_from_hidden, *inputs(device)[:4])
     assert found == (projection + products, 3 * projection + 2 * winners)
 
 
-def test_nothing_is_kept_without_a_gradient():
+def test_argmax_is_requested_only_for_backward():
     Q, H, W, *_ = inputs("cpu")
     calls = []
 
@@ -98,7 +100,7 @@ def test_nothing_is_kept_without_a_gradient():
 
 
 @at_devices
-def test_training_goes_as_with_the_formula(device):
+def test_training_losses_match_reference(device):
     """Run 200 steps of a contrastive loss over queries, hidden states, and a head, and compare with the formula."""
 
     def train(score):

@@ -37,7 +37,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", ARGUMENTS)
-def test_kernels_compile_to_one_order_of_sums(kernel, name):
+def test_kernels_compile_to_one_layout_without_spills(kernel, name):
     """Alignment and label dtype do not change the layout, which determines the order of a sum."""
     arch, layouts = ARCHITECTURES[name], set()
     for labels, is_aligned in (("*i64", True), ("*i32", False)):

@@ -36,7 +36,7 @@ PROBLEMS = [
 ]
 
 
-class Watching(TorchDispatchMode):
+class ForwardCallCounter(TorchDispatchMode):
     """Mode that counts calls of the forward operator."""
 
     losses = 0
@@ -46,7 +46,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def drawn(p, device):
+def draw_problem(p, device):
     """Return the tensors of a problem and labels, one of which is ignored."""
     labels = torch.randint(0, p.Nd, (p.Nq,), generator=torch.Generator().manual_seed(p.seed))
     labels[-1] = -100
@@ -74,10 +74,10 @@ def step(function, x, labels, normalize=False, upstream=None, more=(), **options
 
 @at_places
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
-def test_losses_and_gradients_are_those_of_the_formula(place, number):
+def test_losses_and_gradients_match_reference(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)
-        x, labels = drawn(p, place.device)
+        x, labels = draw_problem(p, place.device)
         upstream = torch.randn(p.Nq)
         options = {"temperature": 0.7, "reduction": "none", "upstream": upstream}
         with place.use():
@@ -94,8 +94,8 @@ def test_losses_and_gradients_are_those_of_the_formula(place, number):
 @pytest.mark.parametrize("ignore_index", [-100, 2])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @at_places
-def test_it_is_cross_entropy_of_the_scores(place, reduction, ignore_index, index_dtype):
-    x, labels = drawn(replace(SMALL, Nq=6, weight=True, normalize=True), place.device)
+def test_loss_matches_cross_entropy_of_scores(place, reduction, ignore_index, index_dtype):
+    x, labels = draw_problem(replace(SMALL, Nq=6, weight=True, normalize=True), place.device)
     labels = labels.clamp(0).to(index_dtype)
     options = {"temperature": 0.02, "reduction": reduction, "ignore_index": ignore_index}
     options["upstream"] = torch.randn(6 if reduction == "none" else ())
@@ -128,9 +128,9 @@ def test_small_losses_of_large_scores_are_not_rounded_away(place, temperature):
 
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_gradients_are_those_of_differences(layout, normalize):
+def test_gradcheck(layout, normalize):
     p = replace(SMALL, layout=layout, dtype=torch.float64, d=4, poison=False, **EVERYTHING)
-    x, labels = drawn(p, "cpu")
+    x, labels = draw_problem(p, "cpu")
     x.d_mask[..., 0] = True
 
     def function(Q, D, w, temperature):
@@ -143,8 +143,8 @@ def test_gradients_are_those_of_differences(layout, normalize):
 
 @at_places
 @pytest.mark.parametrize("weight", [False, True])
-def test_a_temperature_that_is_learned(place, weight):
-    x, labels = drawn(replace(SMALL, weight=weight, q_mask="holes", d_mask="prefix", seed=2), place.device)
+def test_learned_temperature_matches_reference(place, weight):
+    x, labels = draw_problem(replace(SMALL, weight=weight, q_mask="holes", d_mask="prefix", seed=2), place.device)
     tau = torch.tensor(0.3, device=place.device, requires_grad=True)
     tau64 = tau.detach().double().requires_grad_()
     with place.use():
@@ -159,8 +159,8 @@ def test_a_temperature_that_is_learned(place, weight):
 @at_places
 @pytest.mark.parametrize("value", [-1.0, -0.0, 0.0, float("-inf"), float("nan")])
 @pytest.mark.parametrize("weight", [False, True])
-def test_a_learned_temperature_that_is_not_above_0_is_nan(place, weight, value):
-    x, labels = drawn(replace(SMALL, weight=weight, seed=2), place.device)
+def test_invalid_learned_temperature_gives_nan(place, weight, value):
+    x, labels = draw_problem(replace(SMALL, weight=weight, seed=2), place.device)
     tau = torch.tensor(value, device=place.device, requires_grad=True)
     with place.use():
         loss, grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=tau, more=(tau,))
@@ -172,7 +172,7 @@ def test_a_learned_temperature_that_is_not_above_0_is_nan(place, weight, value):
 def test_a_loss_does_not_depend_on_its_batch(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)
-        x, labels = drawn(p, place.device)
+        x, labels = draw_problem(p, place.device)
         own = p.layout == "candidates"
         with place.use():
             tensors = [
@@ -193,7 +193,7 @@ def test_a_loss_does_not_depend_on_its_batch(place, number):
 @pytest.mark.skipif(INTERPRETING, reason="too many documents for the interpreter; what it adds is plain torch")
 @at_places
 @pytest.mark.parametrize("documents", [101, 5003])
-def test_many_documents_are_added_in_one_order(place, documents):
+def test_losses_over_many_documents_do_not_depend_on_batch(place, documents):
     """The order depends neither on the other queries nor on the address of a row."""
     with place.use():
         for dtype in place.dtypes:
@@ -210,10 +210,10 @@ def test_many_documents_are_added_in_one_order(place, documents):
 
 @at_places
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_parts_change_nothing(place, layout, monkeypatch):
+def test_parts_do_not_change_losses_or_gradients(place, layout, monkeypatch):
     """Parts of any size give equal bits: no gradient is a sum over parts. Unneeded gradients are not computed."""
     p = replace(SMALL, layout=layout, Nq=5, Nd=6, **EVERYTHING)
-    x, labels = drawn(p, place.device)
+    x, labels = draw_problem(p, place.device)
     with place.use():
         expected, expected_grads = step(lik_ops.maxsim_cross_entropy, x, labels, True, temperature=0.3)
         for size in (1, 150, 400):
@@ -237,17 +237,17 @@ def test_parts_change_nothing(place, layout, monkeypatch):
 @at_places
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_the_short_way_has_the_bits_of_the_operators(place, layout, reduction):
+def test_fast_path_equals_the_operators(place, layout, reduction):
     """Test with and without labels. Under a mode that must see the operators, the operators are called."""
     p = replace(SMALL, layout=layout, Nq=4, Nd=6, **{**EVERYTHING, "d_mask": "integer"})
-    x, labels = drawn(p, place.device)
+    x, labels = draw_problem(p, place.device)
     options = {"temperature": 0.3, "reduction": reduction}
     options["upstream"] = torch.randn(4 if reduction == "none" else ())
     with place.use():
         for given in (labels, None):
             for _ in range(3):
                 found, grads = step(lik_ops.maxsim_cross_entropy, x, given, True, **options)
-            with Watching() as watching:
+            with ForwardCallCounter() as watching:
                 expected, expected_grads = step(lik_ops.maxsim_cross_entropy, x, given, True, **options)
             assert watching.losses == 1
             assert torch.equal(found, expected)
@@ -255,7 +255,7 @@ def test_the_short_way_has_the_bits_of_the_operators(place, layout, reduction):
 
 
 @at_places
-def test_one_query_may_be_more_than_a_part(place, monkeypatch):
+def test_query_larger_than_a_part_has_the_same_gradients(place, monkeypatch):
     x, labels = build(replace(SMALL, Nq=1), place.device), torch.tensor([2], device=place.device)
     with place.use():
         _, expected = step(lik_ops.maxsim_cross_entropy, x, labels)
@@ -266,7 +266,7 @@ def test_one_query_may_be_more_than_a_part(place, monkeypatch):
 
 
 @at_places
-def test_labels_that_are_no_document(place):
+def test_out_of_range_labels_give_nan(place):
     """The loss of the query and results that include it are NaN, or an error with checks. Ignored labels are valid."""
     x = build(replace(SMALL, Nq=4), place.device)
     labels = torch.tensor([1, 4, -1, -100], device=place.device)
@@ -285,7 +285,7 @@ def test_labels_that_are_no_document(place):
 @at_places
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_an_ignored_label_may_be_no_int32(place, learned, reduction):
+def test_int32_labels_equal_int64_for_large_ignore_index(place, learned, reduction):
     """torch compares int32 labels modulo 2^32. The result must equal int64 labels, which match nothing here."""
     x = build(replace(SMALL, Nq=4), place.device)
     labels = torch.tensor([1, 0, 3, 2], device=place.device)
@@ -304,8 +304,8 @@ def test_an_ignored_label_may_be_no_int32(place, learned, reduction):
 
 
 @at_places
-def test_an_ignored_query_may_score_anything(place):
-    x, labels = drawn(SMALL, place.device)
+def test_ignored_query_does_not_affect_loss_or_gradients(place):
+    x, labels = draw_problem(SMALL, place.device)
     x.Q[-1] = 1e38
     with place.use():
         loss, (of_Q, of_D) = step(lik_ops.maxsim_cross_entropy, x, labels)
@@ -316,7 +316,7 @@ def test_an_ignored_query_may_score_anything(place):
 
 
 @at_places
-def test_documents_that_score_nothing_finite(place):
+def test_non_finite_scores_affect_only_their_queries(place):
     """Empty negatives add nothing, an empty positive gives an infinite loss, and NaN affects only its queries."""
     x = build(replace(SMALL, Nq=4), place.device)
     x.d_mask = torch.ones(4, 9, dtype=torch.bool, device=place.device)
@@ -342,7 +342,7 @@ def test_documents_that_score_nothing_finite(place):
 
 @at_places
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_nothing_to_score(place, layout):
+def test_empty_inputs_have_zero_gradients(place, layout):
     for Nq, K, Lq, Ld in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5), (0, 0, 4, 5)):
         Q = torch.randn(Nq, Lq, 8, device=place.device, requires_grad=True)
         D = torch.randn(*((K,) if layout == "cross" else (Nq, K)), Ld, 8, device=place.device, requires_grad=True)
@@ -362,7 +362,7 @@ def test_nothing_to_score(place, layout):
     assert bool(loss.isnan())  # equals F.cross_entropy of ignored queries only
 
 
-def test_labels_are_the_first_documents():
+def test_default_labels_are_the_first_documents():
     Q, D = torch.randn(3, 4, 8), torch.randn(5, 6, 8)
     found = lik_ops.maxsim_cross_entropy(Q, D, temperature=0.5)
     assert torch.equal(found, lik_ops.maxsim_cross_entropy(Q, D, torch.arange(3), temperature=0.5))
@@ -372,7 +372,7 @@ def test_labels_are_the_first_documents():
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_a_step_of_many_pairs_keeps_two_numbers_a_query(few, monkeypatch):
+def test_only_small_steps_save_scores_and_argmax(few, monkeypatch):
     """A small step keeps its scores and argmax, and both kinds of steps have the same gradients."""
     Q, D = torch.randn(8, 4, 16, requires_grad=True), torch.randn(300, 10, 16, requires_grad=True)
     if not few:
@@ -414,7 +414,7 @@ print((peak() - before) // 1024)
 """
 
 
-def _grown_mib(way):
+def _measure_peak_growth_mib(way):
     run = subprocess.run([sys.executable, "-c", MEMORY, way], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     return int(run.stdout)
@@ -422,10 +422,10 @@ def _grown_mib(way):
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETING or sys.platform != "linux", reason="of the portable backend, as Linux tells it")
-def test_scores_and_winners_are_never_whole():
+def test_portable_loss_peaks_below_64_mib():
     """With 3,072 queries and documents, scores need 36 MiB, which torch copies, and the argmax needs 18 MiB."""
-    assert _grown_mib("fused") < 64
-    assert _grown_mib("scores") > 96
+    assert _measure_peak_growth_mib("fused") < 64
+    assert _measure_peak_growth_mib("scores") > 96
 
 
 WRONG = [
@@ -446,7 +446,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), WRONG)
-def test_bad_arguments_are_named(given, error, message):
+def test_errors_name_the_argument(given, error, message):
     arguments = {"Q": torch.randn(2, 4, 8), "D": torch.randn(5, 3, 8)} | given
     with pytest.raises(error, match=f"maxsim_cross_entropy: {message}"):
         lik_ops.maxsim_cross_entropy(**arguments)

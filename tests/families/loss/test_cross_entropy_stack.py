@@ -45,7 +45,7 @@ def loss_of(Q, D, labels, q_mask, d_mask, w, temperature=0.3, reduction="mean"):
 
 @at_devices
 @pytest.mark.parametrize("candidates", [False, True])
-def test_compiled_steps_have_the_bits_of_eager_ones(device, candidates):
+def test_compiled_steps_equal_eager(device, candidates):
     args = inputs(device, candidates)
     assert_compiled_steps(loss_of, args, (*args, torch.tensor(0.3, device=device)))
 
@@ -61,7 +61,7 @@ def test_one_dynamic_compilation_serves_all_sizes():
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_it_exports_with_every_size_dynamic(strict):
+def test_exports_with_dynamic_sizes(strict):
     def function(Q, D, labels, d_mask):
         return lik_ops.maxsim_cross_entropy(Q, D, labels, d_mask=d_mask, temperature=0.5)
 
@@ -72,7 +72,7 @@ def test_it_exports_with_every_size_dynamic(strict):
 
 @at_devices
 @pytest.mark.parametrize("candidates", [False, True])
-def test_vmap_is_a_loop(device, candidates):
+def test_vmap_matches_a_loop(device, candidates):
     stacked = [torch.stack(x) for x in zip(*(inputs(device, candidates) for _ in range(3)), strict=True)]
     assert_vmap_is_a_loop(loss_of, stacked, (0,) * 6)
     Q, D, labels, q_mask, d_mask, w = stacked
@@ -89,20 +89,20 @@ def test_batched_upstream_gradients():
         assert torch.equal(g, torch.autograd.grad(losses[n], Q, retain_graph=True)[0])
 
 
-def test_what_it_cannot_derive_raises():
+def test_unsupported_differentiation_raises():
     Q, D, *_ = inputs("cpu")
     assert_derives_no_further(lambda Q: lik_ops.maxsim_cross_entropy(Q, D), Q, "maxsim_cross_entropy")
 
 
 @at_devices
-def test_autocast_multiplies_in_its_dtype(device):
+def test_autocast_casts_tokens_to_its_dtype(device):
     Q, D, labels, *_ = inputs(device)
     assert_autocast(lambda Q, D: lik_ops.maxsim_cross_entropy(Q, D, labels), Q, D)
 
 
 @at_devices
 @pytest.mark.parametrize("candidates", [False, True])
-def test_flops_are_those_of_its_products(device, candidates):
+def test_flops_count_the_matrix_products(device, candidates):
     Q, D, labels, *_ = inputs(device, candidates, options=False)
     forward = 2 * Nq * K * Lq * Ld * d
     found = flops(lambda Q, D: lik_ops.maxsim_cross_entropy(Q, D, labels), Q, D)
@@ -113,7 +113,7 @@ def test_flops_are_those_of_its_products(device, candidates):
 @pytest.mark.parametrize(
     ("learned", "cut"), [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)]
 )
-def test_training_goes_as_with_the_formula(device, learned, cut, monkeypatch):
+def test_training_losses_match_reference(device, learned, cut, monkeypatch):
     """Run 200 steps in one part or many, with fixed or learned temperature, and compare with the full similarities."""
     if cut:
         monkeypatch.setattr(loss_ops, "_MAX_PART_BYTES", 3 * 9 * 16)  # three queries
@@ -140,13 +140,13 @@ def test_training_goes_as_with_the_formula(device, learned, cut, monkeypatch):
 
 
 @at_devices
-def test_steps_have_the_same_bits_each_time(device):
+def test_steps_are_deterministic(device):
     args = inputs(device)
     assert_same(step(loss_of, args), step(loss_of, args))
 
 
 @pytest.mark.gpu
-def test_a_step_waits_for_nothing_and_is_captured():
+def test_step_does_not_synchronize_and_replays_in_a_graph():
     args = inputs("cuda")
     expected = step(loss_of, args)
     torch.cuda.set_sync_debug_mode("error")
@@ -168,7 +168,7 @@ def test_a_step_waits_for_nothing_and_is_captured():
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_a_large_step_takes_little_beyond_its_gradients():
+def test_large_step_peaks_below_64_mib_beyond_gradients():
     """The argmax of 4,096 x 4,096 pairs would need 1 GiB, and the scores 64 MiB."""
     n = 4096
     Q = torch.randn(n, 32, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)

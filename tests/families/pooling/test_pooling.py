@@ -34,7 +34,7 @@ def draw(*lengths, d=16, dtype=torch.float64, device="cpu", seed=0):
 @pytest.mark.parametrize(
     ("metric", "factor", "num_protected"), [("cosine", 2, 1), ("cosine", 3.5, 0), ("cosine", 8, 3), ("rows", 3, 0)]
 )
-def test_hierarchical_pooling_is_wards(device, metric, factor, num_protected):
+def test_hierarchical_pooling_matches_reference(device, metric, factor, num_protected):
     lengths = torch.randint(0, 90, (250,), generator=torch.Generator().manual_seed(1)).tolist()
     documents, options = draw(*lengths, device=device), {"metric": metric, "num_protected": num_protected}
     tokens, cu_seqlens = lik_ops.pool_tokens(documents, factor, **options)
@@ -46,7 +46,7 @@ def test_hierarchical_pooling_is_wards(device, metric, factor, num_protected):
 @pytest.mark.filterwarnings("ignore:.*uncondensed distance matrix")
 @pytest.mark.parametrize("metric", ["cosine", "rows"])
 @pytest.mark.parametrize("factor", [2, 3.5, 8])
-def test_the_reference_has_the_clusters_of_scipy(metric, factor):
+def test_reference_matches_scipy_ward_clusters(metric, factor):
     hierarchy = pytest.importorskip("scipy.cluster.hierarchy", reason="Ward's method of the hosts")
     for tokens in draw(*range(2, 90, 4)):
         distances = (1 - tokens @ tokens.T).numpy()
@@ -68,7 +68,7 @@ def test_equal_tokens_are_one_cluster():
     assert torch.equal(tokens, reference.pool_tokens(document, 2, num_protected=0))
 
 
-def test_a_chain_of_merges_needs_one_round_for_each():
+def test_chain_of_merges_matches_reference():
     """The angles double, so that each round finds one pair of mutual nearest neighbors."""
     angles = 2.0 ** torch.arange(-20, 0)
     chain = torch.stack([angles.double().cos(), angles.double().sin()], 1)
@@ -78,7 +78,7 @@ def test_a_chain_of_merges_needs_one_round_for_each():
         torch.testing.assert_close(tokens, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_cheapest_pairs_end_cycles_of_nearest_clusters():
+def test_clusters_without_mutual_nearest_pair_are_merged():
     """Here 0 is nearest to 2, 2 to 1, and 1 to 0, so no pair is mutual. Rounding leads to such distances."""
     ward = WardClustering(torch.device("cpu"))
     ward.reserve(2, 3).copy_(torch.tensor([[9, 2, 1], [1, 9, 2], [2, 1, 9]]))
@@ -88,7 +88,7 @@ def test_cheapest_pairs_end_cycles_of_nearest_clusters():
 
 @devices
 @pytest.mark.parametrize("n", [15, 31, 45, 58])
-def test_tokens_at_nearly_equal_distances_have_the_asked_number_of_clusters(device, n):
+def test_nearly_equal_distances_do_not_exceed_cluster_count(device, n):
     """Costs differ by rounding errors only. Costs that are exactly equal lead to fewer clusters."""
     directions = torch.randn(8, n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     tokens = torch.linalg.qr(directions).Q.to(device)
@@ -97,7 +97,7 @@ def test_tokens_at_nearly_equal_distances_have_the_asked_number_of_clusters(devi
         assert int(cu_seqlens.diff().max()) <= count
 
 
-def test_infinite_distances_are_not_merged():
+def test_tokens_at_infinite_distance_are_not_merged():
     tokens = torch.full((3, 4), 1e200, dtype=torch.float64)
     _, cu_seqlens = lik_ops.pool_tokens([tokens, tokens[:2]], 3, num_protected=0)
     assert cu_seqlens.tolist() == [0, 3, 5]
@@ -133,7 +133,7 @@ def test_counts_and_protected_tokens(device, method):
     assert all(torch.equal(a, b) for a, b in zip(documents, same, strict=True))
 
 
-def test_sequential_runs_differ_by_one_token():
+def test_sequential_run_lengths_differ_by_at_most_one():
     documents = [torch.eye(11)]
     tokens, _ = lik_ops.pool_tokens(documents, 3, method="sequential", num_protected=1)
     runs = (tokens != 0).sum(1).tolist()
@@ -152,7 +152,7 @@ def test_kmeans_finds_separate_groups():
 
 @devices
 @methods
-def test_a_document_pools_alike_in_every_batch_and_layout(device, method):
+def test_pooling_does_not_depend_on_batch_or_layout(device, method):
     """Distances are fp64, so the padding of a batch cannot change a cluster. Means have the same bits."""
     documents = draw(40, 7, 64, 33, 64, dtype=torch.float32, device=device)
     tokens, cu_seqlens = lik_ops.pool_tokens(documents, 2, method=method)
@@ -178,7 +178,7 @@ def test_a_document_pools_alike_in_every_batch_and_layout(device, method):
 @devices
 @methods
 @pytest.mark.parametrize("normalized", [False, True])
-def test_gradients_are_those_of_means(device, method, normalized):
+def test_gradcheck(device, method, normalized):
     """A small change of a token does not change the clusters, so the function is linear there."""
     (document,) = draw(10, d=3, device=device)
     document.requires_grad_()
@@ -186,14 +186,14 @@ def test_gradients_are_those_of_means(device, method, normalized):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_types_average_in_fp32(dtype):
+def test_half_precision_tokens_are_averaged_in_fp32(dtype):
     (document,) = draw(60, dtype=dtype)
     tokens, _ = lik_ops.pool_tokens([document], 4, normalize=True)
     wide, _ = lik_ops.pool_tokens([document.float()], 4, normalize=True)
     assert tokens.dtype == dtype and torch.equal(tokens, wide.to(dtype))
 
 
-def test_no_documents_and_no_tokens():
+def test_empty_inputs_pool_to_no_tokens():
     for D in (torch.empty(0, 5, 8), torch.empty(3, 0, 8)):
         tokens, cu_seqlens = lik_ops.pool_tokens(D, 2)
         assert tokens.shape == (0, 8) and cu_seqlens.tolist() == [0] * (len(D) + 1)

@@ -58,7 +58,7 @@ LENGTHS = ([5, 0, 1, 2, 3], [1, 1], [2], [3, 2, 3], [140, 100, 3, 65], [33, 64])
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_nearest_clusters(device, lengths):
+def test_nearest_clusters_match_portable(device, lengths):
     n = max(lengths) + 1
     squared, ward, plain = measure(lengths, n), kernels(device), WardClustering(torch.device("cpu"))
     batch = draw_clusters(lengths, n, "cpu")
@@ -72,7 +72,7 @@ def test_nearest_clusters(device, lengths):
     assert torch.equal(index.cpu()[~has_other], torch.arange(n).repeat(len(lengths), 1)[~has_other])
 
 
-def test_the_lowest_of_equal_clusters_is_nearest(device):
+def test_ties_select_the_lowest_cluster(device):
     n = 150
     squared = torch.ones(2, n, n, dtype=torch.float64)
     squared[1, :, 70] = squared[1, :, 140] = 0.5
@@ -88,7 +88,7 @@ def test_the_lowest_of_equal_clusters_is_nearest(device):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_merged_distances(device, lengths):
+def test_merged_distances_match_portable(device, lengths):
     """The matrix stays symmetric. Plain torch combines all rows first, which differs by rounding below the diagonal."""
     n = max(lengths) + 1
     squared, ward, plain = measure(lengths, n), kernels(device), WardClustering(torch.device("cpu"))
@@ -132,7 +132,7 @@ def test_equal_tokens_are_one_cluster(device):
     assert torch.equal(tokens.cpu(), torch.stack([a, b]))
 
 
-def test_the_kernels_are_used(device, monkeypatch):
+def test_triton_backend_launches_the_ward_kernels(device, monkeypatch):
     from lik_ops.gpu.runtime import launcher
 
     names, launch = [], launcher.launch

@@ -44,7 +44,7 @@ MORE = [
 ]
 
 
-def _compiles(case: Case, arch: str) -> None:
+def _check_compiles(case: Case, arch: str) -> None:
     text = _check(case, arch).text
     unit = MATRIX_UNIT.get(arch, "mma.sync")
     if arch in ("sm_90", "sm_100") and (case.d < 64 or case.dtype == _FP32):
@@ -55,20 +55,20 @@ def _compiles(case: Case, arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_compile(case, arch):
-    _compiles(case, arch)
+    _check_compiles(case, arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("more", [{}, {"options": True, "normalize": True}], ids=str)
 @pytest.mark.parametrize("dtype", [_BF16, _FP32], ids=str)
-def test_sums_that_come_in_parts_take_no_spills(dtype, more, arch):
+def test_finish_kernel_with_parts_compiles_without_spills(dtype, more, arch):
     _check(Case(FINISH, dtype, parts=True, **more), arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("Lq", [1, 32, 300])
 @pytest.mark.parametrize("options", [False, True])
-def test_the_merge_of_splits_spills_nothing(options, Lq, arch):
+def test_split_merge_compiles_without_spills(options, Lq, arch):
     queries, constants = _queries(Case(FORWARD, options=options))
     groups = {"Q": queries, "cut": SoftSplitArgs("*fp32", "*i32" if options else "constexpr", "i32", "i32")}
     types = {"scores": "*fp32", "lse": "*fp32" if options else "constexpr", "tau": "fp32"}
@@ -90,4 +90,4 @@ def test_the_merge_of_splits_spills_nothing(options, Lq, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("case", CASES + MORE, ids=str)
 def test_every_configuration_compiles(case, arch):
-    _compiles(case, arch)
+    _check_compiles(case, arch)

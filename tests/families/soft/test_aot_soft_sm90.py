@@ -20,7 +20,7 @@ from ...support.aot import Case, _documents, _queries
 SM_90 = architectures.ARCHITECTURES["sm_90"]
 
 
-def described(dtype: torch.dtype, *block: int) -> str:
+def make_descriptor_type(dtype: torch.dtype, *block: int) -> str:
     layout = make_tile_layout(list(block), str(dtype).removeprefix("torch."))
     return f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
 
@@ -49,7 +49,7 @@ def make_source(kernel, signature: dict, constants: dict, options: bool, config)
 @pytest.mark.parametrize(("d", "Ld"), [(128, 300), (128, 1024), (64, 300), (32, 1024)])
 @pytest.mark.parametrize("options", [False, True])
 @pytest.mark.parametrize("of_rows", [False, True])
-def test_a_backward_compiles_as_meant(d, Ld, options, of_rows):
+def test_backward_kernels_compile_without_spills(d, Ld, options, of_rows):
     dtype = torch.bfloat16
     C = soft_configs.configure_soft_sm90_backward(d, Ld if of_rows else None)
     queries, constants = _queries(Case("maxsim_forward", dtype, d, options=options))
@@ -57,7 +57,7 @@ def test_a_backward_compiles_as_meant(d, Ld, options, of_rows):
     signature = {
         "Q": QueryArgs(*queries),
         "D": documents,
-        "tiles": described(dtype, *[1] * of_rows, C.BN, C.BD),
+        "tiles": make_descriptor_type(dtype, *[1] * of_rows, C.BN, C.BD),
         "up": SoftUpstreamArgs("*fp32", "i32", "i32", "*fp32", *["i32"] * 6),
         **{"sums": "*fp32", "grad": "*bf16", "each": "i32", "d": "i32"},
     }
@@ -66,7 +66,7 @@ def test_a_backward_compiles_as_meant(d, Ld, options, of_rows):
     compile_checked(make_source(kernel, signature, found, options, C))
 
 
-def test_when_they_are_chosen():
+def test_tile_choice_and_unsupported_reasons():
     tokens = [soft_configs.configure_soft_sm90_backward(128, Ld).BN for Ld in (5, 180, 300, 1024)]
     assert tokens == [64, 64, 64, 128]
 

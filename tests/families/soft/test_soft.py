@@ -45,7 +45,7 @@ def step(function, x, temperature, normalize, upstream):
 
 @at_places
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
-def test_scores_and_gradients_are_those_of_the_formula(place, number):
+def test_scores_and_gradients_match_reference(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)
         x = build(p, place.device)
@@ -69,7 +69,7 @@ def test_scores_and_gradients_are_those_of_the_formula(place, number):
 
 @at_places
 @pytest.mark.parametrize("options", [{}, {"q_mask": "holes"}, {"d_mask": "holes"}, {"d": 144}])
-def test_the_gradient_of_the_temperature_where_probabilities_are_peaks(place, options):
+def test_temperature_gradient_of_peaks_matches_reference(place, options):
     """Probabilities rounded to half precision would hide entropies that are small compared with soft maxima."""
     upstream = torch.ones(2, 3, device=place.device)
     for dtype in place.dtypes:
@@ -86,7 +86,7 @@ def test_the_gradient_of_the_temperature_where_probabilities_are_peaks(place, op
 @at_places
 @pytest.mark.parametrize("options", [{}, {"q_mask": "holes", "weight": True}, {"d_mask": "holes"}, {"d": 144}])
 @pytest.mark.parametrize(("scale", "temperature"), [("normal", 0.02), ("unit", 1e-4), ("unit", 1e-3), ("large", 0.02)])
-def test_the_gradient_of_a_low_temperature_keeps_its_digits(place, scale, temperature, options):
+def test_low_temperature_gradient_matches_reference(place, scale, temperature, options):
     """The entropies are far below the rounding error of a soft maximum divided by the temperature."""
     upstream = torch.ones(4, 4, device=place.device)
     for dtype in place.dtypes:
@@ -105,7 +105,7 @@ def test_the_gradient_of_a_low_temperature_keeps_its_digits(place, scale, temper
 
 
 @at_places
-def test_the_entropy_of_ties(place):
+def test_temperature_gradient_of_ties_is_their_entropy(place):
     """Two, three, and four equal tokens share a probability, as do equal tokens in two blocks of a document."""
     Q = torch.full((1, 1, 16), 2.0, device=place.device)
     for Ld in (16, 300):
@@ -121,7 +121,7 @@ def test_the_entropy_of_ties(place):
 
 
 @at_places
-def test_the_entropy_of_a_peak(place):
+def test_temperature_gradient_of_a_peak_is_its_entropy(place):
     """The second token has a probability below the rounding error of the soft maximum divided by the temperature."""
     steps = torch.arange(1, 15, device=place.device)
     Q = torch.zeros(1, 1, 16, device=place.device)
@@ -136,7 +136,7 @@ def test_the_entropy_of_a_peak(place):
         assert abs(float(found / expected[n]) - 1) < 2e-3, (n, float(found), float(expected[n]))
 
 
-def test_the_formula_is_that_of_logsumexp():
+def test_reference_matches_logsumexp():
     Q, D = torch.randn(2, 3, 4).double(), torch.randn(5, 6, 4).double()
     expected = 0.1 * torch.logsumexp(torch.einsum("isd,jtd->ijst", Q, D) / 0.1, -1)
     torch.testing.assert_close(reference.maxsim_soft(Q, D, 0.1), expected.sum(-1))
@@ -144,7 +144,7 @@ def test_the_formula_is_that_of_logsumexp():
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_gradients_are_those_of_differences(layout, normalize):
+def test_gradcheck(layout, normalize):
     p = replace(
         SMALL, layout=layout, dtype=torch.float64, d=4, poison=False, q_mask="holes", d_mask="holes", weight=True
     )
@@ -159,7 +159,7 @@ def test_gradients_are_those_of_differences(layout, normalize):
 
 
 @at_places
-def test_it_tends_to_maxsim_as_the_temperature_falls(place):
+def test_low_temperature_approaches_maxsim(place):
     for dtype in place.some_dtypes(0):
         p = replace(SMALL, dtype=dtype, d=24, Ld=20)
         x = build(p, place.device)
@@ -184,7 +184,7 @@ def test_it_tends_to_maxsim_as_the_temperature_falls(place):
 
 @at_places
 @pytest.mark.parametrize("size", [1e-18, 1e18])
-def test_huge_and_tiny_similarities_are_safe(place, size):
+def test_huge_and_tiny_similarities_match_reference(place, size):
     x = build(replace(SMALL, Ld=20), place.device)
     x.D = x.D * size
     upstream = torch.ones(3, 3, device=place.device)
@@ -216,7 +216,7 @@ def test_infinities_and_nan(place):
 
 @at_places
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_nothing_to_score(place, layout):
+def test_empty_inputs_score_like_maxsim(place, layout):
     """Like `maxsim`: documents without tokens, queries without tokens, no documents, and no queries."""
     for sizes in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5)):
         Nq, K, Lq, Ld = sizes
@@ -231,7 +231,7 @@ def test_nothing_to_score(place, layout):
 
 
 @at_places
-def test_what_masks_leave_is_all_there_is(place):
+def test_fully_masked_inputs_have_zero_gradients(place):
     """A query without kept tokens scores 0, an empty document -inf, and neither has a gradient."""
     Q, D = torch.randn(3, 4, 16, device=place.device), torch.randn(4, 18, 16, device=place.device)
     q_mask = torch.ones(3, 4, dtype=torch.bool, device=place.device)
@@ -278,7 +278,7 @@ def test_a_score_does_not_depend_on_its_batch(place, number):
 
 
 @at_places
-def test_gradients_are_the_same_each_time_and_of_each_batch(place):
+def test_gradients_do_not_depend_on_run_or_batch(place):
     """The gradient of a query sums over all documents and does not depend on the other queries."""
     for dtype in place.some_dtypes(1):
         x = build(replace(SMALL, Nq=5, Nd=4, Ld=20, dtype=dtype), place.device)
@@ -293,7 +293,7 @@ def test_gradients_are_the_same_each_time_and_of_each_batch(place):
 
 
 @at_places
-def test_gradients_alone_are_those_of_all(place):
+def test_single_gradients_equal_joint_gradients(place):
     x = build(replace(SMALL, weight=True, normalize=True), place.device)
     tau = torch.tensor(0.3, device=place.device)
     with place.use():
@@ -307,7 +307,7 @@ def test_gradients_alone_are_those_of_all(place):
             assert all(g.shape == (0,) for m, g in enumerate(found) if m != n)
 
 
-def _times(size, Q, D, temperature, *_, **options):
+def _scale_scores(size, Q, D, temperature, *_, **options):
     return lik_ops.maxsim_soft(Q, D, temperature) * size
 
 
@@ -322,7 +322,7 @@ def test_small_gradients_of_fp16_are_not_lost(place):
             args = x.Q, x.D, lse, None, None, None, None, 2.0, False, [False, False, True, False]
             w = torch.ones(3, 5, device=place.device)
             of_w = torch.ops.lik.maxsim_soft_bwd(upstream.to(scores) * size, *args[:5], w, *args[6:])[2]
-            _, (of_Q, of_D) = step(partial(_times, size), x, 2.0, False, upstream)
+            _, (of_Q, of_D) = step(partial(_scale_scores, size), x, 2.0, False, upstream)
         _, (expected_Q, expected_D) = step(reference.maxsim_soft, x.to64(), 2.0, False, upstream)
         assert bool(of_w.isfinite().all())
         for g, e in ((of_Q, expected_Q), (of_D, expected_D)):
@@ -339,7 +339,7 @@ def test_small_gradients_of_fp16_are_not_lost(place):
 @at_places
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 @pytest.mark.parametrize(("frozen", "d"), [(False, 16), (True, 16), (False, 130)])
-def test_sums_that_exceed_the_workspace_are_made_in_parts(place, layout, frozen, d, monkeypatch):
+def test_gradients_match_with_a_tiny_workspace(place, layout, frozen, d, monkeypatch):
     """The sums use separate memory, or the memory of a gradient that is written later."""
     if place.backend == "portable":
         pytest.skip("the portable backend sums in blocks whatever the workspace")
@@ -379,7 +379,7 @@ STEPS = [
 ]
 
 
-def _bytes_of_a_step(Nq, K, Lq, Ld, d, candidates):
+def _count_step_bytes(Nq, K, Lq, Ld, d, candidates):
     """Return the bytes of both bf16 gradients, of the gradient of D alone, and of the soft maxima."""
     of_D = 2 * (Nq if candidates else 1) * K * Ld * d
     return 2 * Nq * Lq * d + of_D, of_D, 4 * Nq * K * Lq
@@ -387,11 +387,11 @@ def _bytes_of_a_step(Nq, K, Lq, Ld, d, candidates):
 
 @pytest.mark.parametrize("sizes", STEPS, ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
-def test_sums_take_a_twentieth_of_what_a_step_keeps(sizes, frozen):
+def test_sum_workspace_is_bounded_or_reuses_a_gradient(sizes, frozen):
     """Frozen D needs a twentieth or 8 MiB. Otherwise the gradient of D has room for the sums of Q."""
     soft = pytest.importorskip("lik_ops.families.soft.gpu", reason="needs Triton")
     Nq, K, Lq, Ld, d, _ = sizes
-    of_both, of_D, lse = _bytes_of_a_step(*sizes)
+    of_both, of_D, lse = _count_step_bytes(*sizes)
     own = of_both - frozen * of_D + lse
     unwritten = None if frozen else torch.empty(of_D // 2, dtype=torch.bfloat16, device="meta")
     room = soft.allocate_sum_workspace(Nq, 4 * Lq * d * soft._count_parts(K, Ld), own, unwritten)
@@ -402,7 +402,7 @@ def test_sums_take_a_twentieth_of_what_a_step_keeps(sizes, frozen):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", STEPS, ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
-def test_a_step_takes_a_twentieth_beyond_gradients_and_soft_maxima(sizes, normalize):
+def test_step_peak_memory_is_near_gradients_and_lse(sizes, normalize):
     Nq, K, Lq, Ld, d, candidates = sizes
     documents = (Nq, K) if candidates else (K,)
     Q, D = (
@@ -421,14 +421,14 @@ def test_a_step_takes_a_twentieth_beyond_gradients_and_soft_maxima(sizes, normal
     grads = gradients()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    of_both, _, lse = _bytes_of_a_step(*sizes)
+    of_both, _, lse = _count_step_bytes(*sizes)
     assert sum(g.nbytes for g in grads) == of_both
     sums = 8 * MiB if normalize and d > 128 else 0  # for documents whose tokens are spread over programs
     assert peak <= 1.05 * (of_both + lse) + sums + 4 * Nq * K, f"{peak / MiB:.1f} of {(of_both + lse) / MiB:.1f} MiB"
 
 
 @pytest.mark.skipif(INTERPRETING, reason="of the portable backend")
-def test_similarities_are_never_whole():
+def test_portable_memory_is_below_a_quarter_of_similarities():
     """On a CPU, a step needs memory for saved tensors, gradients, and blocks of a few MiB."""
     import resource
 
@@ -442,7 +442,7 @@ def test_similarities_are_never_whole():
 
 
 @pytest.mark.skipif(not INTERPRETING, reason="of the kernels")
-def test_kernels_multiply_where_they_are_tested():
+def test_interpreter_selects_the_triton_backend():
     """The interpreter runs the kernels, not the portable backend."""
     from lik_ops import backends
 
@@ -467,14 +467,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), WRONG)
-def test_bad_arguments_are_named(given, error, message):
+def test_errors_name_the_argument(given, error, message):
     arguments = {"Q": torch.randn(2, 4, 8), "D": torch.randn(5, 3, 8), "temperature": 0.1} | given
     with pytest.raises(error, match=message):
         lik_ops.maxsim_soft(**arguments)
 
 
 @at_places
-def test_a_temperature_tensor_that_is_none_gives_nan(place):
+def test_invalid_temperature_tensor_gives_nan(place):
     x = build(SMALL, place.device)
     with place.use():
         for wrong in (0.0, -1.0, torch.nan):

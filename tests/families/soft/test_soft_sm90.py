@@ -42,7 +42,7 @@ def tokens(sizes, dtype=torch.bfloat16):
     return (torch.randn(n, L, d, device="cuda").to(dtype) for n, L in ((Nq, Lq), (Nd, Ld)))
 
 
-def without(monkeypatch):
+def force_generic_kernel(monkeypatch):
     monkeypatch.setattr(soft_sm90, "get_forced_kernel", lambda: "generic")
 
 
@@ -64,7 +64,7 @@ def served(monkeypatch):
 
 @at_sizes
 @pytest.mark.parametrize("options", [False, True])
-def test_gradients_are_those_of_the_formula(sizes, options, served):
+def test_gradients_match_reference(sizes, options, served):
     """With `options` there are weights."""
     Q, D = tokens(sizes)
     Nq, Nd, Lq = sizes[:3]
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_formula(sizes, options, served):
 
 
 @at_sizes
-def test_gradients_beside_those_of_the_plain_kernels(sizes, served, monkeypatch):
+def test_gradients_match_generic_kernels(sizes, served, monkeypatch):
     """Masked query tokens and a document behind the others are NaN. Bits are equal in each run and batch."""
     Q, D = tokens(sizes)
     Nq, Nd, Lq, _, _ = sizes
@@ -106,12 +106,12 @@ def test_gradients_beside_those_of_the_plain_kernels(sizes, served, monkeypatch)
     assert served[-1] == ("try_sum_rows", True)
     assert torch.equal(found, gradients()) and torch.equal(gradients(slice(1, 2))[0], found[1])
     assert not found[~q_mask].any()
-    without(monkeypatch)
+    force_generic_kernel(monkeypatch)
     expected = gradients().double()
     assert float((found.double() - expected).norm() / expected.norm()) < 8e-3
 
 
-def test_a_token_behind_a_document_changes_nothing():
+def test_nan_in_the_next_document_does_not_leak():
     """A last tile also reads the next document, whose first token may be NaN."""
     Q, D = tokens((64, 70, 32, 70, 128))
     D[1] = torch.nan

@@ -45,7 +45,7 @@ def short_splits(monkeypatch):
 
 @at_places
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
-def test_scores_and_gradients_are_those_of_the_formula(place, number):
+def test_scores_and_gradients_match_reference(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)
         x = build(p, place.device)
@@ -80,7 +80,7 @@ def test_a_score_does_not_depend_on_its_batch_or_on_the_workspace(place, number,
 
 
 @at_places
-def test_a_candidate_has_the_bits_of_a_cross_product(place):
+def test_candidate_scores_equal_cross_product_scores(place):
     for dtype in place.some_dtypes(0):
         x = build(replace(LONG, dtype=dtype), place.device)
         with place.use():
@@ -105,7 +105,7 @@ def test_infinities_and_nan(place):
 
 
 @at_places
-def test_masks_decide_whether_a_document_is_empty(place):
+def test_empty_documents_score_minus_inf_with_any_weight(place):
     """A weight of 0 or below 0 must not turn the -inf of an empty document into NaN or inf."""
     Q, D = torch.randn(3, 4, 16, device=place.device), torch.randn(3, 90, 16, device=place.device)
     q_mask, d_mask = torch.ones(3, 4).bool().to(place.device), torch.ones(3, 90).bool().to(place.device)
@@ -122,7 +122,7 @@ def test_masks_decide_whether_a_document_is_empty(place):
 
 @at_places
 @pytest.mark.parametrize("size", [1e-18, 1e18])
-def test_huge_and_tiny_similarities_are_safe(place, size):
+def test_huge_and_tiny_similarities_match_reference(place, size):
     x = build(LONG, place.device)
     x.D = x.D * size
     for tau in (1e-3, 1.0, 1e3):
@@ -132,7 +132,7 @@ def test_huge_and_tiny_similarities_are_safe(place, size):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
 
 
-def test_splits_depend_on_the_length_alone(monkeypatch):
+def test_documents_of_4096_tokens_or_more_are_split(monkeypatch):
     monkeypatch.undo()
     from lik_ops.families.soft import configs
 
@@ -142,7 +142,7 @@ def test_splits_depend_on_the_length_alone(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sizes", [(1, 1, 32, 65537), (3, 5, 20, 4096), (2, 2, 300, 9001)], ids=str)
-def test_long_documents(monkeypatch, sizes, dtype):
+def test_long_documents_match_reference(monkeypatch, sizes, dtype):
     """Splits of the length that users get: scores and gradients of the formula, and the bits of single documents."""
     monkeypatch.undo()
     Nq, Nd, Lq, Ld = sizes
@@ -160,7 +160,7 @@ def test_long_documents(monkeypatch, sizes, dtype):
 
 
 @at_places
-def test_every_split_has_a_program(place):
+def test_long_document_launches_a_program_per_split(place):
     """The launches of a long document: its splits, then their merge."""
     from lik_ops.core.segments import DenseArgs
     from lik_ops.families.soft.gpu import _run_forward

@@ -38,12 +38,12 @@ def soft(Q, D, q_mask, d_mask, w, temperature=0.3):
 
 @at_devices
 @pytest.mark.parametrize("candidates", [False, True])
-def test_compiled_steps_have_the_bits_of_eager_ones(device, candidates):
+def test_compiled_steps_equal_eager(device, candidates):
     args = inputs(device, candidates)
     assert_compiled_steps(soft, args, (*args, torch.tensor(0.3, device=device)))
 
 
-def test_temperatures_do_not_compile_anew_without_end():
+def test_temperature_tensor_compiles_once():
     torch.compiler.reset()
     args, compilations = inputs("cpu", options=False), Compilations()
     compiled = torch.compile(soft, backend=compilations)
@@ -67,7 +67,7 @@ class Scores(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_it_exports_with_every_size_dynamic(strict):
+def test_exports_with_dynamic_sizes(strict):
     Q, D, _, d_mask, _ = inputs("cpu")
     others = torch.randn(3, 7, 12), torch.randn(6, 9, 12), torch.rand(6, 9) > 0.2
     assert_exported(Scores(), (Q, D, d_mask), others, "maxsim_soft_fwd", strict=strict)
@@ -75,7 +75,7 @@ def test_it_exports_with_every_size_dynamic(strict):
 
 @at_devices
 @pytest.mark.parametrize("candidates", [False, True])
-def test_vmap_is_a_loop(device, candidates):
+def test_vmap_matches_a_loop(device, candidates):
     Q, D, q_mask, d_mask, w = (
         torch.stack(x) for x in zip(*(inputs(device, candidates) for _ in range(3)), strict=True)
     )
@@ -85,33 +85,33 @@ def test_vmap_is_a_loop(device, candidates):
     assert_vmap_is_a_loop(lik_ops.maxsim_soft, (Q[0], D[0], taus), (None, None, 0))
 
 
-def test_a_compiled_vmap_keeps_what_autograd_outside_needs():
+def test_gradients_through_compiled_vmap_equal_eager():
     Q, D = torch.randn(2, 3, 5, 8, requires_grad=True), torch.randn(4, 9, 8)
     batched = torch.vmap(lambda q: lik_ops.maxsim_soft(q, D, 0.5))
     compiled = torch.compile(batched, backend="aot_eager", fullgraph=True)
     assert torch.equal(*(torch.autograd.grad(f(Q).sum(), Q)[0] for f in (compiled, batched)))
 
 
-def test_what_it_cannot_derive_raises():
+def test_unsupported_differentiation_raises():
     Q, D, *_ = inputs("cpu")
     assert_derives_no_further(lambda Q: lik_ops.maxsim_soft(Q, D, 0.3), Q, "maxsim_soft")
 
 
 @at_devices
-def test_autocast_multiplies_in_its_dtype(device):
+def test_autocast_casts_tokens_to_its_dtype(device):
     Q, D, *_ = inputs(device)
     assert_autocast(lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3), Q, D)
 
 
 @at_devices
 @pytest.mark.parametrize("candidates", [False, True])
-def test_flops_are_those_of_its_products(device, candidates):
+def test_flops_count_the_matrix_products(device, candidates):
     Q, D, *_ = inputs(device, candidates, options=False)
     products = 2 * Nq * K * Lq * Ld * d
     assert flops(lambda Q, D: lik_ops.maxsim_soft(Q, D, 0.3), Q, D) == (products, 4 * products)
 
 
-def test_nothing_is_kept_without_a_gradient():
+def test_lse_is_requested_only_for_backward():
     Q, D, *_ = inputs("cpu")
     tau = torch.tensor(0.3, requires_grad=True)
     calls = []
@@ -132,7 +132,7 @@ def test_nothing_is_kept_without_a_gradient():
 
 
 @at_devices
-def test_training_goes_as_with_the_formula(device):
+def test_training_losses_match_reference(device):
     """Run 200 steps of a contrastive loss, including the temperature, and compare with the formula."""
 
     def train(score):

@@ -67,7 +67,7 @@ def close(found, expected, tolerance):
 @at_devices
 @pytest.mark.parametrize("number", range(len(PROBLEMS)))
 @pytest.mark.parametrize("top_k", [1, 3, 40])
-def test_scores_and_gradients_are_those_of_the_formula(device, number, top_k):
+def test_scores_and_gradients_match_reference(device, number, top_k):
     for dtype in TOLERANCE if number < 4 else (torch.float32, torch.float64):
         p = replace(PROBLEMS[number], dtype=dtype)
         x = build(p, device)
@@ -83,7 +83,7 @@ def test_scores_and_gradients_are_those_of_the_formula(device, number, top_k):
 
 
 @at_devices
-def test_of_one_token_it_is_maxsim(device):
+def test_top_1_equals_maxsim(device):
     x = build(replace(SMALL, layout="candidates", values="integer", **EVERYTHING), device)
     upstream = torch.randn(3, 3)
     one, grads = step(lik_ops.maxsim_token_topk, x, 1, upstream)
@@ -95,7 +95,7 @@ def test_of_one_token_it_is_maxsim(device):
         assert torch.equal(g, e)
 
 
-def test_more_than_there_are_is_all_of_them():
+def test_top_k_beyond_token_count_sums_all_tokens():
     Q, D = torch.randn(3, 4, 8), torch.randn(5, 6, 8)
     found = lik_ops.maxsim_token_topk(Q, D, 1000)
     torch.testing.assert_close(found, torch.einsum("isd,jtd->ij", Q, D))
@@ -104,7 +104,7 @@ def test_more_than_there_are_is_all_of_them():
 
 
 @pytest.mark.parametrize("count", [3, 40])
-def test_of_equal_tokens_the_first_are_the_best(count):
+def test_extract_best_matches_stable_sort(count):
     S = torch.randint(0, 3, (4, 20, 5)).float()
     S[2, 7] = torch.nan
     expected = S.sort(dim=-2, descending=True, stable=True)
@@ -148,7 +148,7 @@ def test_empty_sets(sizes):
         assert g.shape == x.shape and not g.isnan().any()
 
 
-def test_gradients_alone_are_those_of_all():
+def test_single_gradients_equal_joint_gradients():
     x = build(replace(SMALL, normalize=True, **EVERYTHING), "cpu")
     upstream = torch.randn(3, 3)
     _, expected = step(lik_ops.maxsim_token_topk, x, 3, upstream, normalize=True)
@@ -173,7 +173,7 @@ def test_gradients_are_rounded_once(dtype):
     assert not found.any()
 
 
-def test_a_step_keeps_winners_and_nothing_without_a_gradient():
+def test_argmax_is_saved_only_for_backward():
     Q, D = torch.randn(8, 16, 16, requires_grad=True), torch.randn(30, 100, 16, requires_grad=True)
     _, kept = kept_for_backward(lik_ops.maxsim_token_topk, Q, D, 4)
     others = [t for t in kept if not any(t.data_ptr() == x.data_ptr() for x in (Q, D))]
@@ -183,7 +183,7 @@ def test_a_step_keeps_winners_and_nothing_without_a_gradient():
         torch.ops.lik.maxsim_token_topk_fwd(Q, D, None, None, None, 4, False, False)[0].sum().backward()
 
 
-def test_workspace_does_not_grow_with_the_call():
+def test_workspace_is_at_most_6_mib():
     """Lists for many queries and documents need no more memory than maxima."""
     for top_k, shape in ((3, (200, 32, 100, 20)), (12, (1, 32, 5000, 3)), (40, (300, 3, 300, 7))):
         Nq, Lq, Nd, Ld = shape
@@ -194,7 +194,7 @@ def test_workspace_does_not_grow_with_the_call():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_steps_are_those_of_eager(dynamic):
+def test_compiled_steps_equal_eager(dynamic):
     def function(Q, D, d_mask):
         return lik_ops.maxsim_token_topk(Q, D, 3, None, d_mask, normalize=True, reduction="mean")
 
@@ -206,29 +206,29 @@ def test_compiled_steps_are_those_of_eager(dynamic):
     assert_compiled_steps(function, *calls, dynamic=dynamic)
 
 
-def test_exported_it_is_its_operator():
+def test_exports_as_one_operator():
     given, others = ((torch.randn(a, b, 8), torch.randn(c, e, 8)) for a, b, c, e in ((3, 4, 5, 6), (4, 9, 6, 11)))
     function = partial(lik_ops.maxsim_token_topk, top_k=3, reduction="mean")
     assert_exported(function, given, others, "maxsim_token_topk_fwd")
 
 
-def test_autocast_multiplies_in_its_dtype():
+def test_autocast_casts_tokens_to_its_dtype():
     assert_autocast(partial(lik_ops.maxsim_token_topk, top_k=2), torch.randn(2, 3, 8), torch.randn(4, 5, 8))
 
 
-def test_flops_are_those_of_its_products():
+def test_flops_count_the_matrix_products():
     found = flops(partial(lik_ops.maxsim_token_topk, top_k=2), torch.randn(2, 3, 8), torch.randn(4, 5, 8))
     assert found == (2 * 2 * 3 * 4 * 5 * 8, 2 * 2 * (2 * 2 * 3 * 4 * 8))
 
 
-def test_torch_func_is_refused_and_vmap_is_not():
+def test_torch_func_raises_and_vmap_matches_a_loop():
     Q, D = torch.randn(3, 4, 8), torch.randn(5, 6, 8)
     function = partial(lik_ops.maxsim_token_topk, top_k=3)
     assert_derives_no_further(lambda q: function(q, D), Q, "maxsim_token_topk")
     assert_vmap_is_a_loop(function, (torch.stack([Q, Q + 1]), D), (0, None))
 
 
-def test_winners_are_kept_of_no_more_ranks_than_there_are_tokens():
+def test_huge_top_k_equals_the_token_count():
     Q, D = torch.randn(3, 4, 8, requires_grad=True), torch.randn(5, 6, 8)
     for reduction in ("sum", "mean"):
         found, expected = (lik_ops.maxsim_token_topk(Q, D, k, reduction=reduction) for k in (2**40, 6))
@@ -237,7 +237,7 @@ def test_winners_are_kept_of_no_more_ranks_than_there_are_tokens():
     assert not lik_ops.maxsim_token_topk(Q, D[:, :0], 2**40).isnan().any()
 
 
-def test_training_steps_are_those_of_the_formula():
+def test_training_losses_match_reference():
     torch.manual_seed(0)
     tokens, documents = torch.randn(6, 5, 16, dtype=torch.float64), torch.randn(6, 9, 16, dtype=torch.float64)
 
@@ -264,6 +264,6 @@ def test_training_steps_are_those_of_the_formula():
         ({"D": torch.randn(3, 6, 9)}, ValueError, "D: expected"),
     ],
 )
-def test_what_does_not_fit_is_named(change, error, message):
+def test_errors_name_the_argument(change, error, message):
     with pytest.raises(error, match=message):
         lik_ops.maxsim_token_topk(**{"Q": torch.randn(2, 4, 8), "D": torch.randn(3, 6, 8), "top_k": 3} | change)

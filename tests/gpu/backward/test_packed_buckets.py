@@ -57,7 +57,7 @@ OVERLAPPING = [(0, 90), (3, 20), (3, 7), (40, 50), (89, 1), (5, 0), (60, 20), (3
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("queries", [ONE_BLOCK, BLOCKS], ids=["one block", "blocks"])
-def test_documents_may_overlap_and_be_met_many_times(place, queries, path, monkeypatch):
+def test_gradient_of_overlapping_documents(place, queries, path, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", PATHS[path])
     launched = kernels_launched(monkeypatch)
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING and queries is BLOCKS else half_or_fp32(place):
@@ -68,7 +68,7 @@ def test_documents_may_overlap_and_be_met_many_times(place, queries, path, monke
 @pytest.mark.parametrize(
     ("overlap", "pieces"), [(0, 1), (3, 2), *(pytest.param(*x, marks=slow_in_interpreter) for x in ((3, 1), (64, 2)))]
 )
-def test_lists_are_made_of_as_many_documents_as_there_is_room_for(place, overlap, pieces, monkeypatch):
+def test_argmax_lists_are_chunked_by_byte_limit(place, overlap, pieces, monkeypatch):
     """The remaining tiles, which have too many documents, read the argmax of all rows."""
     monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", 4 * 5 * (sum(ONE_BLOCK) + MAX_BUCKETS.value + 1))
     monkeypatch.setattr(cuda_ragged_backward, "_BUCKET_OVERLAP_DOCUMENTS", overlap)
@@ -82,7 +82,7 @@ def test_lists_are_made_of_as_many_documents_as_there_is_room_for(place, overlap
     assert launched.count(cuda_ragged_backward.maxsim_grad_packed_documents) == chunks + 1
 
 
-def test_few_query_rows_are_walked_over(place, monkeypatch):
+def test_few_query_rows_do_not_use_argmax_lists(place, monkeypatch):
     p = cross(place, torch.float32, ONE_BLOCK, [(0, 9)], 9)
     for rows, listed in ((sum(ONE_BLOCK), True), (sum(ONE_BLOCK) + 1, False)):
         monkeypatch.setattr(cuda_ragged_backward, "_MIN_BUCKETED_ROWS", rows)
@@ -120,7 +120,7 @@ def test_documents_longer_than_buckets_of_one_tile(place, length):
 
 @pytest.mark.parametrize("pieces", [1, 3])
 @pytest.mark.parametrize("path", PATHS)
-def test_winners_that_no_forward_wrote_are_not_followed(place, path, pieces, monkeypatch):
+def test_invalid_argmax_values_are_ignored(place, path, pieces, monkeypatch):
     """Argmax values are beyond their document, in the next one, or negative, and some rows belong to no query."""
     monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", PATHS[path])
     monkeypatch.setattr(cuda_ragged_backward._PackedGradientCall, "_pieces", lambda *_: pieces)
@@ -139,7 +139,7 @@ def test_winners_that_no_forward_wrote_are_not_followed(place, path, pieces, mon
         assert torch.equal(gradients(p, upstream, argmax, needs=(False, True, False))[1], clean), wrong
 
 
-def test_what_is_not_met_is_zero_and_all_is_deterministic(place):
+def test_tokens_without_argmax_get_zero_deterministically(place):
     p = cross(place, torch.float16, BLOCKS, [(33, 40), (-1, 9), (80, 30), (60, 20)], 100, options=False)
     scores, argmax = won(Problem(p.r, []), False)
     argmax[0], argmax[3] = 7, 2

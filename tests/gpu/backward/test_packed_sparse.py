@@ -69,7 +69,7 @@ WHICH = [(case, normalize) for case in CASES for normalize in (False, True) if c
 
 
 @pytest.mark.parametrize("case, normalize", WHICH)
-def test_gradients_are_those_of_the_formula(place, case, normalize, monkeypatch):
+def test_gradients_match_fp64_reference(place, case, normalize, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     launched = kernels_launched(monkeypatch)
     rows, met, options = CASES[case]
@@ -97,7 +97,7 @@ def shared_tiles(monkeypatch):
     return marks
 
 
-def listed(marks, tiles):
+def read_listed_tiles(marks, tiles):
     count = int(marks[0])
     found = marks[1 + tiles : 1 + tiles + count].tolist()
     assert marks[1 : 1 + tiles].nonzero().flatten().tolist() == sorted(found)
@@ -119,7 +119,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch):
+def test_tiles_shared_by_documents_are_listed(place, case, monkeypatch):
     monkeypatch.setenv("LIK_OPS_REHEARSAL", "0")
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     marks = shared_tiles(monkeypatch)
@@ -132,7 +132,7 @@ def test_tiles_that_documents_share_are_summed_at_once(place, case, monkeypatch)
     assert gradient_error(p, found, upstream, False) < GRADIENT_TOLERANCE[torch.float16]
     assert torch.equal(found, gradients(p, upstream, argmax)[1])
     tiles = -(-len(p.r.D) // TILE)
-    assert [listed(m, tiles) for m in marks] == [together] * 2
+    assert [read_listed_tiles(m, tiles) for m in marks] == [together] * 2
 
 
 @pytest.mark.parametrize("too_many", [False, True])
@@ -145,10 +145,10 @@ def test_documents_of_long_queries_are_not_summed_as_disjoint(place, too_many, m
     upstream = torch.randn(scores.shape, device=scores.device)
     found = gradients(p, upstream, argmax)[1]
     assert gradient_error(p, found, upstream, False) < GRADIENT_TOLERANCE[torch.float16]
-    assert listed(marks[0], 4) == ({0, 1} if too_many else set())
+    assert read_listed_tiles(marks[0], 4) == ({0, 1} if too_many else set())
 
 
-def test_items_that_torch_sorts(place, monkeypatch):
+def test_sorting_pairs_with_torch_gives_equal_gradients(place, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     p = lookups(place, torch.float16, (14, 9, 16, 3), SOME_OFTEN)
     scores, argmax = won(p, False)
@@ -160,7 +160,7 @@ def test_items_that_torch_sorts(place, monkeypatch):
 
 @pytest.mark.parametrize("where", ["Q", "upstream"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_nan_and_inf_reach_only_the_tokens_that_won(place, where, dtype, monkeypatch):
+def test_nan_and_inf_reach_only_argmax_tokens(place, where, dtype, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     p = lookups(place, dtype, (14, 9, 16, 3), [(0, 0), (1, 0), (2, 2), (3, 4)], options=False)
     scores, argmax = won(p, False)
@@ -180,7 +180,7 @@ def test_nan_and_inf_reach_only_the_tokens_that_won(place, where, dtype, monkeyp
     torch.testing.assert_close(found[~reached], clean[~reached])
 
 
-def test_an_infinite_weight_reaches_only_the_token_that_its_row_won(place, monkeypatch):
+def test_infinite_weight_reaches_only_its_argmax_token(place, monkeypatch):
     """The two pairs share all their other tokens."""
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     rows, d = 14, 500

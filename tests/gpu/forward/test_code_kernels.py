@@ -29,7 +29,7 @@ pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 
 @pytest.mark.parametrize("format", RESIDUAL_FORMATS)
 @pytest.mark.parametrize("codes", [torch.int32, torch.int64])
-def test_codes_that_are_no_centroids_are_nan_for_their_document(place, format, codes):
+def test_out_of_range_codes_score_nan_for_their_document(place, format, codes):
     for dtype, centroids in zip(dtypes(place), itertools.cycle((torch.float16, torch.float32))):
         p = problem("cross", dtype, 20, format, queries=(3, 5), documents=(5, 20, 9, 7))
         stored = p.stored._replace(codes=p.stored.codes.to(codes), centroids=p.stored.centroids.to(centroids))
@@ -45,13 +45,13 @@ def test_codes_that_are_no_centroids_are_nan_for_their_document(place, format, c
                 assert torch.equal(scores[:, 1], whole[:, 1]) and torch.equal(found[1], winners[1])
 
 
-def halved(p):
+def convert_centroids_to_fp16(p):
     """Return the problem with fp16 centroids, as stored in files."""
     return dataclasses.replace(p, stored=p.stored._replace(centroids=p.stored.centroids.half()))
 
 
 @contextlib.contextmanager
-def in_words(monkeypatch):
+def read_words(monkeypatch):
     """Read residuals as words, also in the interpreter."""
     with monkeypatch.context() as patch:
         if INTERPRETING:
@@ -75,14 +75,16 @@ WORDS = [
 
 @pytest.mark.parametrize("format", RESIDUAL_FORMATS)
 @pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
-def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, normalize, monkeypatch):
+def test_word_and_byte_reads_of_residual_codes_have_equal_bits(
+    place, format, mode, d, options, winners, normalize, monkeypatch
+):
     """Residuals have the same bits read as words, if supported, and read as bytes."""
     for dtype in dtypes(place)[:2]:
         if dtype == torch.float32:
             continue
-        p = halved(problem(mode, dtype, d, format, options=options)).to(place.device)
+        p = convert_centroids_to_fp16(problem(mode, dtype, d, format, options=options)).to(place.device)
         asked = {"normalize": normalize, "argmax_dtype": torch.int32 if winners else None}
-        with in_words(monkeypatch):
+        with read_words(monkeypatch):
             scores, argmax = p.forward(**asked)
         assert_right(p, scores, argmax if winners else None, normalize)
         with monkeypatch.context() as patch:
@@ -93,7 +95,9 @@ def test_codes_beside_fp16_centroids(place, format, mode, d, options, winners, n
 
 @pytest.mark.parametrize("format", ["binary", BINARY_INT8_QUERIES, BINARY_QUERIES, "rq4", "rq2", "rq1"])
 @pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), [*WORDS, ("cross", 264, True, False, False)])
-def test_odd_numbers_in_words(place, format, mode, d, options, winners, normalize, monkeypatch):
+def test_word_and_byte_reads_of_binary_and_rq_have_equal_bits(
+    place, format, mode, d, options, winners, normalize, monkeypatch
+):
     """Codes of odd numbers have the same bits read as words, if supported, and read as bytes."""
     for dtype in dtypes(place):
         if dtype == torch.float32 and not format.startswith("binary"):
@@ -101,7 +105,7 @@ def test_odd_numbers_in_words(place, format, mode, d, options, winners, normaliz
         p = problem(mode, dtype, d, format.split("_")[0], options=options).to(place.device)
         p.stored = p.stored._replace(format=format)
         asked = {"normalize": normalize, "argmax_dtype": torch.int32 if winners else None}
-        with in_words(monkeypatch):
+        with read_words(monkeypatch):
             scores, argmax = p.forward(**asked)
         if format != BINARY_QUERIES:  # scores of signs are tested with the other formats
             assert_right(p, scores, argmax if winners else None, normalize)
@@ -134,14 +138,14 @@ def test_every_byte_of_signs_is_decoded_to_int8(place):
 
 
 @pytest.mark.parametrize("format", RESIDUAL_FORMATS)
-def test_bits_beside_fp16_centroids_hang_on_nothing_else(place, format, monkeypatch):
-    with in_words(monkeypatch):
-        _bits_hang_on_nothing_else(place, format)
+def test_bits_with_fp16_centroids_do_not_depend_on_batch(place, format, monkeypatch):
+    with read_words(monkeypatch):
+        _check_bits_do_not_depend_on_batch(place, format)
 
 
-def _bits_hang_on_nothing_else(place, format):
+def _check_bits_do_not_depend_on_batch(place, format):
     many = (3, 0, 16, 5, 7) if INTERPRETING else (*[32] * 19, 300, 0, 5, 64)
-    p = halved(problem("cross", torch.float16, 128, format, queries=many)).to(place.device)
+    p = convert_centroids_to_fp16(problem("cross", torch.float16, 128, format, queries=many)).to(place.device)
     p.stored.codes[3] = 7  # no such centroid: only this document is NaN
     whole, _ = p.forward(argmax_dtype=None)
     assert whole[:, 0].isnan().sum() == sum(n > 0 for n in many) and not whole[:, 2:].isnan().any()
@@ -157,17 +161,19 @@ def _bits_hang_on_nothing_else(place, format):
 
 @pytest.mark.parametrize("queries", [(3, 16, 5), (3, 18)], ids=["one slot each", "one takes two"])
 @pytest.mark.parametrize("format", ["residual2", "residual4"])
-def test_programs_of_codes_in_words_walk_from_document_to_document(place, format, queries, monkeypatch):
+def test_persistent_programs_keep_the_bits_of_each_document(place, format, queries, monkeypatch):
     """The launch has at most the resident programs, and every document has the bits that it has alone."""
     lengths = (5, 0, 9, 20, 1, 0, 33) if INTERPRETING else (180, 0, 33, 1, 300, 64) * 400
-    p = halved(problem("cross", torch.float16, 128, format, queries=queries, documents=lengths)).to(place.device)
+    p = convert_centroids_to_fp16(problem("cross", torch.float16, 128, format, queries=queries, documents=lengths)).to(
+        place.device
+    )
     grids, launch = [], launcher.launch
 
     def noted(kernel, grid, *rest):
         grids.append(grid[0])
         return launch(kernel, grid, *rest)
 
-    with in_words(monkeypatch):
+    with read_words(monkeypatch):
         plans.clear()
         monkeypatch.setattr(launcher, "launch", noted)
         scores, _ = p.forward(argmax_dtype=None)

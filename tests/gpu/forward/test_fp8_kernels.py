@@ -33,13 +33,13 @@ def features(format, d, place):
     return Quantized(data, torch.ones(1, 1), format, d, BF16).to(place.device)
 
 
-def alone(rows, documents, place):
+def score_rows(rows, documents, place):
     """Return the scores of each row as a separate query."""
     with place.use():
         return maxsim(rows[:, None].to(place.device), documents).cpu()
 
 
-def apart(d, far):
+def make_wide_row(d, far):
     """Return a row whose features are up to 2^far below its largest."""
     powers = 2.0 ** -(torch.arange(d) * 7 % (far + 1)).float()
     return ((1 + torch.rand(d) * 0.99) * torch.randn(d).sign() * powers).to(BF16)
@@ -47,38 +47,38 @@ def apart(d, far):
 
 @pytest.mark.parametrize("d", [96, 160])
 def test_features_within_32_powers_of_two_of_the_largest_are_kept(place, format, d):
-    rows = torch.stack([apart(d, 31) * 2.0**e for e in (LEAST, -80, -20, 0, 15, 100, 126)])
+    rows = torch.stack([make_wide_row(d, 31) * 2.0**e for e in (LEAST, -80, -20, 0, 15, 100, 126)])
     same = [torch.full((1, d), value) for value in (MOST, 2.0 ** (LEAST - 7 * (not INTERPRETING)), 0.0)]
     rows = torch.cat([rows, *same]).to(BF16)
-    assert torch.equal(alone(rows, features(format, d, place), place), rows.float()[:, ::EACH])
+    assert torch.equal(score_rows(rows, features(format, d, place), place), rows.float()[:, ::EACH])
 
 
-def test_smaller_features_are_off_by_little(place, format):
-    rows = torch.stack([apart(96, 60) * 2.0**e for e in (-40, 0, 90)])
-    off = (alone(rows, features(format, 96, place), place) - rows.float()[:, ::EACH]).abs()
+def test_smaller_features_have_a_bounded_error(place, format):
+    rows = torch.stack([make_wide_row(96, 60) * 2.0**e for e in (-40, 0, 90)])
+    off = (score_rows(rows, features(format, 96, place), place) - rows.float()[:, ::EACH]).abs()
     largest = rows.float().abs().amax(1, keepdim=True)
     assert (off <= 2.0**-40 * largest).all() and off.any()
 
 
-def test_nan_and_infinities_are_those_of_the_row(place, format):
+def test_nan_and_inf_affect_only_their_row(place, format):
     """An infinity times zeros is NaN, and no other element of the row becomes NaN."""
     rows = torch.full((4, 96), MOST, dtype=BF16)
     rows[0, 24], rows[1, 24], rows[2, 24] = float("nan"), float("inf"), -float("inf")
     rows[3, 24], rows[3, 25] = float("inf"), -float("inf")
     documents = features(format, 96, place)
-    found = alone(rows, documents, place)
+    found = score_rows(rows, documents, place)
     expected = torch.full((4, 96), float("nan"))
     expected[1, 24], expected[2, 24] = float("inf"), -float("inf")
     torch.testing.assert_close(found, expected[:, ::EACH], rtol=0, atol=0, equal_nan=True)
     full = dataclasses.replace(documents, data=torch.ones(1, 3, 96).to(documents.data))
-    found = alone(rows, full, place)
+    found = score_rows(rows, full, place)
     assert found[0].isnan() and found[1] == torch.inf and found[2] == -torch.inf and found[3].isnan()
     plain = torch.randn(2, 96).to(BF16)
-    beside = alone(torch.cat([rows, plain]), full, place)[4:]
-    assert torch.equal(beside, alone(plain, full, place))
+    beside = score_rows(torch.cat([rows, plain]), full, place)[4:]
+    assert torch.equal(beside, score_rows(plain, full, place))
 
 
-def test_masked_rows_and_tokens_may_hold_anything(place, format):
+def test_masked_rows_and_tokens_do_not_change_results(place, format):
     Q, D = torch.randn(3, 5, 48).to(BF16), torch.randn(4, 8, 48).to(FORMATS[format].dtype)
     D = Quantized(D, torch.ones(4, 8), format, 48, BF16).to(place.device)
     q_mask, d_mask = torch.rand(3, 5) > 0.3, torch.rand(4, 8) > 0.3
@@ -95,7 +95,7 @@ def test_masked_rows_and_tokens_may_hold_anything(place, format):
     ("mode", "d", "normalize"),
     [("cross", 96, False), ("cross", 300, True), ("candidates", 96, True), ("pairs", 160, False)],
 )
-def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, normalize):
+def test_scores_and_argmax_match_formula(place, format, mode, d, normalize):
     p = problem(mode, BF16, d, format, options=True).to(place.device)
     p.r.Q.mul_(2.0 ** torch.randint(-60, 60, (len(p.r.Q), 1), device=place.device))
     p.r.q_weight.mul_(p.r.Q.float().abs().amax(1).reciprocal().nan_to_num(0, 0, 0))
@@ -105,7 +105,7 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, nor
 
 
 @pytest.mark.parametrize("d", [96, 160])
-def test_bits_hang_on_nothing_else_in_the_call(place, format, d):
+def test_bits_do_not_depend_on_batch(place, format, d):
     p = problem("cross", BF16, d, format).to(place.device)
     whole, argmax = p.forward()
     cu = p.r.cu_seqlens_q

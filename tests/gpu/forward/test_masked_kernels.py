@@ -15,7 +15,7 @@ pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
 @pytest.mark.parametrize("Ld", [7, 64, 150, 200])
-def test_what_tiles_leave_out(place, Ld):
+def test_patches_mark_masked_tokens_of_each_tile(place, Ld):
     """Check the bits of masked tokens in tiles of 64, from the first kept token of a document to the last one.
 
     The last tile ends at the last kept token.
@@ -41,7 +41,7 @@ def test_what_tiles_leave_out(place, Ld):
 
 
 @pytest.mark.parametrize("d", [8, 24])
-def test_tokens_that_count_are_copied_in_their_order(place, d):
+def test_kept_tokens_are_copied_in_order_and_argmax_mapped_back(place, d):
     K, Ld, rows, step = 4, 71, 5, 2
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(K, Ld, generator=generator) > 0.4

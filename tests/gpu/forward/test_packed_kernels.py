@@ -127,7 +127,7 @@ def test_scores_have_the_bits_of_dense_calls(place, mode, options, values):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_first_of_equal_tokens_wins(place, mode):
+def test_argmax_is_the_first_of_equal_tokens(place, mode):
     p = problem(place, mode, torch.float16, queries=(3, 0, 5), documents=(5, 0, 20), values="integer")
     assert_dense_bits(place, p, winners=True)
 
@@ -136,13 +136,13 @@ def test_the_first_of_equal_tokens_wins(place, mode):
     ("d", "normalize"),
     [(16, True), (200, False), *(pytest.param(*x, marks=slow_in_interpreter) for x in ((7, False), (200, True)))],
 )
-def test_they_do_with_other_features(place, d, normalize):
+def test_scores_have_the_bits_of_dense_calls_for_other_d(place, d, normalize):
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
         assert_dense_bits(place, problem(place, "cross", dtype, d=d), normalize)
 
 
 @pytest.mark.parametrize("slot", [4, *(pytest.param(slot, marks=slow_in_interpreter) for slot in (2, 8))])
-def test_sums_are_those_of_dense_calls_however_a_query_is_cut(place, slot, monkeypatch):
+def test_rows_per_query_do_not_change_the_bits(place, slot, monkeypatch):
     """The mean length determines the rows per query, and actual lengths differ from the mean."""
     monkeypatch.setattr(forward_configs, "MIN_ROWS_PER_QUERY", slot)
     queries = (1, 2, 3, 5, 7, 12, 17, 31, 33, 41, *[0] * 70)
@@ -150,18 +150,18 @@ def test_sums_are_those_of_dense_calls_however_a_query_is_cut(place, slot, monke
     assert_dense_bits(place, problem(place, "cross", torch.float16, queries=queries, documents=(7,)))
 
 
-def test_one_giant_among_tiny_ones(place):
+def test_one_long_query_and_document_among_short_ones(place):
     long_query, long_document = (40, 70) if INTERPRETING else (1000, 5000)
     p = problem(place, "cross", torch.float16, queries=(1, long_query, 2), documents=(1, long_document, 2, 0))
     assert_dense_bits(place, p)
 
 
-def test_winners_of_16_bits(place):
+def test_int16_argmax_matches_int32(place):
     p = problem(place, "cross", torch.float16, queries=(3, 7), documents=(5, 9))
     assert torch.equal(forward(p, argmax_dtype=torch.int16)[1].int(), forward(p)[1])
 
 
-def test_what_lies_outside_scores_nan_and_touches_nothing_else(place):
+def test_out_of_range_bounds_and_pairs_score_nan(place):
     """Test offsets, lengths, bounds, and pairs that are negative or exceed the tensors."""
     good = problem(place, "cross", torch.float16, queries=(3, 1, 0, 4, 2, 5), documents=(5, 0, 1, 4, 7, 2))
     scores, argmax = forward(good)
@@ -249,7 +249,7 @@ def expected_gradients(p, upstream, normalize):
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("options", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_those_of_the_formula(place, mode, options, unified):
+def test_gradients_match_fp64_reference(place, mode, options, unified):
     kinds = [(16, False), (16, True), (200, False)]
     if INTERPRETING:  # one after the other, because each needs seconds there
         kinds = [kinds[(MODES.index(mode) + options + unified) % 3]]
@@ -267,7 +267,7 @@ def test_gradients_are_those_of_the_formula(place, mode, options, unified):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_made_for_what_is_asked_only(place, mode):
+def test_only_requested_gradients_are_computed(place, mode):
     p = problem(place, mode, torch.float32)
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)
@@ -278,7 +278,7 @@ def test_gradients_are_made_for_what_is_asked_only(place, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_lowmem_gives_the_same_bits_again_and_unified_says_that_it_may_not(place, mode):
+def test_lowmem_is_deterministic_and_unified_raises(place, mode):
     p = problem(place, mode, torch.float16)
     scores, argmax = won(p, False)
     upstream = torch.randn(scores.shape, device=scores.device)
@@ -290,7 +290,7 @@ def test_lowmem_gives_the_same_bits_again_and_unified_says_that_it_may_not(place
         gradients(p, upstream, argmax, unified=True)
 
 
-def test_rows_of_no_query_and_no_document_get_zeros(place):
+def test_rows_outside_queries_and_documents_get_zero_gradients(place):
     p = problem(place, "cross", torch.float16, options=False)
     r = p.r._replace(cu_seqlens_q=p.r.cu_seqlens_q[1:4], d_offsets=p.r.d_offsets[2:3], d_lengths=p.r.d_lengths[2:3])
     inner = Problem(r, [(i, 0, (i, 0)) for i in range(2)])
@@ -304,7 +304,7 @@ def test_rows_of_no_query_and_no_document_get_zeros(place):
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_of_dense_sides_are_those_of_their_rows(place, mode, unified):
+def test_gradients_of_dense_sides_match_packed_rows(place, mode, unified):
     """An eager call keeps dense sides for its backward."""
     p = problem(place, mode, torch.float32, queries=(5, 5, 5, 5), documents=(9, 9, 9))
     scores, argmax = won(p, True)
@@ -325,7 +325,7 @@ def test_gradients_of_dense_sides_are_those_of_their_rows(place, mode, unified):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_to_meet_gets_zeros(place, mode):
+def test_gradients_without_queries_or_documents_are_zero(place, mode):
     """With packed rows but no query or no document, there is no segment to search."""
     for queries, documents in (((), DOCUMENTS), (QUERIES, ())):
         p = problem(place, mode, torch.float32)
@@ -340,7 +340,7 @@ def test_nothing_to_meet_gets_zeros(place, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_winners_where_no_query_has_tokens_are_not_followed(place, mode):
+def test_argmax_outside_every_query_is_ignored(place, mode):
     """The argmax of another call may name rows outside Q, or score gradients outside their tensor."""
     p = problem(place, mode, torch.float32, options=False)
     scores, argmax = won(p, False)
@@ -364,7 +364,7 @@ def test_winners_where_no_query_has_tokens_are_not_followed(place, mode):
 
 
 @pytest.mark.parametrize("bounds", [[0, 2, 2, 5], [3, 5, 0, 3], [1, 4, -1, 4, 7], [6, 2, 3, 3, 99, 5], [-1, 0]])
-def test_rows_belong_to_the_query_whose_bounds_hold_them(place, bounds):
+def test_row_to_query_lookup_follows_bounds(place, bounds):
     """Bounds leave gaps, descend, or exceed the rows, as they do in a batch of samples."""
     Q, cu = torch.zeros(7, 4, device=place.device), torch.tensor(bounds, device=place.device)
     none = torch.zeros(0, dtype=torch.int64, device=place.device)
@@ -389,7 +389,7 @@ def gradient_error(p, found, upstream, normalize):
 
 @pytest.mark.parametrize("few", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypatch):
+def test_gradient_of_overlapping_documents(place, mode, few, monkeypatch):
     """One document covers all others, some are nested or share a first row, and one is in most pairs."""
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", few)
     for dtype in half_or_fp32(place)[-1:] if INTERPRETING else half_or_fp32(place):
@@ -410,7 +410,7 @@ def test_documents_may_overlap_and_be_met_many_times(place, mode, few, monkeypat
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sums_in_pieces(place, mode, monkeypatch):
+def test_gradients_summed_in_pieces_match_fp64_reference(place, mode, monkeypatch):
     """Few rows of D must not leave a GPU with few programs."""
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPLIT_ROWS", 8)
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPLIT_PAIRS", 2)
@@ -440,7 +440,7 @@ def test_gradients_keep_their_precision_at_any_scale(place, few, monkeypatch):
 
 @pytest.mark.parametrize("few", FEW.values(), ids=FEW)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_that_is_not_finite_reaches_the_tokens_that_it_won_only(place, mode, few, monkeypatch):
+def test_nonfinite_row_reaches_only_its_argmax_tokens(place, mode, few, monkeypatch):
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", few)
     if mode == "cross":  # if lists exceed the limit, the kernel reads all argmax values
         monkeypatch.setattr(cuda_ragged_backward, "_MAX_BUCKET_BYTES", few)

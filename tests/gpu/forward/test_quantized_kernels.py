@@ -51,7 +51,7 @@ CASES += [("int8", "cross", d, "token", False, True, d == 128) for d in FEATURES
 
 
 @pytest.mark.parametrize(("format", "mode", "d", "scale", "options", "winners", "normalize"), CASES)
-def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, scale, options, winners, normalize):
+def test_scores_and_argmax_match_formula(place, format, mode, d, scale, options, winners, normalize):
     for n, dtype in enumerate(dtypes(place)):
         p = problem(mode, dtype, d, format, SCALES[(SCALES.index(scale) + n) % 3], options).to(place.device)
         scores, argmax = p.forward(normalize=normalize, argmax_dtype=torch.int32 if winners else None)
@@ -71,7 +71,7 @@ def test_scores_and_winners_are_those_of_the_formula(place, format, mode, d, sca
         ("cross", 300, "token", False, False, False),  # too many features: queries are not rounded
     ],
 )
-def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, options, winners, normalize, format):
+def test_one_term_queries_are_within_half_a_step(place, mode, d, scale, options, winners, normalize, format):
     for dtype in dtypes(place):
         p = problem(mode, dtype, d, format, scale, options).to(place.device)
         rounded = dataclasses.replace(p, stored=p.stored._replace(format=f"{format}_int8"))
@@ -86,7 +86,7 @@ def test_queries_of_one_term_are_within_half_its_step(place, mode, d, scale, opt
 @pytest.mark.parametrize(
     ("mode", "d", "scale", "options"), [("cross", 128, "token", False), ("pairs", 20, "tensor", True)]
 )
-def test_binary_documents_and_two_terms(place, mode, d, scale, options):
+def test_binary_documents_with_two_term_queries(place, mode, d, scale, options):
     for dtype in dtypes(place):
         p = problem(mode, dtype, d, "binary", scale, options).to(place.device)
         scores, argmax = p.forward()
@@ -98,7 +98,7 @@ def test_binary_documents_and_two_terms(place, mode, d, scale, options):
     ("mode", "d", "scale"),
     [("cross", 128, "token"), ("candidates", 96, "tensor"), ("pairs", 20, "token"), ("cross", 300, "token")],
 )
-def test_signs_of_queries_score_like_queries_of_signs(place, mode, d, scale, monkeypatch):
+def test_binary_queries_score_like_sign_queries(place, mode, d, scale, monkeypatch):
     """Their products are exact if whole rows are multiplied, too."""
     monkeypatch.setitem(FORMATS, "binary", FORMATS["binary"]._replace(kernel="bits1"))
     for dtype in dtypes(place):
@@ -123,7 +123,7 @@ def test_signs_of_queries_score_like_queries_of_signs(place, mode, d, scale, mon
         ("cross", 300, "token", False, False),
     ],
 )
-def test_queries_of_fp8_are_within_their_rounding(place, mode, d, scale, options, normalize):
+def test_fp8_queries_are_within_rounding_error(place, mode, d, scale, options, normalize):
     for dtype in dtypes(place):
         p = problem(mode, dtype, d, "fp8_e4m3", scale, options)
         p.r.Q[0] *= 1e-3
@@ -140,7 +140,7 @@ def test_queries_of_fp8_are_within_their_rounding(place, mode, d, scale, options
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 6e4, 6e-8])
-def test_odd_rows_next_to_fp8_queries(place, value):
+def test_special_values_in_fp8_queries_do_not_affect_others(place, value):
     p = problem("cross", torch.float16, 96, "fp8_e4m3", queries=(1, 1), documents=(5, 9))
     plain = dataclasses.replace(p, stored=p.stored._replace(format=FP8_QUERIES)).to(place.device).forward()[0]
     p.r.Q[0] = 0
@@ -155,7 +155,7 @@ def test_odd_rows_next_to_fp8_queries(place, value):
         assert scores[0].isnan().all()
 
 
-def test_a_wrong_scale_would_be_seen(place):
+def test_accuracy_check_detects_wrong_scale(place):
     p = problem("cross", torch.float16, 96, "int8", queries=(3,), documents=(5,)).to(place.device)
     scores, argmax = p.forward()
     assert_right(p, scores, argmax, False)
@@ -169,7 +169,7 @@ def test_a_wrong_scale_would_be_seen(place):
         assert_right(p, coarse.forward()[0], argmax, False)
 
 
-def test_int8_is_multiplied_by_terms_up_to_256_features(place):
+def test_int8_terms_are_used_up_to_256_features(place):
     arch, shared = backend.architecture(torch.device(place.device)), {"tf32": False, "argmax": False}
     for d, terms in ((1, 2), (20, 2), (256, 2), (257, 0)):
         one = min(terms, 1)
@@ -204,7 +204,7 @@ ODD = (0.0, float("nan"), float("inf"), -float("inf"), 1e35, 1e-35, -3e30, 9e-31
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3", "binary", BINARY_INT8_QUERIES])
-def test_queries_that_terms_cannot_hold(place, format):
+def test_queries_that_terms_cannot_represent(place, format):
     """Each row is a separate query, next to ordinary rows whose bits must not change."""
     d, rows = 20, 3 + len(ODD)
     p = problem("cross", torch.float32, d, format.removesuffix("_int8"), queries=(1,) * rows, documents=(5, 0, 9))
@@ -237,7 +237,7 @@ def test_queries_that_terms_cannot_hold(place, format):
     assert (argmax[1] == -1).all()
 
 
-def test_odd_queries_of_half_precision(place):
+def test_half_precision_queries_with_nan_inf_and_large_values(place):
     for dtype in dtypes(place)[-2:]:
         p = problem("cross", dtype, 96, "int8", options=True, queries=(1, 1, 1, 1), documents=(5, 9))
         for n, value in enumerate((float("nan"), float("inf"), -float("inf"), 6e4)):
@@ -248,7 +248,7 @@ def test_odd_queries_of_half_precision(place):
 
 
 @every_format_and_codes
-def test_bits_hang_on_nothing_else_in_the_call(place, format):
+def test_bits_do_not_depend_on_batch(place, format):
     dtype = torch.float16
     for d, normalize in ((96, False), (300, True)) if format == "uint8" or not INTERPRETING else ((96, True),):
         p = problem("cross", dtype, d, format, options=True).to(place.device)
@@ -268,7 +268,7 @@ def test_bits_hang_on_nothing_else_in_the_call(place, format):
 
 SHORT = {
     "scales of documents": ("int8", "document", {}),
-    "normalised": ("uint8", "token", {"normalize": True}),
+    "normalized": ("uint8", "token", {"normalize": True}),
     "masks": ("int8", "document", {"normalize": True, "d_mask": True}),
     "one scale": ("fp8_e4m3", "tensor", {"q_mask": True}),
     "weights": ("binary", "token", {"q_weight": True}),
@@ -278,7 +278,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_the_short_way_has_the_scores_of_the_operator(place, name, monkeypatch):
+def test_fast_path_scores_match_operator(place, name, monkeypatch):
     """Dense documents are passed without expanding their scales to one per token. Packed documents also work."""
     format, scale, options = SHORT[name]
     Q, D = torch.randn(2, 3, 16, device=place.device), torch.randn(3, 5, 16, device=place.device)
@@ -306,7 +306,7 @@ def test_the_short_way_has_the_scores_of_the_operator(place, name, monkeypatch):
 
 @every_format
 @pytest.mark.skipif(INTERPRETING, reason="more than 2^31 numbers")
-def test_the_last_of_more_than_int32_numbers(place, format):
+def test_documents_beyond_int32_elements(place, format):
     kept, d, Ld = FORMATS[format], 128, 16
     width = d // kept.each
     count = (2**31 // width + 2**20) // Ld
@@ -329,7 +329,7 @@ def test_the_last_of_more_than_int32_numbers(place, format):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="more than 2^31 features")
-def test_the_last_of_more_query_features_than_int32_counts(place):
+def test_queries_beyond_int32_elements(place):
     """The kernel reads two terms of each feature. The second terms follow the first terms of all rows."""
     Q = torch.zeros(2**19 + 64, 32, 128, dtype=torch.float16, device=place.device)
     Q[-2:] = torch.randn(2, 32, 128)
@@ -340,7 +340,7 @@ def test_the_last_of_more_query_features_than_int32_counts(place):
 
 
 @every_format
-def test_the_first_of_equal_tokens_wins(place, format):
+def test_argmax_is_the_first_of_equal_tokens(place, format):
     """Tokens repeat, and codes are small integers whose similarities are exact, up to the int8 terms of queries."""
     for dtype in dtypes(place)[:1] if INTERPRETING else dtypes(place):
         p = problem("cross", dtype, 20, format, "tensor", queries=(3, 5), documents=(5, 20, 7))
@@ -367,7 +367,7 @@ def test_the_first_of_equal_tokens_wins(place, format):
 
 
 @pytest.mark.parametrize("format", ["int8", "uint8", "fp8_e5m2"])
-def test_data_that_begins_anywhere(place, format):
+def test_unaligned_and_strided_data(place, format):
     """No descriptor can read the data: its rows are odd, or it begins between multiples of 16 bytes."""
     for d in (33, 96):
         p = problem("cross", torch.float16, d, format, queries=(3,), documents=(5, 0, 9)).to(place.device)
@@ -383,7 +383,7 @@ def test_data_that_begins_anywhere(place, format):
                 assert torch.equal(a, b)
 
 
-def test_calls_of_other_scales_by_turns(place):
+def test_alternating_calls_with_different_scale_layouts(place):
     """Scales are per token or shared, begin anywhere, or have gaps, for formats whose data look alike."""
     p = {f: problem("cross", torch.float16, 96, f, queries=(3,), documents=(5, 9)) for f in ALL_FORMATS}
     calls = []
@@ -414,7 +414,7 @@ def test_calls_of_other_scales_by_turns(place):
             torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=within, msg=f"{format} {kind}")
 
 
-def test_plans_tell_tensors_apart(place):
+def test_plan_keys_distinguish_formats_and_dtypes(place):
     """The key of a plan holds everything that determines the compiled kernel."""
     plans.clear()
 
@@ -450,7 +450,7 @@ def test_nothing_to_score(place, format):
         assert (Problem(no_tokens, none, []).forward(normalize=normalize)[0] == -torch.inf).all()
 
 
-def test_lengths_beyond_the_tokens_are_nan(place):
+def test_out_of_range_documents_score_nan(place):
     for format in FORMATS:
         p = problem("cross", torch.float16, 20, format, queries=(3,), documents=(5, 7, 9)).to(place.device)
         scores, argmax = p.forward()
@@ -465,7 +465,7 @@ def test_lengths_beyond_the_tokens_are_nan(place):
 @pytest.mark.parametrize(
     ("format", "query", "step"), [("int8", "half", TERMS), ("int8", "int8", ONE_TERM), ("binary", "int8", ONE_TERM)]
 )
-def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place, format, query, step):
+def test_two_stage_interval_covers_term_rounding_error(place, format, query, step):
     """All features of the query but one are nearly half a step, and both formats represent the documents exactly."""
     Q, D = torch.full((1, 1, 128), 0.49 * 2 * step), torch.ones(2, 3, 128)
     Q[0, 0, 5] = 1
@@ -480,7 +480,7 @@ def test_what_terms_leave_out_lies_in_the_interval_of_two_stages(place, format, 
 
 
 @every_format
-def test_public_functions_come_here(place, format):
+def test_public_maxsim_matches_cpu_scores(place, format):
     Q, D = torch.randn(2, 3, 20), torch.randn(3, 5, 20)
     made = quantize(D, format)
     expected = lik_ops.maxsim(Q, made)

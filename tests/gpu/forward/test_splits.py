@@ -46,7 +46,7 @@ def cuts(monkeypatch):
     gpu.forget()
 
 
-def both(cuts, place, call):
+def run_with_and_without_splits(cuts, place, call):
     """Return the results of a call with splits and without."""
     results = []
     for wanted in (True, False):
@@ -61,13 +61,13 @@ def both(cuts, place, call):
 
 def assert_same(cuts, place, call):
     """Assert equal results with splits and without, and return them."""
-    found, expected = both(cuts, place, call)
+    found, expected = run_with_and_without_splits(cuts, place, call)
     for x, y in zip(found, expected, strict=True):
         same_bits(x, y) if x.dtype.is_floating_point else torch.testing.assert_close(x, y, rtol=0, atol=0)
     return found
 
 
-def drawn(place, dtype, *shape, values="normal"):
+def draw(place, dtype, *shape, values="normal"):
     x = torch.randn(shape) if values == "normal" else torch.randint(-2, 3, shape)
     return x.to(place.device, dtype)
 
@@ -84,7 +84,7 @@ def test_dense_documents(place, cuts, Nq, Nd, Lq, Ld, d, normalize, everything):
         if dtype == torch.float64:
             continue
         values = "integer" if everything and not normalize else "normal"
-        Q, D = drawn(place, dtype, Nq, Lq, d, values=values), drawn(place, dtype, Nd, Ld, d, values=values)
+        Q, D = draw(place, dtype, Nq, Lq, d, values=values), draw(place, dtype, Nd, Ld, d, values=values)
         masks, weight = (None, None), None
         if everything:
             masks = tuple((torch.rand(x.shape[:2]) > 0.3).to(place.device) for x in (Q, D))
@@ -115,7 +115,7 @@ def test_packed_documents(place, cuts, normalize, everything):
         if dtype == torch.float64:
             continue
         cu_q, cu_d = bounds(queries, place.device), bounds(documents, place.device)
-        Q, D = drawn(place, dtype, sum(queries), 16), drawn(place, dtype, sum(documents), 16)
+        Q, D = draw(place, dtype, sum(queries), 16), draw(place, dtype, sum(documents), 16)
         q_mask = d_mask = weight = None
         if everything:
             q_mask, d_mask = ((torch.rand(len(x)) > 0.3).to(place.device) for x in (Q, D))
@@ -128,7 +128,7 @@ def test_packed_documents(place, cuts, normalize, everything):
             return packed_forward.PackedPlan(c, normalize, argmax_dtype, "").forward(c)
 
         scores, argmax = assert_same(cuts, place, forward)
-        again, _ = both(cuts, place, lambda: forward(argmax_dtype=None)[:1])
+        again, _ = run_with_and_without_splits(cuts, place, lambda: forward(argmax_dtype=None)[:1])
         same_bits(again[0], scores)
         assert scores[0, 1] == -INF and scores[1, 0] == 0 and (argmax[1] == -1).all()
         assert not everything or (scores[0, 5:7].isnan().all() and not scores[0, 7:].isnan().any())
@@ -136,7 +136,7 @@ def test_packed_documents(place, cuts, normalize, everything):
 
 @in_place
 def test_padded_documents(place, cuts):
-    Q, D = drawn(place, torch.float16, 2, 7, 16), drawn(place, torch.float16, 2, 3, LONG, 16)[0]
+    Q, D = draw(place, torch.float16, 2, 7, 16), draw(place, torch.float16, 2, 3, LONG, 16)[0]
     lengths = torch.tensor([LONG, 0, LONG // 3], device=place.device)
     sizes = 2, 3, False, 14, 3 * LONG, 7
     c = PackedArgs(Q, D, None, None, lengths, None, torch.tensor([7, 4], device=place.device), None, None, None, *sizes)
@@ -145,8 +145,8 @@ def test_padded_documents(place, cuts):
 
 
 @in_place
-def test_the_first_of_equal_tokens_wins_wherever_documents_are_cut(place, cuts):
-    Q, D = drawn(place, torch.float16, 1, 8, 16), torch.zeros(1, LONG, 16, dtype=torch.float16, device=place.device)
+def test_argmax_is_the_first_of_equal_tokens_across_splits(place, cuts):
+    Q, D = draw(place, torch.float16, 1, 8, 16), torch.zeros(1, LONG, 16, dtype=torch.float16, device=place.device)
     Q[0] = 1
     D[0, torch.tensor([5, LEAST - 1, LEAST, LEAST + 1, LONG - 1])] = 1
     for first in (5, LEAST - 1, LEAST, LEAST + 1, LONG - 1):
@@ -156,8 +156,8 @@ def test_the_first_of_equal_tokens_wins_wherever_documents_are_cut(place, cuts):
 
 
 @in_place
-def test_nan_of_any_section_is_the_score_and_its_first_token_wins(place, cuts):
-    Q, D = drawn(place, torch.float16, 1, 8, 16), drawn(place, torch.float16, 1, LONG, 16)
+def test_nan_in_any_split_is_the_score_and_the_argmax(place, cuts):
+    Q, D = draw(place, torch.float16, 1, 8, 16), draw(place, torch.float16, 1, LONG, 16)
     for t in (LONG - 1, LEAST + 7, 3):
         D[0, t, 2] = NAN
         scores, argmax = assert_same(cuts, place, lambda: lik_ops.maxsim_with_argmax(Q, D))
@@ -166,9 +166,9 @@ def test_nan_of_any_section_is_the_score_and_its_first_token_wins(place, cuts):
 
 
 @in_place
-def test_sections_without_a_token_that_counts(place, cuts):
+def test_fully_masked_splits(place, cuts):
     """Some splits of one document and all splits of another are masked, and some kept similarities are -inf."""
-    Q, D = drawn(place, torch.float16, 1, 8, 16), drawn(place, torch.float16, 3, LONG, 16)
+    Q, D = draw(place, torch.float16, 1, 8, 16), draw(place, torch.float16, 3, LONG, 16)
     mask = torch.zeros(3, LONG, dtype=torch.bool, device=place.device)
     mask[0, LONG - 2] = mask[2, 9] = mask[2, LONG - 1] = True
     D[~mask] = NAN
@@ -185,15 +185,15 @@ def test_sections_without_a_token_that_counts(place, cuts):
 
 @in_place
 def test_gradients(place, cuts):
-    Q, D = drawn(place, torch.float16, 2, 8, 16), drawn(place, torch.float16, 2, LONG, 16)
+    Q, D = draw(place, torch.float16, 2, 8, 16), draw(place, torch.float16, 2, LONG, 16)
     Q.requires_grad_(), D.requires_grad_()
     assert_same(cuts, place, lambda: torch.autograd.grad(lik_ops.maxsim(Q, D).sum(), (Q, D)))
 
 
 @in_place
-def test_tokens_that_begin_anywhere(place, cuts):
-    whole = drawn(place, torch.float16, 2 * LONG * 16 + 3)
-    Q = drawn(place, torch.float16, 2, 8, 32)[..., ::2]
+def test_unaligned_and_strided_tokens(place, cuts):
+    whole = draw(place, torch.float16, 2 * LONG * 16 + 3)
+    Q = draw(place, torch.float16, 2, 8, 32)[..., ::2]
     for D in (whole[3:].view(2, LONG, 16), whole[:-3].view(LONG, 2, 16)[:, 0][None], whole[:-3].view(2, LONG, 16)[:1]):
         assert_same(cuts, place, lambda D=D: [lik_ops.maxsim(Q, D)])
 
@@ -201,14 +201,14 @@ def test_tokens_that_begin_anywhere(place, cuts):
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 
 
-def chosen(Nq, Nd, Lq, Ld, d=128, dtype=torch.bfloat16, argmax=False, normalize=False, arch=SM_90):
+def choose_for_sizes(Nq, Nd, Lq, Ld, d=128, dtype=torch.bfloat16, argmax=False, normalize=False, arch=SM_90):
     Q, D = (torch.empty(n, length, d, dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
     return choose.choose_dense(Q, D, None, normalize, torch.int32 if argmax else None, arch)
 
 
-def test_when_documents_are_cut():
+def test_split_choice_by_sizes():
     def cut(*call, **options):
-        return isinstance(chosen(*call, **options), generic_choices.SplitChoice)
+        return isinstance(choose_for_sizes(*call, **options), generic_choices.SplitChoice)
 
     assert all(cut(1, n, 32, length) for n in (1, 4, 16, 64) for length in (8192, 65536))
     assert all(cut(1, n, 128, length) for n in (1, 16) for length in (2048, 16384))
@@ -229,7 +229,7 @@ def test_the_workspace_is_bounded(arch):
     splits = 0
     for Nq, Nd, Lq, Ld in ((1, 1, 1, 2**24), (1, 64, 32, 65536), (4, 60, 1000, 8192), (1, 2, 60000, 65536)):
         for argmax in (False, True):
-            found = chosen(Nq, Nd, Lq, Ld, d=96, argmax=argmax, normalize=True, arch=arch)
+            found = choose_for_sizes(Nq, Nd, Lq, Ld, d=96, argmax=argmax, normalize=True, arch=arch)
             if isinstance(found, generic_choices.SplitChoice):
                 splits += 1
                 rows = Nq * Lq
@@ -238,16 +238,16 @@ def test_the_workspace_is_bounded(arch):
     assert splits
 
 
-def test_info_says_so():
+def test_info_describes_splits():
     said = info.describe_kernel(SM_90, torch.bfloat16, 1, 1, 32, 65536, 128)
     assert said.startswith("maxsim_forward_ragged on sm_90") and "splits" in said
 
 
-def test_an_architecture_without_early_launches_has_none():
-    assert chosen(1, 1, 32, 65536).launch.config.PDL
+def test_pdl_is_disabled_on_architectures_without_it():
+    assert choose_for_sizes(1, 1, 32, 65536).launch.config.PDL
     for name in ("sm_80", "gfx942"):
         arch = replace(architectures.ARCHITECTURES[name], processors=100)
-        assert not chosen(1, 1, 32, 65536, arch=arch).launch.config.PDL
+        assert not choose_for_sizes(1, 1, 32, 65536, arch=arch).launch.config.PDL
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mar
 BLOCK = 256
 
 
-def found(partial, parts, tree, stride):
+def run_sum_parts(partial, parts, tree, stride):
     """Return scores [Nq, K] with row stride `stride`."""
     Nq, K = len(partial) // parts, partial.shape[1]
     scores = torch.full((Nq, stride), float("nan"), device=partial.device)
@@ -26,7 +26,7 @@ def found(partial, parts, tree, stride):
     return scores[:, :K]
 
 
-def summed(leaves):
+def sum_tree(leaves):
     """Return the tree sum of a list of tensors."""
     while len(leaves) > 1:
         leaves = [a + b for a, b in zip(leaves[::2], leaves[1::2], strict=True)]
@@ -36,14 +36,14 @@ def summed(leaves):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("tree", [1, 2, 4])
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 8, 17])
-def test_the_order_of_sums(parts, tree, place):
+def test_parts_are_summed_in_tree_order(parts, tree, place):
     torch.manual_seed(parts)
     Nq, K = 3, 300
     partial = torch.randn(Nq * parts, K, device=place.device) * 10 ** torch.randn(Nq * parts, 1, device=place.device)
     partial[0, 7], partial[-1, 9] = float("nan"), -float("inf")
     leaves = [*partial.view(Nq, parts, K).unbind(1), *[torch.zeros_like(partial[:Nq])] * (-parts % tree)]
-    trees = [summed(leaves[n : n + tree]) for n in range(0, len(leaves), tree)]
+    trees = [sum_tree(leaves[n : n + tree]) for n in range(0, len(leaves), tree)]
     expected = trees[0]
     for more in trees[1:]:
         expected = expected + more
-    torch.testing.assert_close(found(partial, parts, tree, K + 5), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(run_sum_parts(partial, parts, tree, K + 5), expected, rtol=0, atol=0, equal_nan=True)

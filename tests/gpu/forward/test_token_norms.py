@@ -15,7 +15,7 @@ PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mar
 BN = 64
 
 
-def found(Q, D, BD, d_mask=None, normalize=True):
+def run_tile_norms(Q, D, BD, d_mask=None, normalize=True):
     """Return the norms of documents and queries, written to buffers of NaN."""
     tiles = architectures.cdiv(D.shape[1], BN)
     documents = torch.full((len(D), tiles, BN), float("nan"), device=D.device)
@@ -52,7 +52,7 @@ def test_inverse_norms_of_every_token(Nq, Lq, Nd, Ld, d, BD, place):
     D = torch.randn(Nd, Ld, d, dtype=torch.float16, device=place.device) * 9
     D[1, 3], Q[0, 0] = 0, 0
     D[2, 5, 7] = float("inf")
-    documents, queries = found(Q, D, BD)
+    documents, queries = run_tile_norms(Q, D, BD)
     for n in range(documents.shape[1]):
         first = max(min(n * BN, Ld - BN), 0)  # the last tile ends where the document ends
         expected = inverse(D[:, first : first + BN])
@@ -60,21 +60,21 @@ def test_inverse_norms_of_every_token(Nq, Lq, Nd, Ld, d, BD, place):
     assert not documents.isnan().any()
     torch.testing.assert_close(queries.double(), inverse(Q), rtol=3e-7, atol=0)
     assert documents[1, 0, 3].item() == pytest.approx(1e12) and documents[2, 0, 5] == 0
-    alone, _ = found(Q[:1], D[1:2], BD)
+    alone, _ = run_tile_norms(Q[:1], D[1:2], BD)
     assert torch.equal(alone[0], documents[1])  # the bits do not depend on the batch
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("Ld", [20, 64, 150])
-def test_masked_tokens_are_negative(Ld, normalize, place):
+def test_norms_of_masked_tokens_are_minus_one(Ld, normalize, place):
     torch.manual_seed(0)
     Q, D = torch.randn(2, 5, 16, device=place.device), torch.randn(4, Ld, 16, device=place.device)
     mask = (torch.rand(Ld, 4) < 0.6).T.to(place.device)
     mask[1], mask[2] = False, True
     norms = inverse(D) if normalize else torch.ones(4, Ld, dtype=torch.float64, device=D.device)
     expected = torch.where(mask, norms, -1.0)
-    documents, queries = found(Q, D, 64, mask, normalize)
+    documents, queries = run_tile_norms(Q, D, 64, mask, normalize)
     for n in range(documents.shape[1]):
         first = max(min(n * BN, Ld - BN), 0)
         torch.testing.assert_close(documents[:, n, :Ld].double(), expected[:, first : first + BN], rtol=3e-7, atol=0)

@@ -16,7 +16,7 @@ from ...support.common import INTERPRETING
 KINDS = ("normal", "special", "equal", "falling", "few")
 
 
-def drawn(kind: str, rows: int, n: int) -> Tensor:
+def draw_scores(kind: str, rows: int, n: int) -> Tensor:
     """Return scores. The kind "special" has 0.0, -0.0, and NaN with several bit patterns."""
     if kind == "equal":
         return torch.full((rows, n), -1.5)
@@ -57,27 +57,27 @@ class Launches(list):
     ("rows", "n", "k"),
     [(1, 1, 1), (3, 5, 9), (2, 100, 100), (2, 1024, 100), (2, 1025, 7), (1, 8192, 256), (2, 8193, 1), (3, 20_011, 100)],
 )
-def test_on_a_gpu_the_bits_are_those_of_torch(kind, rows, n, k):
+def test_bits_match_torch_on_gpu(kind, rows, n, k):
     check_best(kind, rows, n, k, "cuda")
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_million_scores():
+def test_million_scores_match_torch_on_gpu():
     for kind in KINDS:
         check_best(kind, 2, 1_000_003, 100, "cuda")
 
 
 def check_best(kind: str, rows: int, n: int, k: int, device: str) -> None:
-    scores = drawn(kind, rows, n).to(device)
+    scores = draw_scores(kind, rows, n).to(device)
     assert_same(cuda_topk.best(scores, k), portable_topk.best(scores, k))
     indices = torch.arange(n, device=device).mul(3).add(1 << 33).expand(rows, -1)
     assert_same(cuda_topk.best(scores, k, indices), portable_topk.best(scores, k, indices))
-    wide = drawn(kind, rows, n + 3).to(device)[:, 2:-1]
+    wide = draw_scores(kind, rows, n + 3).to(device)[:, 2:-1]
     assert_same(cuda_topk.best(wide, k), portable_topk.best(wide, k))
 
 
 def check_parts(kind: str, parts: int, rows: int, width: int, k: int, device: str) -> None:
-    scores = drawn(kind, parts * rows, width).to(device).view(parts, rows, width)
+    scores = draw_scores(kind, parts * rows, width).to(device).view(parts, rows, width)
     scores = scores.nan_to_num(1.0, 9.0, -9.0).sort(dim=2, descending=True).values
     indices = torch.arange(parts * width, device=device).view(parts, 1, width).expand(-1, rows, -1)
     received = torch.stack([scores.view(torch.int32).long(), indices], dim=1)
@@ -95,28 +95,28 @@ class TestInterpreted:
         monkeypatch.setattr(cuda_topk, "_WARPS", {256: 4, 64: 4})
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_the_bits_are_those_of_torch(self, kind):
+    def test_bits_match_torch(self, kind):
         sizes = (1, 1, 1), (2, 5, 9), (2, 64, 10), (2, 65, 65), (1, 256, 7), (3, 1300, 40), (1, 700, 130)
         for rows, n, k in sizes[:: 1 if kind == "special" else 3]:
             check_best(kind, rows, n, k, "cpu")
 
-    def test_levels(self, monkeypatch):
+    def test_large_inputs_are_reduced_in_levels(self, monkeypatch):
         launches = Launches(monkeypatch)
-        scores = drawn("normal", 1, 5000)
+        scores = draw_scores("normal", 1, 5000)
         assert_same(cuda_topk.best(scores, 20), portable_topk.best(scores, 20))
         assert launches == [(256, 20), (256, 2), (64, 1)]
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_parts(self, kind, monkeypatch):
+    def test_best_of_parts_matches_torch(self, kind, monkeypatch):
         launches = Launches(monkeypatch)
         for count, sizes in enumerate(((1, 1, 1, 1), (2, 3, 10, 10), (4, 2, 50, 50), (3, 1, 7, 30))):
             check_parts(kind, *sizes, "cpu")
             assert len(launches) == count + 1
         check_parts(kind, 3, 1, 100, 30, "cpu")  # more than a block
 
-    def test_who_is_asked(self, monkeypatch):
+    def test_kernel_is_used_only_if_selected_and_supported(self, monkeypatch):
         """The kernel runs unless torch was selected. fp64 and a k beyond the registers use torch."""
-        launches, scores = Launches(monkeypatch), drawn("special", 2, 300)
+        launches, scores = Launches(monkeypatch), draw_scores("special", 2, 300)
         for backend, count in (("triton", 2), ("portable", 0)):
             launches.clear()
             with lik_ops.use_backend(backend):
@@ -143,7 +143,7 @@ def kernels(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
 
 
 @pytest.mark.parametrize("k", [1, 10, 100, 129, 256])
-def test_warmup_takes_every_kernel_that_a_search_may_take(k, monkeypatch):
+def test_warmup_covers_every_kernel_of_a_search(k, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     warmed = set().union(*(kernels(n, k, monkeypatch) for n in WARMUP_COLUMNS))
     for n in (1, 1023, 1024, 1025, 8191, 8192, 8193, 16_385, 90_000, 700_000, 2_500_000, 3_999_999):
@@ -152,7 +152,7 @@ def test_warmup_takes_every_kernel_that_a_search_may_take(k, monkeypatch):
 
 
 @pytest.mark.parametrize("k", [1, 10, 200])
-def test_warmup_takes_the_kernel_that_merges_the_results_of_processes(k, monkeypatch):
+def test_warmup_covers_kernel_that_merges_process_results(k, monkeypatch):
     merging, launches = [], []
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(cuda_topk.launcher, "launch", lambda kernel, grid, args, options: launches.append(args[4:]))
@@ -169,7 +169,7 @@ def test_warmup_takes_the_kernel_that_merges_the_results_of_processes(k, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("counts", [[3, 3], [3, 1, 2], [0, 3], [0, 0]])
-def test_parts_of_any_length(counts, dtype):
+def test_merge_of_parts_with_different_lengths(counts, dtype):
     """Elements past the end of a shorter part are ignored."""
     width, integers = max(counts), torch.int64 if dtype == torch.float64 else torch.int32
     received = torch.full((len(counts), 2, 2, width), -1)

@@ -46,29 +46,29 @@ def inputs():
     return torch.randn(2, 3, 4), torch.randn(5, 6, 4)
 
 
-def short(*args, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
+def try_fast_path(*args, q_mask=None, d_mask=None, q_weight=None, normalize=False, backward="auto", recompute=False):
     return eager.try_maxsim(*args, q_mask, d_mask, q_weight, normalize, backward, recompute)
 
 
-def test_ordinary_calls_are_short():
+def test_ordinary_calls_use_the_fast_path():
     Q, D = inputs()
-    assert short(Q, D) is not None
-    assert short(Q, D, q_mask=torch.ones(2, 3, dtype=torch.int8), normalize=True) is not None
-    assert short(Q[0], D[0], q_weight=torch.ones(3)).shape == ()
+    assert try_fast_path(Q, D) is not None
+    assert try_fast_path(Q, D, q_mask=torch.ones(2, 3, dtype=torch.int8), normalize=True) is not None
+    assert try_fast_path(Q[0], D[0], q_weight=torch.ones(3)).shape == ()
     with torch.no_grad():
-        assert short(torch.nn.Parameter(Q), D) is not None
+        assert try_fast_path(torch.nn.Parameter(Q), D) is not None
     with torch.inference_mode():
-        assert short(Q, D).is_inference()
-        assert short(Q + 1, D) is not None
-    assert short(Q.requires_grad_(), D).grad_fn is not None
-    assert short(Q, D, recompute=True).grad_fn is not None
+        assert try_fast_path(Q, D).is_inference()
+        assert try_fast_path(Q + 1, D) is not None
+    assert try_fast_path(Q.requires_grad_(), D).grad_fn is not None
+    assert try_fast_path(Q, D, recompute=True).grad_fn is not None
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates", "flat_q", "flat_d", "flat"])
 @pytest.mark.parametrize("mask", ["none", "holes", "integer"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_short_and_long_way_have_the_same_bits(place, layout, mask, recompute):
+def test_fast_path_and_operators_have_the_same_bits(place, layout, mask, recompute):
     for dtype in place.dtypes:
         p = Problem(layout, 3, 2, 5, 9, 16, dtype, mask, mask, mask != "none", False, "normal", poison=False)
         x = build(p, place.device)
@@ -115,7 +115,7 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("grad", [False, True])
-def test_errors_are_those_of_the_operator_each_time(bad, grad):
+def test_errors_match_the_operator_on_every_call(bad, grad):
     Q, D = inputs()
     args, options = BAD[bad](Q, D)
     if grad and Q.is_floating_point():
@@ -151,12 +151,12 @@ def test_profilers_see_the_operators():
     assert {"lik::maxsim", "lik::maxsim_fwd"} <= {event.name for event in profile.events()}
 
 
-def test_transforms_and_tracers_take_the_long_way():
+def test_transforms_and_tracers_bypass_the_fast_path():
     Q, D = inputs()
     ways = []
 
     def call(q):
-        ways.append(short(q, D))
+        ways.append(try_fast_path(q, D))
         return q.sum()
 
     torch.vmap(call)(Q)
@@ -173,35 +173,35 @@ def test_transforms_and_tracers_take_the_long_way():
         lik_ops.maxsim(forward_ad.make_dual(Q, torch.ones_like(Q)), D)
 
 
-def test_autocast_takes_the_long_way():
+def test_autocast_bypasses_the_fast_path():
     Q, D = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        assert short(Q, D) is None
+        assert try_fast_path(Q, D) is None
         with torch.autocast("cpu", enabled=False):
-            assert short(Q, D) is not None
+            assert try_fast_path(Q, D) is not None
 
 
-def test_tensors_that_are_not_plain_memory_take_the_long_way():
+def test_non_plain_tensors_bypass_the_fast_path():
     Q, D = inputs()
     minus = torch._neg_view(D)
     assert minus.is_neg()
     for odd in (Q.as_subclass(Wrapped), torch._efficientzerotensor(2, 3, 4), Q.to("meta"), Q.to_sparse()):
-        assert short(odd, D) is None
-    assert short(Q, minus) is None
+        assert try_fast_path(odd, D) is None
+    assert try_fast_path(Q, minus) is None
     assert torch.equal(lik_ops.maxsim(Q, minus), lik_ops.maxsim(Q, -D))
     assert torch.equal(lik_ops.maxsim(torch._efficientzerotensor(2, 3, 4), D), torch.zeros(2, 5))
     with torch._subclasses.FakeTensorMode():
-        assert short(torch.empty(2, 3, 4), torch.empty(5, 6, 4)) is None
-    assert short(torch.nested.nested_tensor([Q[0], Q[1]]), D) is None  # strided, and of type Tensor
+        assert try_fast_path(torch.empty(2, 3, 4), torch.empty(5, 6, 4)) is None
+    assert try_fast_path(torch.nested.nested_tensor([Q[0], Q[1]]), D) is None  # strided, and of type Tensor
     mask, weight = torch.ones(5, 6, dtype=torch.bool), torch.ones(2, 3)
-    assert short(Q, D, d_mask=mask, q_weight=weight) is not None
-    assert short(Q, D, d_mask=mask.as_subclass(Wrapped)) is None
-    assert short(Q, D, q_mask=mask[:2, :3].to("meta")) is None
-    assert short(Q, D, q_weight=torch._neg_view(weight)) is None
+    assert try_fast_path(Q, D, d_mask=mask, q_weight=weight) is not None
+    assert try_fast_path(Q, D, d_mask=mask.as_subclass(Wrapped)) is None
+    assert try_fast_path(Q, D, q_mask=mask[:2, :3].to("meta")) is None
+    assert try_fast_path(Q, D, q_weight=torch._neg_view(weight)) is None
 
 
 @pytest.mark.parametrize("first", ["fake mode", "grad"])
-def test_a_watched_first_call_teaches_nothing_wrong(first, monkeypatch):
+def test_first_call_under_a_mode_learns_correct_tensor_keys(first, monkeypatch):
     """The traits of plain tensors are learned once per process from a new tensor, which modes and transforms wrap."""
     monkeypatch.setattr(watchers, "_usual_keys", set())
     monkeypatch.setattr(watchers, "_known_devices", set())
@@ -217,32 +217,32 @@ def test_a_watched_first_call_teaches_nothing_wrong(first, monkeypatch):
     else:
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
             call(Q)
-    assert watchers.is_ordinary_tensor(Q) and short(Q, D) is not None
+    assert watchers.is_ordinary_tensor(Q) and try_fast_path(Q, D) is not None
     seen = []
     torch.func.grad(lambda q: seen.append(watchers.is_ordinary_tensor(q)) or q.sum())(Q)
     assert seen == [False]
 
 
-def test_each_kind_of_watcher_is_enough():
+def test_each_kind_of_watcher_disables_the_fast_path():
     """Test one kind at a time, because the guard must not pass if any of its conditions is missing."""
     Q, D = inputs()
     ways = []
-    torch.func.functionalize(lambda q: ways.append(short(q, D)) or q + 1)(Q)
+    torch.func.functionalize(lambda q: ways.append(try_fast_path(q, D)) or q + 1)(Q)
     with forward_ad.dual_level():  # although no tensor carries a tangent
-        ways.append(short(Q, D))
+        ways.append(try_fast_path(Q, D))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        ways.append(short(Q, D))
+        ways.append(try_fast_path(Q, D))
     with torch.autograd.profiler.profile():
-        ways.append(short(Q, D))
+        ways.append(try_fast_path(Q, D))
     for mode in (Seen(), FunctionSeen(), torch.device("cpu")):
         with mode:
-            ways.append(short(Q, D))
+            ways.append(try_fast_path(Q, D))
     with torch._C._AutoDispatchBelowAutograd():  # nothing may be recorded here
-        ways.append(short(Q.requires_grad_(), D))
+        ways.append(try_fast_path(Q.requires_grad_(), D))
     assert ways == [None] * 8
     for option in ({"normalize": 1}, {"recompute": 0}, {"backward": None}):  # left to the operator's errors
-        assert short(Q, D, **option) is None
-    assert short(Q, D) is not None
+        assert try_fast_path(Q, D, **option) is None
+    assert try_fast_path(Q, D) is not None
 
 
 def test_compiled_callers_keep_the_operator():
@@ -258,7 +258,7 @@ def test_compiled_callers_keep_the_operator():
     assert any("lik.maxsim" in target for target in graphs[0])
 
 
-def test_recompute_leaves_finding_the_winners_to_the_backend(monkeypatch):
+def test_recompute_passes_no_argmax_to_the_backward(monkeypatch):
     """The backend computes the argmax in parts that need only constant memory."""
     backend = backends.select_backend(torch.device("cpu"), torch.float32)
     run, given = backend.backward_lowmem, []
@@ -289,7 +289,7 @@ def test_the_choice_of_backend_is_read_by_every_call(monkeypatch):
     lik_ops.maxsim(Q, D)
 
 
-def test_second_derivatives_raise_and_batched_gradients_do_not_lie():
+def test_double_backward_raises_and_batched_gradients_match():
     Q, D = inputs()
     scores = lik_ops.maxsim(Q.requires_grad_(), D)
     (grad,) = torch.autograd.grad(scores.sum(), Q, create_graph=True)
@@ -302,7 +302,7 @@ def test_second_derivatives_raise_and_batched_gradients_do_not_lie():
     torch.testing.assert_close(batched, torch.stack(expected))
 
 
-def test_saved_tensors_are_guarded_against_later_writes():
+def test_modifying_saved_tensors_in_place_raises():
     Q, D = inputs()
     scores = lik_ops.maxsim(Q.requires_grad_(), D)
     D.mul_(2)
@@ -310,7 +310,7 @@ def test_saved_tensors_are_guarded_against_later_writes():
         scores.sum().backward()
 
 
-def test_what_is_kept_is_bounded(monkeypatch):
+def test_number_of_plans_is_bounded(monkeypatch):
     monkeypatch.setattr(plans, "capacity", 4)
     eager.clear_call_caches()
     for Ld in range(1, 9):
@@ -319,7 +319,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_warmup_makes_the_calls_it_is_told_to(place, monkeypatch):
+def test_warmup_makes_the_requested_calls(place, monkeypatch):
     called = []
 
     def spy(name):

@@ -218,7 +218,7 @@ def ways(monkeypatch):
     return taken
 
 
-def test_every_scoring_function_is_here():
+def test_valid_calls_cover_every_scoring_function():
     # `maxsim_streamed` calls two of these part by part. The others always use their operators, or their own plans.
     others = {"maxsim_streamed", "maxsim_soft", "maxsim_xtr", "maxsim_token_topk", "maxsim_cross_entropy"}
     others.add("maxsim_from_hidden")
@@ -302,13 +302,13 @@ def compare(name, bare, ways, is_short, called, stride=1):
 
 @pytest.mark.parametrize("bare", [True] if INTERPRETING else [True, False])
 @pytest.mark.parametrize("name", SAMPLED if INTERPRETING else sorted(DENSE_WAY | {"maxsim_with_argmax"}))
-def test_what_is_known_of_a_call_serves_no_other(name, bare, ways):
+def test_cached_calls_do_not_serve_changed_arguments(name, bare, ways):
     with PLACE.use():
         is_short = name in DENSE_WAY or INTERPRETING or (bare and name in BARE_WAY)
         compare(name, bare, ways, is_short, outcome, EVERY if INTERPRETING else 1)
 
 
-def test_pairs_of_another_shape_are_refused_after_valid_ones():
+def test_pairs_of_wrong_shape_raise_after_valid_calls():
     function, valid, _ = call_of("maxsim_pair_list of dense", True)
     with PLACE.use():
         expected = function(**valid)
@@ -322,7 +322,7 @@ def test_pairs_of_another_shape_are_refused_after_valid_ones():
 @pytest.mark.skipif(INTERPRETING, reason="stands for a GPU's launches")
 @pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.parametrize("name", VALID)
-def test_nor_is_another_launched(name, bare, ways, monkeypatch):
+def test_cached_launches_do_not_serve_changed_arguments(name, bare, ways, monkeypatch):
     """Plans and direct launches of the Triton backend must not serve other arguments either."""
     launches = Launches()
     monkeypatch.setattr(launcher, "get_compiled_kernel", launches.bind)

@@ -109,7 +109,7 @@ def taken(monkeypatch):
 
 @somewhere
 @pytest.mark.parametrize("name", CALLS)
-def test_short_and_long_way_have_the_same_bits(place, name, taken):
+def test_fast_path_and_operators_have_the_same_bits(place, name, taken):
     x = inputs(place.device, torch.float16)
     with place.use(), torch.no_grad():
         found = CALLS[name](x)
@@ -123,7 +123,7 @@ def test_short_and_long_way_have_the_same_bits(place, name, taken):
 
 @somewhere
 @pytest.mark.parametrize("name", WINNERS)
-def test_they_have_the_same_winners(place, name, taken):
+def test_fast_path_and_operators_have_the_same_argmax(place, name, taken):
     x = inputs(place.device, torch.float16)
     with place.use():
         found = WINNERS[name](x)
@@ -139,7 +139,7 @@ GRADIENTS = ("varlen, int32, weights", "varlen, dense queries", "varlen, both de
 
 @somewhere
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_they_have_the_same_gradients(place, name, taken):
+def test_fast_path_and_operators_have_the_same_gradients(place, name, taken):
     x = inputs(place.device, torch.float16)
     leaves = [t.requires_grad_() for t in (x.Q, x.D, x.dense_q, x.dense_d, x.w, x.dense_w)]
     results = []
@@ -157,7 +157,7 @@ def test_they_have_the_same_gradients(place, name, taken):
 
 
 @somewhere
-def test_winners_have_no_gradient_and_are_found_again_where_none_were_kept(place, taken):
+def test_argmax_has_no_gradient_and_is_recomputed_if_not_saved(place, taken):
     x = inputs(place.device, torch.float16)
     x.dense_q.requires_grad_()
     documents = [x.dense_d[0, :3], x.dense_d[1]]
@@ -170,7 +170,7 @@ def test_winners_have_no_gradient_and_are_found_again_where_none_were_kept(place
 
 
 @somewhere
-def test_second_derivatives_raise_and_saved_tensors_are_guarded(place):
+def test_double_backward_and_modified_saved_tensors_raise(place):
     x = inputs(place.device, torch.float16)
     x.Q.requires_grad_()
     with place.use():
@@ -237,7 +237,7 @@ def as_launched(values, bound):
 @without_kernels
 @pytest.mark.parametrize("name", LAID_OUT)
 @torch.no_grad()
-def test_the_direct_launch_is_given_what_the_general_one_is(name, launches):
+def test_direct_and_general_launch_have_equal_arguments(name, launches):
     x = inputs(dtype=torch.bfloat16)
     CALLS[name](x)
     CALLS[name](x)
@@ -252,7 +252,7 @@ def test_the_direct_launch_is_given_what_the_general_one_is(name, launches):
 @without_kernels
 @pytest.mark.parametrize("name", LAID_OUT)
 @torch.no_grad()
-def test_nothing_runs_before_the_launch(name, launches, monkeypatch):
+def test_only_the_allocation_runs_before_the_launch(name, launches, monkeypatch):
     """Only the allocation of the scores may run. Any other operation would cost as much as the launch."""
     x = inputs(dtype=torch.bfloat16)
     CALLS[name](x)
@@ -269,7 +269,7 @@ def packed_plans():
 
 @without_kernels
 @torch.no_grad()
-def test_other_rows_are_launched_directly_too(launches):
+def test_direct_launch_serves_other_row_counts(launches):
     """Ragged calls seldom repeat their rows. Calls with equal query counts and similar lengths reuse the plan."""
     for lengths in ((5, 7, 2), (30, 1, 4), (90, 8, 6, 4, 0), (1,)):
         D, cu_d = lik_ops.pack([torch.randn(n, 16) for n in lengths])
@@ -282,7 +282,7 @@ def test_other_rows_are_launched_directly_too(launches):
 
 @without_kernels
 @torch.no_grad()
-def test_tensors_that_begin_anywhere_are_launched_with_kernels_of_their_own(launches):
+def test_unaligned_tensors_use_their_own_kernel(launches):
     x = inputs(dtype=torch.bfloat16)
     memory = torch.zeros(x.D.numel() + 1, dtype=x.D.dtype)
     moved = memory[1:].view(x.D.shape).copy_(x.D)
@@ -297,7 +297,7 @@ def test_tensors_that_begin_anywhere_are_launched_with_kernels_of_their_own(laun
 @without_kernels
 @pytest.mark.parametrize("format", ["int8", "uint8"])
 @torch.no_grad()
-def test_quantised_documents_are_launched_directly_too(format, launches):
+def test_quantized_documents_use_direct_launches(format, launches):
     """int8 uses two kernels, and the first writes terms of the query rows. Both get the same arguments as before."""
     x = inputs(dtype=torch.bfloat16)
     made = lik_ops.quantize(x.D, format)
@@ -321,7 +321,7 @@ def test_quantised_documents_are_launched_directly_too(format, launches):
 
 @without_kernels
 @torch.no_grad()
-def test_nothing_to_score_launches_nothing(launches):
+def test_empty_calls_launch_no_kernel(launches):
     x = inputs()
     for _ in range(2):
         assert lik_ops.maxsim_varlen(x.Q, x.D, x.cu_q[:1], x.cu_d).shape == (0, 6)
@@ -332,7 +332,7 @@ def test_nothing_to_score_launches_nothing(launches):
 
 @without_kernels
 @torch.no_grad()
-def test_what_is_kept_is_bounded(launches, monkeypatch):
+def test_number_of_plans_tiles_and_descriptors_is_bounded(launches, monkeypatch):
     monkeypatch.setattr(plans, "capacity", 6)
     monkeypatch.setattr(cuda_ragged, "_MAX_TILES", 3)
     monkeypatch.setattr(cuda_ragged, "_MAX_DESCRIPTORS", 3)
@@ -347,44 +347,44 @@ def test_what_is_kept_is_bounded(launches, monkeypatch):
                 assert len(plan.tiles) <= 3 and len(plan.descriptors) <= 3
 
 
-def short(x, **changes):
+def try_fast_path(x, **changes):
     y = SimpleNamespace(**{**vars(x), **changes})
     return eager.try_maxsim_ragged(y.Q, y.D, y.cu_q, y.cu_d, q_weight=y.w)
 
 
 @without_kernels
-def test_each_kind_of_watcher_is_enough(launches):
+def test_each_kind_of_watcher_disables_the_fast_path(launches):
     x = inputs()
-    assert short(x) is not None
+    assert try_fast_path(x) is not None
     ways = []
-    torch.vmap(lambda q: ways.append(short(x)) or q)(x.Q)
-    torch.func.grad(lambda q: ways.append(short(x)) or q.sum())(x.Q)
+    torch.vmap(lambda q: ways.append(try_fast_path(x)) or q)(x.Q)
+    torch.func.grad(lambda q: ways.append(try_fast_path(x)) or q.sum())(x.Q)
     with forward_ad.dual_level():
-        ways.append(short(x))
+        ways.append(try_fast_path(x))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        ways.append(short(x))
+        ways.append(try_fast_path(x))
     with torch.autocast("cpu", torch.bfloat16):
-        ways.append(short(x))
+        ways.append(try_fast_path(x))
     for mode in (Seen(), FunctionSeen(), torch.device("cpu"), lik_ops.checks()):
         with mode:
-            ways.append(short(x))
+            ways.append(try_fast_path(x))
     with torch._C._AutoDispatchBelowAutograd():  # nothing may be recorded here
-        ways.append(short(x, Q=x.Q.clone().requires_grad_()))
+        ways.append(try_fast_path(x, Q=x.Q.clone().requires_grad_()))
     assert ways == [None] * 10
     for name in ("Q", "D", "cu_q", "cu_d", "w"):
         odd = getattr(x, name)
-        assert short(x, **{name: odd.as_subclass(Wrapped)}) is None
-        assert short(x, **{name: odd.to("meta")}) is None
-    assert short(x, D=torch._neg_view(x.D)) is None
-    assert short(x) is not None
+        assert try_fast_path(x, **{name: odd.as_subclass(Wrapped)}) is None
+        assert try_fast_path(x, **{name: odd.to("meta")}) is None
+    assert try_fast_path(x, D=torch._neg_view(x.D)) is None
+    assert try_fast_path(x) is not None
 
 
 @without_kernels
 @torch.no_grad()
-def test_what_does_not_fit_takes_the_long_way(launches):
+def test_unsupported_arguments_bypass_the_fast_path(launches):
     x = inputs()
     odd_rows = torch.randn(sum(DOCUMENTS), 32)[:, ::2]
-    assert short(x, D=odd_rows) is not None
+    assert try_fast_path(x, D=odd_rows) is not None
     changes = [
         {"Q": x.Q[None]},
         {"Q": x.Q[0]},
@@ -403,7 +403,7 @@ def test_what_does_not_fit_takes_the_long_way(launches):
     ]
     for change in changes:
         for _ in range(2):
-            assert short(x, **change) is None, change
+            assert try_fast_path(x, **change) is None, change
     dense = x.dense_q, x.D, None
     for options in ({"normalize": 1}, {"backward": "fast"}, {"pairs": x.pairs[:, :1], "offsets": x.cu_d}):
         assert eager.try_maxsim_ragged(*dense, **{"offsets": x.cu_d, **options}) is None
@@ -442,7 +442,7 @@ BAD = {
 
 @without_kernels
 @pytest.mark.parametrize("bad", BAD)
-def test_errors_are_those_of_the_long_way_each_time(bad, launches):
+def test_errors_match_the_operator_on_every_call(bad, launches):
     x = inputs()
     errors = []
     for mode in (Seen(), torch.no_grad(), torch.enable_grad(), torch.enable_grad()):
@@ -466,7 +466,7 @@ def test_compiled_callers_keep_the_operator():
     assert any("lik.maxsim_ragged_fwd" in target for target in graphs[0])
 
 
-def test_what_is_cut_as_callers_have_it_is_spelled_out():
+def test_packed_args_convert_to_explicit_segments():
     x = inputs()
     spelled = PackedArgs(
         x.dense_q, x.dense_d, *[None] * 5, x.dense_m, x.dense_n, x.dense_w, 5, 6, False, 45, 72, 9

@@ -92,7 +92,7 @@ EDITS = {
 }
 
 
-def changed_elsewhere(scores, edit):
+def edit_copy(scores, edit):
     copy = scores.clone()
     edit(copy)
     return copy
@@ -116,7 +116,7 @@ def test_scores_can_be_changed_in_place(x, name, edit, long_way):
     for option in options:
         with Seen() if long_way else contextlib.nullcontext():
             scores, expected = CALLS[name](x, option), CALLS[name](x, option)
-        expected = changed_elsewhere(expected, EDITS[edit])
+        expected = edit_copy(expected, EDITS[edit])
         EDITS[edit](scores)
         assert torch.equal(scores, expected)
         found = gradients(x, scores)
@@ -130,10 +130,10 @@ def test_scores_can_be_changed_in_place(x, name, edit, long_way):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_scores_without_gradients_too(x, name, mode):
+def test_scores_without_gradients_can_be_changed_in_place(x, name, mode):
     with mode():
         scores = CALLS[name](x, {})
         for edit in EDITS.values():
-            expected = changed_elsewhere(scores, edit)
+            expected = edit_copy(scores, edit)
             edit(scores)
             assert torch.equal(scores, expected)

@@ -31,7 +31,7 @@ class Dense:
         return eager.try_maxsim(*x, None, None, None, **options)
 
 
-class WithWinners(Dense):
+class DenseArgmax(Dense):
     name = "maxsim_with_argmax"
 
     def call(self, n=None, other=None, *, normalize=False, backward="auto", recompute=False):
@@ -50,18 +50,18 @@ class Ragged(Dense):
         return eager.try_maxsim_ragged(*x, **options)
 
 
-@pytest.fixture(params=[Dense, WithWinners, Ragged], ids=lambda layout: layout.name)
+@pytest.fixture(params=[Dense, DenseArgmax, Ragged], ids=lambda layout: layout.name)
 def layout(request, monkeypatch):
     """Yield a call that may use the fast path."""
     made = request.param()
     eager.clear_call_caches()
     if made.name == "ragged":  # whose fast path only leads to the Triton backend
-        monkeypatch.setattr(eager, "_make_packed_call", lambda c, *_: Found(c))
+        monkeypatch.setattr(eager, "_make_packed_call", lambda c, *_: FakePackedCall(c))
     yield made
     eager.clear_call_caches()
 
 
-class Found:
+class FakePackedCall:
     """Stand-in for the cached state of a ragged call."""
 
     argmax_dtype, differentiable = None, False
@@ -77,7 +77,7 @@ class Found:
         return c.Q.detach()
 
 
-def serving(layout, *args, **options):
+def find_serving_plan(layout, *args, **options):
     """Return the entry of the plan cache that serves this call without being made for it, or None."""
     found = []
 
@@ -98,7 +98,7 @@ def serving(layout, *args, **options):
 def make_known(layout):
     """Make the call, and return the entry of the plan cache that serves its repetition."""
     assert layout.call() is not None
-    found = serving(layout)
+    found = find_serving_plan(layout)
     assert found
     return found
 
@@ -122,23 +122,23 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("watcher", WATCHERS)
-def test_observers_see_a_known_call(layout, watcher):
+def test_watched_calls_bypass_cached_plans(layout, watcher):
     known = make_known(layout)
     with WATCHERS[watcher]():
         assert layout.call() is None
-    assert serving(layout) is known
+    assert find_serving_plan(layout) is known
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms_and_tracers_see_it_too(layout, transform):
+def test_transforms_and_tracers_bypass_cached_plans(layout, transform):
     make_known(layout)
     ways = []
     TRANSFORMS[transform](lambda x: ways.append(layout.call()) or x * 2)
     assert ways == [None]
 
 
-def test_a_known_call_serves_no_call_with_other_arguments(layout):
+def test_cached_plan_does_not_serve_other_arguments(layout):
     known = make_known(layout)
     for n, x in enumerate(layout.x):
         others = [x.as_subclass(Wrapped), x.to("meta"), None, [x], x[None], x.new_empty(x.shape).expand(2, *x.shape)]
@@ -149,13 +149,13 @@ def test_a_known_call_serves_no_call_with_other_arguments(layout):
             others += [x.clone().requires_grad_(), torch.nn.Parameter(x), x.mT.contiguous().mT]
             others += [] if layout.name == "ragged" else [layout.x[1 - n]]
         for other in others:
-            assert serving(layout, n, other) is not known, (n, type(other), getattr(other, "shape", None))
+            assert find_serving_plan(layout, n, other) is not known, (n, type(other), getattr(other, "shape", None))
     for option in ({"normalize": 0}, {"normalize": True}, {"backward": "lowmem"}, {"recompute": True}):
-        assert serving(layout, **option) is not known
-    assert serving(layout) is known
+        assert find_serving_plan(layout, **option) is not known
+    assert find_serving_plan(layout) is known
 
 
-def test_equal_masks_in_other_positions_are_other_calls():
+def test_mask_position_is_part_of_the_plan_key():
     Q, D, mask = torch.randn(5, 6, 4), torch.randn(5, 6, 4), torch.ones(5, 6, dtype=torch.bool)
     keys = {
         eager.make_dense_key("maxsim", (Q, D, *masks, None), (False, "auto", False))
@@ -164,45 +164,45 @@ def test_equal_masks_in_other_positions_are_other_calls():
     assert len(keys) == 4 and None not in keys
 
 
-def test_a_known_call_serves_other_values_and_other_rows_of_packed_tensors(layout):
+def test_cached_plan_serves_other_values_and_packed_row_counts(layout):
     known = make_known(layout)
     for n, x in enumerate(layout.x):
-        assert serving(layout, n, x.clone()) is known
+        assert find_serving_plan(layout, n, x.clone()) is known
     more = torch.cat([layout.x[1], layout.x[1]])
-    assert (serving(layout, 1, more) is known) == (layout.name == "ragged")
+    assert (find_serving_plan(layout, 1, more) is known) == (layout.name == "ragged")
 
 
-def test_settings_are_part_of_a_call(layout):
+def test_settings_are_part_of_the_plan_key(layout):
     known = make_known(layout)
     with lik_ops.use_backend("portable"):
-        assert serving(layout) is None
+        assert find_serving_plan(layout) is None
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert serving(layout) is None
+        assert find_serving_plan(layout) is None
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert serving(layout) is known
+    assert find_serving_plan(layout) is known
     with torch.no_grad():  # nothing to record anyway
-        assert serving(layout) is known
+        assert find_serving_plan(layout) is known
 
 
-def test_recorded_gradients_are_part_of_a_call(layout):
+def test_gradient_recording_is_part_of_the_plan_key(layout):
     layout.x[0].requires_grad_()
     if layout.name == "maxsim_with_argmax":
         assert layout.call() is None
         return
     known = make_known(layout)
     with torch.no_grad():
-        assert serving(layout) is None
+        assert find_serving_plan(layout) is None
         assert make_known(layout) is not known
-    assert serving(layout) is known
+    assert find_serving_plan(layout) is known
     with torch._C._AutoDispatchBelowAutograd():  # nothing may be recorded here
         assert layout.call() is None
 
 
 @pytest.mark.parametrize("apart", [torch.tensor([[0, 9], [4, 9], [9, 9]])[:, 0], torch.zeros(4, 3).long()[:, :2]])
-def test_only_strides_that_are_contiguous_for_any_number_of_rows_are_accepted(apart):
+def test_index_strides_must_be_contiguous_for_any_row_count(apart):
     """One row is contiguous for any stride, but several rows are not."""
     assert apart[:1].is_contiguous() and not apart.is_contiguous()
     assert not cuts.is_contiguous_index(apart[:1])
@@ -236,7 +236,7 @@ def make_quantized_known(checked, call):
 
 @pytest.mark.parametrize("format", ["int8", "uint8", "binary", "residual2"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_known_calls_with_quantized_documents_are_not_checked_again(checked, format, packed):
+def test_repeated_quantized_calls_are_not_checked_again(checked, format, packed):
     x, more = torch.randn(5, 6, 16), torch.randn(9, 6, 16)
     codec = lik_ops.ResidualCodec.train(x.flatten(0, 1), 2, 4) if format == "residual2" else None
 
@@ -284,7 +284,7 @@ def test_known_calls_with_quantized_documents_are_not_checked_again(checked, for
         assert checked
 
 
-def test_features_that_bytes_do_not_tell_are_told_apart(checked):
+def test_binary_codes_of_other_d_with_equal_bytes_raise(checked):
     """Bits of 12 features need as many bytes as bits of 16 features."""
     Q, D = torch.randn(2, 3, 16), lik_ops.quantize(torch.randn(5, 6, 16), "binary")
     other = lik_ops.quantize(torch.randn(5, 6, 12), "binary")

@@ -60,7 +60,7 @@ def test_the_cache_shares_no_memory_with_the_caller(name, device):
         assert_same(x, e, is_atomic)
 
 
-def test_no_mode_sees_the_copies():
+def test_dispatch_modes_do_not_see_the_cache_copies():
     Q, D = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
     names = []
 

@@ -70,7 +70,7 @@ def _fresh_compiler():
 
 @pytest.mark.parametrize(("mode", "device"), WAYS + TUNED)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiled_calls_have_the_bits_of_eager_ones(name, mode, device):
+def test_compiled_calls_match_eager_bitwise(name, mode, device):
     """Equal bits mean equal kernels, in every mode, with dynamic sizes and without a graph break."""
     function = FUNCTIONS[name]
     compiled = torch.compile(function, mode=mode, dynamic=True, fullgraph=True)
@@ -115,7 +115,7 @@ REDUCTIONS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "fp8_e5m2" else ()) for name in REDUCTIONS]
 )
-def test_only_sums_of_torch_have_other_bits(name, device):
+def test_only_torch_sums_may_differ_from_eager_bits(name, device):
     function, is_equal = REDUCTIONS[name]
     args = torch.randn(777, 16, device=device), torch.randn(780, 16, device=device)
     for actual, expected in zip(
@@ -129,7 +129,7 @@ def test_only_sums_of_torch_have_other_bits(name, device):
 
 @pytest.mark.parametrize(("mode", "device"), WAYS + TUNED)
 @pytest.mark.parametrize("name", ["maxsim", "maxsim recompute", "pairs", "winners"])
-def test_compiled_gradients_have_the_bits_of_eager_ones(name, mode, device):
+def test_compiled_gradients_match_eager_bitwise(name, mode, device):
     args = arguments(name, device=device)
     leaves = [args[i].requires_grad_() for i in (0, 1, 4)]
 
@@ -171,7 +171,7 @@ def test_one_dynamic_compilation_serves_all_sizes(name, dynamic, candidates):
             assert compilations.count <= before + 1, f"axis {axis} of size {size}"
 
 
-def test_guards_are_of_the_operator_and_not_of_what_was_looked_at_on_the_way():
+def test_compiled_guards_exclude_python_helpers():
     """Each name that is looked up while a call is traced is looked up again at every compiled call."""
     compiled = torch.compile(lambda Q, D: lik_ops.maxsim(Q, D), backend="eager", fullgraph=True)
     compiled(torch.randn(2, 3, 8), torch.randn(4, 5, 8))
@@ -192,7 +192,7 @@ class Encoder(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("mode", "device"), WAYS)
-def test_a_compiled_encoder_and_scorer_train_as_eager_ones_do(device, mode):
+def test_compiled_encoder_gradients_match_eager(device, mode):
     model = Encoder().to(device)
     queries, documents = torch.randint(0, 50, (4, 5), device=device), torch.randint(0, 50, (4, 9), device=device)
     queries[:, 0] = documents[:, 0] = 7
@@ -289,7 +289,7 @@ def test_an_edited_backward_is_not_served_from_the_cache(tmp_path):
     assert run_step(tmp_path) == [3 * 2 * 5 * 3 * 4, 30, 0]
 
 
-def test_the_cache_key_names_the_code_once_and_keeps_what_was_there(monkeypatch):
+def test_cache_key_tag_is_added_once_and_keeps_the_old_tag(monkeypatch):
     digest = compile_cache.hash_sources()
     assert config.cache_key_tag == f"lik_ops={digest}" and len(digest) == 16  # the import of lik_ops added it
     monkeypatch.setattr(config, "cache_key_tag", "mine")

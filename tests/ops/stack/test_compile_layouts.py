@@ -86,7 +86,7 @@ def dense(sizes):
     return Q, D, torch.rand(Nq, Lq) > 0.2, torch.rand(Nd, Ld) > 0.2, w
 
 
-def counting():
+def make_counting_backend():
     """Return a backend that counts the compiled forwards and backwards, and its counts."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -106,7 +106,7 @@ def test_one_dynamic_compilation_serves_training_steps_of_all_sizes():
 
     An axis of size 1 or 0 may cost one more compilation of each.
     """
-    backend, counts = counting()
+    backend, counts = make_counting_backend()
     step = torch.compile(dense_step, backend=backend, fullgraph=True, dynamic=True)
 
     def run(sizes):
@@ -133,7 +133,7 @@ def test_one_dynamic_compilation_serves_ragged_training_steps(name, monkeypatch)
     The eager calls between the compiled ones are the first calls of the process, whose tokens are inspected.
     """
     monkeypatch.setattr(hints, "_inspected_calls", {})
-    backend, counts = counting()
+    backend, counts = make_counting_backend()
 
     def eager(*args):
         return finite(FUNCTIONS[name](*args)).sum()

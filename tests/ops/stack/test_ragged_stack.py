@@ -113,7 +113,7 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize("op, name, change", BAD_CALLS)
-def test_bad_arguments_are_named(op, name, change):
+def test_errors_name_the_invalid_argument(op, name, change):
     function, given_ = CALLS[op]
     function(**given_)
     make, error = CHANGES[change]
@@ -130,7 +130,7 @@ def test_bad_arguments_are_named(op, name, change):
 
 
 @pytest.mark.parametrize("op", CALLS)
-def test_bad_options_are_named(op):
+def test_invalid_options_and_dtypes_raise(op):
     function, given_ = CALLS[op]
     with pytest.raises(ValueError, match=f"{op}: backward: expected one of"):
         function(**given_, backward="fast")
@@ -142,7 +142,7 @@ def test_bad_options_are_named(op):
         function(**{**given_, "D": given_["D"].half()})
 
 
-def test_bad_shapes_of_the_two_kinds_of_sides():
+def test_invalid_packed_and_dense_shapes_raise():
     for call, message in (
         (
             lambda: lik_ops.maxsim_varlen(Q3[None], D2, None, CU_D),
@@ -162,7 +162,7 @@ def test_bad_shapes_of_the_two_kinds_of_sides():
             call()
 
 
-def test_the_operators_check_what_they_are_given():
+def test_raw_operators_validate_their_arguments():
     fwd, bwd = torch.ops.lik.maxsim_ragged_fwd, torch.ops.lik.maxsim_ragged_bwd
     tensors = Q2, D2, CU_Q, CU_D[:-1], CU_D.diff(), None, None, None, None
     scores, argmax = fwd(*tensors, False, torch.int16, 7, "auto")
@@ -194,7 +194,7 @@ def test_the_operators_check_what_they_are_given():
     kind=st.sampled_from(("cross", "candidates", "pairs")),
     dtype=st.sampled_from((torch.int32, torch.int64)),
 )
-def test_any_geometry_scores_what_lies_inside_and_nan(device, data, kind, dtype):
+def test_any_segments_score_their_tokens_or_nan(device, data, kind, dtype):
     """For any integers, cells inside the tensors score their tokens, other cells are NaN, and gradients are finite."""
     Tq, Td = 9, 20
 
@@ -237,7 +237,7 @@ def _fresh_compiler():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_compiled_calls_and_gradients_have_the_bits_of_eager_ones(name, device):
+def test_compiled_scores_and_gradients_match_eager(name, device):
     function, compilations = FUNCTIONS[name], Compilations()
     counted = torch.compile(function, backend=compilations, fullgraph=True, dynamic=True)
     compiled = torch.compile(lambda *a: finite(function(*a)), backend="aot_eager", fullgraph=True, dynamic=True)
@@ -254,7 +254,7 @@ def test_compiled_calls_and_gradients_have_the_bits_of_eager_ones(name, device):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_exported_programs_take_other_lengths(strict):
+def test_exported_programs_accept_other_lengths(strict):
     class Module(torch.nn.Module):
         def forward(self, Q, D, cu_q, cu_d, w):
             return varlen(Q, D, cu_q, cu_d, w), candidates(Q, D, cu_q, cu_d, w), pair_list(Q, D, cu_q, cu_d, w)
@@ -270,7 +270,7 @@ def test_exported_programs_take_other_lengths(strict):
             same_bits(actual, expected)
 
 
-def test_packages_of_packed_tokens_are_refused(tmp_path):
+def test_packaging_packed_tokens_raises(tmp_path):
     class Module(torch.nn.Module):
         def forward(self, *args):
             return varlen(*args)
@@ -279,7 +279,7 @@ def test_packages_of_packed_tokens_are_refused(tmp_path):
         lik_ops.export.package(Module(), arguments(), str(tmp_path / "scorer.pt2"))
 
 
-def test_fakes_have_the_shapes_of_the_real_ones():
+def test_fake_results_have_the_real_shapes_and_dtypes():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     args = arguments(grad=True)
@@ -294,7 +294,7 @@ def test_fakes_have_the_shapes_of_the_real_ones():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_packed_queries_need_a_bound_where_nobody_may_look(device):
+def test_compiled_and_gpu_training_need_max_seqlen_q(device):
     Q, D, cu_q, cu_d, _ = arguments(device=device, grad=True)
     pairs = torch.tensor([[0, 1], [2, 3]], device=device)
 
@@ -312,7 +312,7 @@ def test_packed_queries_need_a_bound_where_nobody_may_look(device):
             call()
 
 
-def test_what_has_no_derivative_raises():
+def test_unsupported_derivatives_raise():
     Q, D, cu_q, cu_d, _ = arguments(grad=True)
     (grad,) = torch.autograd.grad(finite(lik_ops.maxsim_varlen(Q, D, cu_q, cu_d)), Q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no double backward"):
@@ -326,7 +326,7 @@ def test_what_has_no_derivative_raises():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_autocast_takes_the_dtype_of_the_region(device):
+def test_autocast_casts_inputs_to_its_dtype(device):
     Q, D, cu_q, cu_d, w = arguments(device=device)
     with torch.autocast(device, torch.bfloat16):
         scores = varlen(Q, D.bfloat16(), cu_q, cu_d, w.bfloat16())
@@ -387,7 +387,7 @@ def test_a_checkpoint_policy_can_keep_the_scores():
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-def test_packing_and_back(lengths):
+def test_pack_and_unpack_round_trip(lengths):
     sequences = [torch.randn(n, 3, requires_grad=True) for n in lengths]
     packed, cu_seqlens = lik_ops.pack(sequences)
     assert cu_seqlens.dtype == torch.int64 and cu_seqlens.diff().tolist() == lengths
@@ -401,7 +401,7 @@ def test_packing_and_back(lengths):
     same_bits(padded_[mask[:, : padded_.shape[1]]], packed)
 
 
-def test_what_cannot_be_packed_is_named():
+def test_pack_and_unpack_errors_name_the_argument():
     x = torch.randn(2, 3)
     for call, error, message in (
         (lambda: lik_ops.pack([]), ValueError, "pack: sequences: expected at least one"),
@@ -423,5 +423,5 @@ def test_what_cannot_be_packed_is_named():
             call()
 
 
-def test_what_compiled_code_takes_for_a_constant_is_marked_as_torch_does():
+def test_register_if_needed_is_marked_as_a_constant_result():
     assert vars(sharding.register_if_needed) == vars(torch.compiler.assume_constant_result(lambda: None))

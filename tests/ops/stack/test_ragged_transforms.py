@@ -81,7 +81,7 @@ def test_vmap_over_any_tensors_is_one_call_with_the_same_bits(kind, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_vmap_over_quantised_documents_has_the_same_bits(kind, device):
+def test_vmap_over_quantized_documents_has_the_same_bits(kind, device):
     """Samples that share the document tokens run in one call, and other samples run one by one."""
 
     def call(*tensors):
@@ -199,7 +199,7 @@ Q_LENGTHS, D_LENGTHS = (3, 0, 4), (5, 2, 0, 6)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_flops_are_those_of_the_tokens_that_meet(kind, device):
+def test_flops_count_only_scored_token_pairs(kind, device):
     b = build(Q_LENGTHS, D_LENGTHS, kind, d, torch.float32, device, options=False)
     met = [(Q_LENGTHS[i], D_LENGTHS[j]) for _, i, j in b.cells()]
     assert flops(b.call) == sum(2 * d * q * x for q, x in met)
@@ -213,7 +213,7 @@ def test_flops_are_those_of_the_tokens_that_meet(kind, device):
             x.requires_grad_(False)
 
 
-def test_flops_of_packed_documents_are_those_of_dense_ones():
+def test_flops_of_packed_documents_match_dense_documents():
     Q, D, cu = torch.randn(2, 3, d), torch.randn(4, 5, d), torch.arange(5) * 5
     dense = flops(lambda: lik_ops.maxsim(Q, D))
     assert flops(lambda: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, cu)) == dense
@@ -222,7 +222,7 @@ def test_flops_of_packed_documents_are_those_of_dense_ones():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_scores_nothing_is_no_work(kind):
+def test_invalid_segments_count_no_flops(kind):
     """Segments, indices, and queries with a NaN score count no FLOPs."""
     (Q, D, ends, offsets, lengths, pairs, *_), _ = arguments(kind, range(9))
     for sample in range(B):
@@ -244,7 +244,7 @@ def test_what_scores_nothing_is_no_work(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flops_where_no_length_can_be_read_are_the_most_there_can_be(kind):
+def test_flops_of_fake_tensors_are_the_maximum(kind):
     """Fake tensors have no values. The maximum is exact if every document is scored against every query."""
     b = build(Q_LENGTHS, D_LENGTHS, kind, d, torch.float32, options=False)
     tokens, document_tokens, longest = sum(Q_LENGTHS), sum(D_LENGTHS), max(Q_LENGTHS)

@@ -47,7 +47,7 @@ def test_flops_of_the_forward(device):
 
 
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
-def test_flops_of_the_backward_are_those_of_the_winners(backward):
+def test_backward_flops_count_only_argmax_pairs(backward):
     Q, D = inputs(grad=True)
     w = torch.rand(Nq, Lq, requires_grad=True)
     for leaves, products in (((Q, D), 2), ((Q,), 1), ((D,), 1), ((w,), 1), ((Q, D, w), 2)):
@@ -58,7 +58,7 @@ def test_flops_of_the_backward_are_those_of_the_winners(backward):
             assert counted == products * WINNERS + recompute * FORWARD
 
 
-def test_flops_agree_with_those_of_the_same_products_by_matmul():
+def test_flops_match_the_equivalent_matmul():
     Q, D = inputs()
     assert flops(lambda: lik_ops.maxsim(Q, D)) == flops(lambda: Q.reshape(-1, d) @ D.reshape(-1, d).mT)
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_policy_can_keep_the_scores():
             assert torch.equal(a, e)
 
 
-def test_a_compiled_checkpoint_keeps_them_too():
+def test_compiled_checkpoint_policy_can_keep_the_scores():
     Q, D = inputs(grad=True)
 
     def policy(ctx, op, *args, **kwargs):
@@ -182,7 +182,7 @@ class Wrapper(torch.Tensor):
         return tree_map(lambda x: Wrapper(x) if isinstance(x, torch.Tensor) else x, out)
 
 
-def test_subclasses_stay_what_they_are():
+def test_tensor_subclasses_are_preserved():
     Q, D = inputs()
     expected = lik_ops.maxsim(Q, D)
     for call in (lik_ops.maxsim, torch.ops.lik.maxsim):
@@ -200,7 +200,7 @@ def test_subclasses_stay_what_they_are():
         torch.ops.lik.maxsim(nested, D)
 
 
-def test_deterministic_algorithms_take_the_reproducible_backward():
+def test_deterministic_algorithms_use_reproducible_backward():
     """``auto`` and ``lowmem`` give the same bits each time, with the deterministic flag or without."""
     Q, D = inputs(grad=True)
     torch.use_deterministic_algorithms(True)
@@ -214,7 +214,7 @@ def test_deterministic_algorithms_take_the_reproducible_backward():
 
 
 @pytest.mark.gpu
-def test_deterministic_algorithms_refuse_atomic_adds():
+def test_deterministic_algorithms_reject_atomic_adds():
     Q, D = inputs("cuda", grad=True)
     torch.use_deterministic_algorithms(True)
     with pytest.raises(RuntimeError, match="deterministic"):

@@ -51,7 +51,7 @@ def test_symbolic_tracing_of_the_module():
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("maxsim", "maxsim_cross_entropy")])
-def test_other_functions_say_how_to_trace_them(name):
+def test_symbolic_trace_error_suggests_fx_wrap(name):
     with pytest.raises(TypeError, match=rf"^{name}: \w+: expected .* got Proxy: give .* to torch\.fx\.wrap"):
         torch.fx.symbolic_trace(Model(FUNCTIONS[name]))
 

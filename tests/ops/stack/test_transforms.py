@@ -86,7 +86,7 @@ def test_vmap_over_any_tensors_is_one_call_with_the_same_bits(layout, function, 
 
 
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
-def test_vmap_over_other_axes_and_the_winners(layout):
+def test_vmap_over_other_axes_and_with_argmax(layout):
     for dims in ((1, 2, 1, 0, 1), (-1, -1, -1, -1, -1), (2, 0, 0, 1, 1)):
         args, in_dims = arguments(layout, (0, 1, 2, 3, 4), dims)
         call = lambda Q, D, qm, dm, w: lik_ops.maxsim_with_argmax(Q, D, qm, dm, q_weight=w)  # noqa: E731
@@ -159,7 +159,7 @@ ONE_BY_ONE = {
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_no_samples_of_what_is_computed_one_by_one(name):
+def test_empty_vmap_of_functions_computed_one_by_one(name):
     Q, D, call = torch.randn(B, Nq, Lq, d), torch.randn(K, Ld, d), ONE_BY_ONE[name]
     for in_dims in ((0, None), (0, 0)):
         args = Q, D if in_dims[1] is None else D.expand(B, -1, -1, -1)
@@ -170,7 +170,7 @@ def test_no_samples_of_what_is_computed_one_by_one(name):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
-def test_func_derivatives_are_those_of_autograd_and_of_the_reference(backward, device):
+def test_func_derivatives_match_autograd_and_reference(backward, device):
     (Q, D, q_mask, d_mask, w), _ = arguments("cross", (), device=device)
 
     def f(q, x, v):
@@ -207,7 +207,7 @@ def test_func_through_the_raw_operators():
             grad(lambda q, f=total: grad(f)(q).sum())(Q)
 
 
-def test_func_through_pairs_winners_and_modules():
+def test_func_through_pairs_argmax_and_modules():
     Q, D = torch.randn(3, Lq, d), torch.randn(3, Ld, d)
     pairs = jacrev(lik_ops.maxsim_pairs)(Q, D)
     torch.testing.assert_close(pairs, jacrev(reference.maxsim_pairs)(Q, D))
@@ -240,15 +240,15 @@ REFUSED = {
         lambda Q, D: jvp(vmap(lambda q: lik_ops.maxsim(q, D)), (Q,), (Q,)),
         "no forward-mode AD",
     ),
-    "jvp of quantised documents": (
+    "jvp of quantized documents": (
         lambda Q, D: jvp(lambda q: lik_ops.maxsim(q, lik_ops.quantize(D)), (Q,), (Q,)),
         "no forward-mode AD",
     ),
-    "jvp of weights beside quantised documents": (
+    "jvp of weights beside quantized documents": (
         lambda Q, D: jvp(lambda w: lik_ops.maxsim(Q, lik_ops.quantize(D), q_weight=w), (Q[..., 0],), (Q[..., 0],)),
         "no forward-mode AD",
     ),
-    "jacfwd of quantised pairs": (
+    "jacfwd of quantized pairs": (
         lambda Q, D: jacfwd(lambda q: lik_ops.maxsim_pairs(q, lik_ops.quantize(D[:2])))(Q),
         "no forward-mode AD",
     ),
@@ -262,7 +262,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_right_raises(what):
+def test_unsupported_derivatives_raise(what):
     call, message = REFUSED[what]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*jit.*")
@@ -278,7 +278,7 @@ DIFFERENTIABLE = {
     "maxsim_with_argmax": lambda Q, D, w: lik_ops.maxsim_with_argmax(Q, D, q_weight=w)[0],
     "maxsim_pairs": lambda Q, D, w: lik_ops.maxsim_pairs(Q, D[:Nq], q_weight=w),
     "maxsim_varlen": lambda Q, T, w: lik_ops.maxsim_varlen(Q, T, cu_seqlens_d=BOUNDS, q_weight=w),
-    "quantised": lambda Q, w: lik_ops.maxsim_varlen(Q, STORED, cu_seqlens_d=BOUNDS, q_weight=w),
+    "quantized": lambda Q, w: lik_ops.maxsim_varlen(Q, STORED, cu_seqlens_d=BOUNDS, q_weight=w),
     "maxsim_soft": lambda Q, D, w, tau=TAU: lik_ops.maxsim_soft(Q, D, tau, q_weight=w),
     "maxsim_token_topk": lambda Q, D, w: lik_ops.maxsim_token_topk(Q, D, 2, q_weight=w),
     "maxsim_xtr": lambda Q, D, w: lik_ops.maxsim_xtr(Q, D, 3, q_weight=w),
@@ -289,7 +289,7 @@ DIFFERENTIABLE = {
 
 
 @pytest.mark.parametrize("name", [*AUTOGRAD_ALONE, "chamfer_distance"])
-def test_gradients_that_only_autograd_has(name):
+def test_func_grad_of_autograd_only_functions_raises(name):
     function, Q, D, w = DIFFERENTIABLE[name], torch.randn(Nq, Lq, d), torch.randn(K, Ld, d), torch.rand(Nq, Lq)
     others = {"chamfer_distance": (D[:Nq],), "maxsim_from_hidden": (D[..., :6], w, HEAD, D[0, 0])}.get(name, (D, w))
     with pytest.raises(NotImplementedError, match=rf"torch\.func cannot differentiate {name}"):
@@ -302,7 +302,7 @@ def test_gradients_that_only_autograd_has(name):
     ids=["eager", "compiled, first argument", "compiled, other arguments"],
 )
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_tangents_are_never_zeros_without_a_word(name, compiled, wanted):
+def test_jvp_raises_for_every_differentiable_argument(name, compiled, wanted):
     """Test any argument that has a gradient. In compiled code, arguments after the first are a slow case."""
     function, Q, D = DIFFERENTIABLE[name], torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
     given = {"Q": Q, "D": D, "T": D.flatten(0, 1), "H": D[..., :6], "P": Q, "R": D[:Nq]}
@@ -320,7 +320,7 @@ def test_tangents_are_never_zeros_without_a_word(name, compiled, wanted):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("region", [torch.bfloat16, torch.float16])
-def test_autocast_takes_the_dtype_of_the_region(region, device):
+def test_autocast_casts_inputs_to_its_dtype(region, device):
     (Q, D, q_mask, d_mask, w), _ = arguments("cross", (), device=device)
     expected = lik_ops.maxsim(Q.to(region), D.to(region), q_mask, d_mask, q_weight=w)
     assert not torch.equal(expected, lik_ops.maxsim(Q, D, q_mask, d_mask, q_weight=w))
@@ -368,7 +368,7 @@ def test_compiled_func_transforms():
     torch.compiler.reset()
 
 
-def test_the_raw_operator_takes_one_dtype_only():
+def test_raw_operator_rejects_mixed_dtypes():
     Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d).bfloat16()
     for enabled in (False, True):
         with (
@@ -423,7 +423,7 @@ def test_derivatives_of_a_search_raise(search, what, of):
 
 
 @pytest.mark.parametrize("search", SEARCHED)
-def test_a_search_inside_a_derivative_takes_what_is_detached(search):
+def test_search_inside_a_derivative_accepts_detached_inputs(search):
     """Hard negatives are retrieved and then scored."""
     Q, D, w = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d), torch.rand(Nq, Lq)
     search = SEARCHED[search]
@@ -455,7 +455,7 @@ OPAQUE = {
 
 
 @pytest.mark.parametrize("name", OPAQUE)
-def test_the_raw_operators_refuse_dual_tensors(name):
+def test_raw_operators_reject_dual_tensors(name):
     Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, torch.ones_like(x)) for x in (Q, D)]
@@ -467,7 +467,7 @@ def test_the_raw_operators_refuse_dual_tensors(name):
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
-def test_a_backward_refuses_dual_gradients(backward, ragged):
+def test_backward_rejects_dual_gradients(backward, ragged):
     Q, D = torch.randn(Nq, Lq, d, requires_grad=True), torch.randn(K, Ld, d)
     scores = (lik_ops.maxsim_varlen if ragged else lik_ops.maxsim)(Q, D, backward=backward)
     with forward_ad.dual_level():

@@ -40,7 +40,7 @@ def assert_holds(corpus, documents, ids=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_appended_can_be_read(dtype, tmp_path):
+def test_appended_documents_can_be_read(dtype, tmp_path):
     corpus = Corpus.create(tmp_path / "new" / "corpus", d=8, dtype=dtype)
     assert_holds(corpus, [])
     documents = draw((3, 0, 7, 1), dtype=dtype)
@@ -59,7 +59,7 @@ def test_what_is_appended_can_be_read(dtype, tmp_path):
     begin=st.integers(0, 24),
     count=st.integers(0, 24),
 )
-def test_any_range(tmp_path_factory, shards, begin, count):
+def test_documents_returns_any_range(tmp_path_factory, shards, begin, count):
     corpus = Corpus.create(tmp_path_factory.mktemp("corpus"), d=3, dtype=torch.float32)
     documents = []
     for lengths in shards:
@@ -84,7 +84,7 @@ def test_a_range_of_one_shard_is_mapped_not_copied(tmp_path):
     assert any(a <= packed.data_ptr() < b for a, b in ranges)
 
 
-def test_what_callers_write_to_is_their_own(tmp_path):
+def test_writes_to_returned_tensors_do_not_change_the_corpus(tmp_path):
     """Writes of a caller change neither the files nor later results of the same handle, with one shard or several."""
     corpus = Corpus.create(tmp_path, d=8, dtype=torch.float32)
     documents = draw((3, 5, 0, 4))
@@ -132,7 +132,7 @@ def test_ids(ids, tmp_path):
     assert corpus.quantize(tmp_path / "small").ids == ids
 
 
-def test_a_relative_path_is_that_of_the_folder_it_was_opened_in(tmp_path, monkeypatch):
+def test_relative_path_is_resolved_when_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     documents = draw((1, 2, 3))
     made, opened = Corpus.create("corpus", 8, torch.float32), Corpus.open(Path("corpus"))
@@ -144,14 +144,14 @@ def test_a_relative_path_is_that_of_the_folder_it_was_opened_in(tmp_path, monkey
     assert_holds(opened, documents)
 
 
-def test_a_corpus_without_ids_takes_none(tmp_path):
+def test_ids_are_rejected_by_a_corpus_without_ids(tmp_path):
     corpus = Corpus.create(tmp_path, d=8, dtype=torch.float32)
     corpus.append(draw([1]))
     with pytest.raises(ValueError, match="ids: expected None, as before"):
         corpus.append(draw([1]), ids=["a"])
 
 
-def test_several_that_are_open_see_what_had_been_committed(tmp_path):
+def test_open_handles_keep_their_snapshot_until_they_append(tmp_path):
     one = Corpus.create(tmp_path, d=8, dtype=torch.float32)
     two = Corpus.open(tmp_path)
     documents = draw((2, 3))
@@ -163,7 +163,7 @@ def test_several_that_are_open_see_what_had_been_committed(tmp_path):
         assert_holds(found, documents)
 
 
-def test_a_second_writer_is_refused(tmp_path):
+def test_second_writer_is_rejected(tmp_path):
     corpus = Corpus.create(tmp_path, d=8, dtype=torch.float32)
     corpus.append(draw([1]))
     held, release = threading.Event(), threading.Event()
@@ -228,7 +228,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_named(case, tmp_path):
+def test_wrong_calls_raise_and_change_nothing(case, tmp_path):
     call, error, message = BAD[case]
     documents = draw((2, 3))
     Corpus.create(tmp_path, 8, torch.float32).append(documents, ids=["a", "b"])
@@ -237,7 +237,7 @@ def test_what_is_wrong_is_named(case, tmp_path):
     assert_holds(Corpus.open(tmp_path, verify=True), documents, ["a", "b"])
 
 
-def test_a_corpus_made_anew_is_not_appended_to(tmp_path):
+def test_append_rejects_a_recreated_corpus(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     (tmp_path / "manifest.json").unlink()
     Corpus.create(tmp_path, 8, torch.float16)
@@ -247,7 +247,7 @@ def test_a_corpus_made_anew_is_not_appended_to(tmp_path):
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.99])
 @pytest.mark.parametrize("what", ["manifest", "shard"])
-def test_truncated_files_are_named(part, what, tmp_path):
+def test_truncated_file_error_names_the_file(part, what, tmp_path):
     Corpus.create(tmp_path, 8, torch.float32).append(draw([20] * 5))
     (at,) = tmp_path.glob("manifest.json" if what == "manifest" else "shard-*")
     content = at.read_bytes()
@@ -258,7 +258,7 @@ def test_truncated_files_are_named(part, what, tmp_path):
         Corpus.open(tmp_path, verify=True)
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_missing_shard_error_names_the_shard(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32).append(draw([20] * 5))
     (at,) = tmp_path.glob("shard-*")
     at.unlink()
@@ -267,7 +267,7 @@ def test_a_missing_shard_is_named(tmp_path):
 
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), what=st.sampled_from(["manifest", "shard"]))
-def test_a_flipped_bit_is_found(tmp_path_factory, where, bit, what):
+def test_verify_detects_a_flipped_bit(tmp_path_factory, where, bit, what):
     path = tmp_path_factory.mktemp("corpus")
     Corpus.create(path, 4, torch.float32).append(draw([2] * 3, 4), ids=[1, 2, 3])
     (at,) = path.glob("manifest.json" if what == "manifest" else "shard-*")
@@ -288,7 +288,7 @@ def _same_json(a, b):
         return False
 
 
-def test_a_later_format_is_refused(tmp_path):
+def test_newer_manifest_version_raises(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32)
     at = tmp_path / "manifest.json"
     at.write_text(at.read_text().replace('"version": 1', '"version": 9'))
@@ -299,7 +299,7 @@ def test_a_later_format_is_refused(tmp_path):
 # interrupted writers
 
 
-def test_a_writer_that_fails_at_any_step_changes_nothing(tmp_path, monkeypatch):
+def test_append_that_fails_before_its_commit_changes_nothing(tmp_path, monkeypatch):
     """Each call that reaches the disk fails once. Previous documents remain, and the next append succeeds."""
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     documents = draw((2, 3))
@@ -336,7 +336,7 @@ def test_a_writer_that_fails_at_any_step_changes_nothing(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 4, "two shards, the manifest and the lock"
 
 
-def test_killed_at_any_moment_nothing_committed_is_lost(tmp_path):
+def test_killed_appends_lose_no_committed_documents(tmp_path):
     command = [sys.executable, "-m", "tests.workers.corpus_writers", str(tmp_path / "corpus"), "20", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -351,7 +351,7 @@ def test_killed_at_any_moment_nothing_committed_is_lost(tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [None, 1, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_retrieving_from_a_corpus(device, chunk, dtype, tmp_path, monkeypatch):
+def test_retrieve_from_corpus_matches_packed_documents(device, chunk, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: 3000)
     documents = draw([i % 9 for i in range(60)], 16, dtype)
     corpus = Corpus.create(tmp_path, 16, dtype)
@@ -390,7 +390,7 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
         assert torch.equal(found[1], expected[1]) and torch.equal(found[0], expected[0])
 
 
-def test_what_does_not_go_with_a_corpus_is_named(tmp_path):
+def test_retrieve_arguments_that_conflict_with_a_corpus_raise(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     Q = torch.randn(2, 3, 8)
     assert lik_ops.retrieve(Q, corpus, 5)[0].shape == (2, 0)

@@ -19,7 +19,7 @@ pytest.importorskip("safetensors", reason="pip install '.[retrieval]'")
 LENGTHS = (3, 0, 7, 1, 5, 2, 4, 6)
 
 
-def written(path, dtype=torch.float32, d=8, lengths=LENGTHS, shards=(3, 1, 4)):
+def create_corpus(path, dtype=torch.float32, d=8, lengths=LENGTHS, shards=(3, 1, 4)):
     documents = draw(lengths, d, dtype)
     corpus, rest = Corpus.create(path, d, dtype), iter(documents)
     for count in shards:
@@ -35,8 +35,8 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_documents_by_their_index(dtype, tmp_path):
-    corpus, documents = written(tmp_path, dtype)
+def test_indexing_returns_documents(dtype, tmp_path):
+    corpus, documents = create_corpus(tmp_path, dtype)
     assert len(corpus) == len(documents)
     for i in range(-8, 8):
         assert corpus[i].dtype == dtype and torch.equal(corpus[i], documents[i])
@@ -48,8 +48,8 @@ def test_documents_by_their_index(dtype, tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_every_array_of_integers_is_one(tmp_path):
-    corpus, documents = written(tmp_path)
+def test_integer_arrays_of_any_layout_select_documents(tmp_path):
+    corpus, documents = create_corpus(tmp_path)
     chosen = np.array([7, 1, 3])
     fixed = chosen.copy()
     fixed.flags.writeable = False
@@ -64,22 +64,22 @@ def test_every_array_of_integers_is_one(tmp_path):
 
 
 @pytest.mark.parametrize("index", [8, -9, [0, 8], np.array([-9])])
-def test_an_index_of_no_document_is_an_index_error(index, tmp_path):
-    corpus, _ = written(tmp_path)
+def test_out_of_range_index_raises_index_error(index, tmp_path):
+    corpus, _ = create_corpus(tmp_path)
     with pytest.raises(IndexError, match=r"Corpus: index: expected an index of 8 documents, got (8|-9)"):
         corpus[index]
 
 
 @pytest.mark.parametrize("index", [1.0, "1", None, True, [1.5], ["a"], [[1], [2]], [True], torch.zeros(2), (1, None)])
-def test_what_is_no_index_is_a_type_error(index, tmp_path):
-    corpus, _ = written(tmp_path)
+def test_unsupported_index_raises_type_error(index, tmp_path):
+    corpus, _ = create_corpus(tmp_path)
     with pytest.raises(TypeError, match="Corpus: index: expected"):
         corpus[index]
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
-def test_an_empty_list_is_one_whatever_the_default_dtype_is(kind, tmp_path):
-    corpus, _ = written(tmp_path)
+def test_empty_selections_ignore_the_default_dtype(kind, tmp_path):
+    corpus, _ = create_corpus(tmp_path)
     Q, before = torch.randn(2, 3, 8), torch.get_default_dtype()
     torch.set_default_dtype(kind)
     try:
@@ -92,8 +92,8 @@ def test_an_empty_list_is_one_whatever_the_default_dtype_is(kind, tmp_path):
     assert len(corpus) == 8
 
 
-def test_walking_through_a_corpus(tmp_path):
-    corpus, documents = written(tmp_path)
+def test_iteration_covers_documents_present_at_its_start(tmp_path):
+    corpus, documents = create_corpus(tmp_path)
     assert same(list(corpus), documents) and same(list(reversed(corpus)), documents[::-1])
     walk = iter(corpus)
     first = next(walk)
@@ -103,8 +103,8 @@ def test_walking_through_a_corpus(tmp_path):
     assert list(Corpus.create(tmp_path / "empty", 8, torch.float32)) == []
 
 
-def test_walking_gives_copies_of_one_document_each(tmp_path):
-    corpus, _ = written(tmp_path, lengths=[1000] * 8, d=64)
+def test_iterated_document_storage_holds_one_document(tmp_path):
+    corpus, _ = create_corpus(tmp_path, lengths=[1000] * 8, d=64)
     for document in corpus:
         assert document.untyped_storage().nbytes() == document.nbytes
 
@@ -115,10 +115,10 @@ def test_walking_gives_copies_of_one_document_each(tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("budget", [1, 300, 1 << 20])
-def test_scores_of_chosen_documents(device, dtype, budget, tmp_path, monkeypatch):
+def test_score_matches_reference_and_retrieve(device, dtype, budget, tmp_path, monkeypatch):
     """Scores equal the reference, and have the bits of `retrieve`, for any part sizes."""
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: budget)
-    corpus, documents = written(tmp_path, dtype, 16)
+    corpus, documents = create_corpus(tmp_path, dtype, 16)
     Q = torch.randn(3, 5, 16).to(device, dtype)
     q_mask = torch.tensor([[1, 0, 1, 1, 0], [1] * 5, [0] * 5], dtype=torch.bool, device=device)
     q_weight = torch.rand(3, 5, dtype=torch.float64).to(device, torch.promote_types(dtype, torch.float32))
@@ -158,8 +158,8 @@ def _wide(options):
     budget=st.integers(1, 400),
     data=st.data(),
 )
-def test_any_choice(tmp_path_factory, lengths, Nq, K, shared, budget, data):
-    corpus, documents = written(tmp_path_factory.mktemp("corpus"), lengths=lengths, shards=(5, 4, 3))
+def test_score_and_rerank_match_maxsim_for_any_indices(tmp_path_factory, lengths, Nq, K, shared, budget, data):
+    corpus, documents = create_corpus(tmp_path_factory.mktemp("corpus"), lengths=lengths, shards=(5, 4, 3))
     each = st.lists(st.integers(-1, len(lengths) - 1), min_size=K, max_size=K)
     chosen = data.draw(each if shared else st.lists(each, min_size=Nq, max_size=Nq))
     indices = torch.tensor(chosen, dtype=torch.int64).reshape((K,) if shared else (Nq, K))
@@ -176,8 +176,8 @@ def test_any_choice(tmp_path_factory, lengths, Nq, K, shared, budget, data):
         assert where[i].tolist() == rows[i, order].tolist() and torch.equal(scores[i], expected[i, order])
 
 
-def test_reranking_all_documents_is_retrieving(tmp_path):
-    corpus, _ = written(tmp_path)
+def test_rerank_of_all_documents_matches_retrieve(tmp_path):
+    corpus, _ = create_corpus(tmp_path)
     Q = torch.randint(-1, 2, (3, 4, 8)).float()
     backwards = list(range(7, -1, -1))
     for k in (0, 3, 8, 50):
@@ -188,9 +188,9 @@ def test_reranking_all_documents_is_retrieving(tmp_path):
     assert_same(flat, lik_ops.retrieve(Q[0], corpus, 3))
 
 
-def test_a_second_stage(tmp_path):
+def test_rerank_of_retrieved_candidates_matches_maxsim(tmp_path):
     """Candidates come from a coarser search, as in the documentation."""
-    corpus, documents = written(tmp_path)
+    corpus, documents = create_corpus(tmp_path)
     Q = torch.randn(2, 4, 8)
     _, candidates = lik_ops.retrieve(Q[:, :1], corpus, 5)
     found = corpus.rerank(Q, candidates, top_k=2)
@@ -199,7 +199,7 @@ def test_a_second_stage(tmp_path):
     assert_same(found, (expected[0], candidates.gather(1, expected[1])))
 
 
-def test_nan_comes_first_and_no_document_last(tmp_path):
+def test_rerank_orders_nan_first_and_index_minus_one_last(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append([torch.ones(1, 8), torch.empty(0, 8), torch.full((1, 8), torch.nan)])
     scores, indices = corpus.rerank(torch.ones(2, 8), [-1, 1, 0, 2])
@@ -210,7 +210,7 @@ def test_nan_comes_first_and_no_document_last(tmp_path):
 @pytest.mark.parametrize("budget", [1, 1 << 20])
 def test_gradients_of_queries_and_weights(budget, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "choose_part_bytes", lambda device: budget)
-    corpus, documents = written(tmp_path, torch.float64)
+    corpus, documents = create_corpus(tmp_path, torch.float64)
     indices = torch.tensor([[0, 7, -1, 2], [1, 6, 6, 4]])
     Q, weight, upstream = torch.randn(2, 3, 8).double(), torch.rand(2, 3).double(), torch.randn(2, 4).double()
     of, expected = [(Q.clone().requires_grad_(), weight.clone().requires_grad_()) for _ in range(2)]
@@ -224,8 +224,8 @@ def test_gradients_of_queries_and_weights(budget, tmp_path, monkeypatch):
     assert not corpus.rerank(of[0], indices)[0].requires_grad
 
 
-def test_only_what_is_chosen_is_read_and_each_once(tmp_path, monkeypatch):
-    corpus, _ = written(tmp_path)
+def test_score_reads_each_chosen_document_once(tmp_path, monkeypatch):
+    corpus, _ = create_corpus(tmp_path)
     read, inner = [], type(corpus._snapshot).gather_documents
     monkeypatch.setattr(
         type(corpus._snapshot),
@@ -239,8 +239,8 @@ def test_only_what_is_chosen_is_read_and_each_once(tmp_path, monkeypatch):
         read.clear()
 
 
-def test_scores_in_a_region_of_autocast(tmp_path):
-    corpus, documents = written(tmp_path, torch.float16)
+def test_score_under_autocast_matches_cast_inputs(tmp_path):
+    corpus, documents = create_corpus(tmp_path, torch.float16)
     Q = torch.randn(2, 3, 8)
     with torch.autocast("cpu", torch.bfloat16):
         found = corpus.score(Q, range(8))
@@ -277,9 +277,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_named(case, tmp_path):
+def test_errors_name_the_wrong_argument(case, tmp_path):
     arguments, error, message = BAD[case]
-    corpus, _ = written(tmp_path)
+    corpus, _ = create_corpus(tmp_path)
     for name in ("score", "rerank"):
         with pytest.raises(error, match=f"Corpus.{name}: {message}"):
             getattr(corpus, name)(**{"Q": torch.zeros(2, 3, 8), "indices": [0, 1], **arguments})

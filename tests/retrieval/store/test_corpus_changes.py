@@ -48,7 +48,7 @@ def fill(corpus, shards, prefix="x"):
     return found
 
 
-def alone(path, corpus, documents):
+def create_fresh_corpus(path, corpus, documents):
     """Return a corpus of the same format that never held any other documents."""
     manifest = corpus._snapshot.manifest
     format = corpus.codec if manifest.codec is not None else manifest.format
@@ -93,7 +93,7 @@ def test_deleted_documents_appear_nowhere(format, pieces, tmp_path, monkeypatch)
         corpus.delete(gone)
         for name in gone:
             del documents[name]
-        expected = alone(tmp_path / f"alone {step}", corpus, documents)
+        expected = create_fresh_corpus(tmp_path / f"alone {step}", corpus, documents)
         assert_same_corpus(corpus, expected)
         assert_same_corpus(Corpus.open(corpus.path, verify=True), expected)
         assert_same_corpus(pickle.loads(pickle.dumps(corpus)), expected)
@@ -120,7 +120,7 @@ def test_updated_documents_are_replaced_in_one_commit(format, tmp_path):
     for name, x in zip(("x3", "x0", "x4"), new, strict=True):
         del documents[name]
         documents[name] = x
-    assert_same_corpus(corpus, alone(tmp_path / "alone", corpus, documents))
+    assert_same_corpus(corpus, create_fresh_corpus(tmp_path / "alone", corpus, documents))
 
 
 def test_all_documents_may_be_deleted(tmp_path):
@@ -152,7 +152,7 @@ def test_documents_that_share_an_id_are_deleted_together(tmp_path):
     share=st.sampled_from((0.0, 0.2, 0.5, 0.9)),
     limit=st.sampled_from((1, 300, 1 << 20)),
 )
-def test_any_change(tmp_path_factory, shards, seed, share, limit):
+def test_deletion_and_compaction_match_a_fresh_corpus(tmp_path_factory, shards, seed, share, limit):
     path, choose = tmp_path_factory.mktemp("corpus"), random.Random(seed)
     corpus = create(path / "corpus", 3)
     documents = fill(corpus, shards)
@@ -162,7 +162,7 @@ def test_any_change(tmp_path_factory, shards, seed, share, limit):
     corpus.delete(gone[3:])
     for name in gone:
         del documents[name]
-    expected = alone(path / "alone", corpus, documents)
+    expected = create_fresh_corpus(path / "alone", corpus, documents)
     assert_same_corpus(corpus, expected)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(change, "MERGED_BYTES", limit)
@@ -175,7 +175,7 @@ def test_any_change(tmp_path_factory, shards, seed, share, limit):
         assert sorted(corpus.path.glob("shard-*")) == files, "a compact corpus is not written again"
 
 
-def test_changes_of_other_processes_are_kept(tmp_path):
+def test_changes_of_other_handles_are_kept(tmp_path):
     corpus = create(tmp_path / "corpus")
     fill(corpus, [(1, 2, 3, 4)])
     other = Corpus.open(corpus.path)
@@ -188,7 +188,7 @@ def test_changes_of_other_processes_are_kept(tmp_path):
     assert corpus.ids == ["x2", "x3", "z"] == Corpus.open(corpus.path).ids
 
 
-def test_readers_of_a_compacted_corpus_continue_or_say_to_open_it_again(tmp_path):
+def test_compaction_keeps_mapped_readers_and_fails_unmapped_ones(tmp_path):
     corpus = create(tmp_path / "corpus")
     documents = fill(corpus, [(3, 2), (4, 1)])
     mapped, fresh = Corpus.open(corpus.path), Corpus.open(corpus.path)
@@ -207,7 +207,7 @@ def test_readers_of_a_compacted_corpus_continue_or_say_to_open_it_again(tmp_path
         Corpus.open(corpus.path)
 
 
-def test_a_compaction_during_open_is_not_an_error(tmp_path, monkeypatch):
+def test_open_succeeds_during_compaction(tmp_path, monkeypatch):
     corpus = create(tmp_path / "corpus")
     fill(corpus, [(3, 2), (4, 1)])
     corpus.delete(["x0"])
@@ -238,7 +238,7 @@ def test_a_damaged_shard_is_not_compacted(tmp_path):
     assert corpus.ids == ["x1", "x2", "x3"]
 
 
-def test_a_copy_of_other_documents_is_not_continued(tmp_path):
+def test_quantize_rejects_a_copy_after_further_deletions(tmp_path):
     corpus = create(tmp_path / "corpus")
     fill(corpus, [(3, 2, 4), (4, 1)])
     corpus.delete(["x1"])
@@ -263,7 +263,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("how", ["delete", "update"])
-def test_wrong_ids(case, how, tmp_path):
+def test_wrong_ids_raise_and_change_nothing(case, how, tmp_path):
     ids, error, message = WRONG[case]
     corpus = create(tmp_path / "corpus")
     fill(corpus, [(1, 2)])
@@ -306,7 +306,7 @@ def test_a_change_needs_the_lock(tmp_path):
 
 
 @given(deleted=st.lists(st.booleans(), min_size=1, max_size=70), more=st.integers(1, 9))
-def test_tombstones_hold_any_mask(deleted, more):
+def test_tombstones_round_trip_any_mask(deleted, more):
     mask, lengths = torch.tensor(deleted), torch.arange(len(deleted))
     found = Tombstones.of(mask, lengths)
     assert torch.equal(found.mask(len(deleted)), mask)
@@ -341,7 +341,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_tombstones_that_are_wrong_name_their_field(case, tmp_path):
+def test_wrong_tombstones_error_names_the_field(case, tmp_path):
     edit, message = DAMAGED[case]
     corpus = create(tmp_path)
     fill(corpus, [(1, 2, 3)])

@@ -24,7 +24,7 @@ pytest.importorskip("safetensors.torch", reason="pip install '.[retrieval]'")
 every_nbits = pytest.mark.parametrize("nbits", NBITS)
 
 
-def written(path, nbits=2, dtype=torch.float32, ids=None, **options):
+def create_corpus(path, nbits=2, dtype=torch.float32, ids=None, **options):
     codec, documents = random_codec(20, nbits, **options), draw(LENGTHS, 20, dtype)
     corpus, rest = Corpus.create(path, 20, dtype, codec), iter(range(len(documents)))
     for count in SHARDS:
@@ -47,9 +47,9 @@ def assert_same_codes(found, expected):
 
 @every_nbits
 @pytest.mark.parametrize("order", ["plaid", "big", "little"])
-def test_what_is_appended_is_coded(nbits, order, tmp_path):
+def test_appended_documents_are_encoded_as_in_memory(nbits, order, tmp_path):
     ids = [f"document {i}" for i in range(10)]
-    corpus, documents, codec = written(tmp_path, nbits, torch.float16, ids, bit_order=order)
+    corpus, documents, codec = create_corpus(tmp_path, nbits, torch.float16, ids, bit_order=order)
     assert (corpus.format, corpus.scale, corpus.d, corpus.dtype) == (f"residual{nbits}", "token", 20, torch.float16)
     assert corpus.ids == ids and f"residual{nbits} of 7 centroids" in repr(corpus)
     for begin, end in ((0, 10), (0, 3), (1, 7), (4, 4), (9, 10)):
@@ -64,7 +64,7 @@ def test_what_is_appended_is_coded(nbits, order, tmp_path):
     assert (codec.bit_order, codec.normalize) == (order, True) and torch.equal(codec.cutoffs, made.codec.cutoffs)
 
 
-def test_codes_are_taken_as_they_are(tmp_path):
+def test_append_stores_valid_codes_and_rejects_other_codecs(tmp_path):
     codec, documents = random_codec(20, 4), draw(LENGTHS, 20)
     made, cu_seqlens = in_memory(documents, codec)
     corpus = Corpus.create(tmp_path, 20, torch.float32, codec)
@@ -83,7 +83,7 @@ def test_codes_are_taken_as_they_are(tmp_path):
         corpus.append(quantize(torch.cat(documents), "int8", cu_seqlens_d=cu_seqlens), lengths=LENGTHS)
 
 
-def test_no_more_bytes_than_codes_need(tmp_path):
+def test_shard_size_is_bounded_by_its_codes(tmp_path):
     corpus = Corpus.create(tmp_path, 20, torch.float32, random_codec(20, 2))
     corpus.append(draw([100] * 50, 20))
     (shard,) = tmp_path.glob("shard-*")
@@ -92,8 +92,8 @@ def test_no_more_bytes_than_codes_need(tmp_path):
 
 @pytest.mark.parametrize("device", DEVICES)
 @every_nbits
-def test_searches_have_the_bits_of_documents_in_memory(device, nbits, tmp_path, monkeypatch):
-    corpus, documents, codec = written(tmp_path, nbits)
+def test_results_are_bitwise_equal_to_in_memory_documents(device, nbits, tmp_path, monkeypatch):
+    corpus, documents, codec = create_corpus(tmp_path, nbits)
     made, cu_seqlens = (x.to(device) for x in in_memory(documents, codec))
     Q = torch.randn(3, 5, 20, device=device)
     options = {"q_mask": torch.rand(3, 5, device=device) > 0.3, "q_weight": torch.rand(3, 5, device=device)}
@@ -108,7 +108,7 @@ def test_searches_have_the_bits_of_documents_in_memory(device, nbits, tmp_path, 
     assert torch.equal(corpus.score(Q, indices), of_all.gather(1, indices.to(device)))
 
 
-def test_a_plain_corpus_beside_its_codes(tmp_path):
+def test_quantize_to_codes_continues_and_serves_coarse_search(tmp_path):
     """An exact search reads few tokens in full, and a conversion continues as the corpus grows."""
     documents = draw([7] * 60, 20)
     corpus = Corpus.create(tmp_path / "corpus", 20, torch.float32)
@@ -132,8 +132,8 @@ def test_a_plain_corpus_beside_its_codes(tmp_path):
 # the files
 
 
-def test_the_codec_is_a_file_that_the_manifest_names(tmp_path):
-    corpus, *_ = written(tmp_path / "corpus")
+def test_damaged_or_missing_codec_file_raises(tmp_path):
+    corpus, *_ = create_corpus(tmp_path / "corpus")
     (at,) = corpus.path.glob("codec-*")
     assert_same_codes(pickle.loads(pickle.dumps(corpus)).documents()[0], corpus.documents()[0])
     content = at.read_bytes()
@@ -164,14 +164,14 @@ def test_the_codec_is_a_file_that_the_manifest_names(tmp_path):
         (lambda c: c.update(version=2), "quantized.format: expected one of int8, .*, got 'residual2'"),
     ],
 )
-def test_a_manifest_that_is_wrong_names_its_field(edit, message, tmp_path):
-    written(tmp_path)
+def test_wrong_manifest_error_names_the_field(edit, message, tmp_path):
+    create_corpus(tmp_path)
     edited(tmp_path, edit)
     with pytest.raises(ValueError, match=rf"{tmp_path}/manifest.json: the manifest is truncated or corrupt: {message}"):
         Corpus.open(tmp_path)
 
 
-def test_a_creation_that_was_killed_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+def test_failed_create_removes_codec_and_killed_one_can_be_repeated(tmp_path, monkeypatch):
     codec = random_codec(20, 2)
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_manifest", lambda *_: (_ for _ in ()).throw(OSError("no space")))
@@ -192,7 +192,7 @@ def test_a_creation_that_was_killed_leaves_nothing_in_the_way(tmp_path, monkeypa
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_writers_that_are_killed_at_any_moment_lose_nothing(tmp_path):
+def test_killed_conversions_to_codes_keep_committed_documents(tmp_path):
     command = [sys.executable, "-m", "tests.workers.corpus_writers", str(tmp_path), "12", "0", "convert", "codes"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
@@ -200,8 +200,8 @@ def test_writers_that_are_killed_at_any_moment_lose_nothing(tmp_path):
     assert run.stdout.startswith("12 killed"), run.stdout
 
 
-def test_what_callers_write_to_a_codec_is_their_own(tmp_path):
-    corpus, documents, codec = written(tmp_path)
+def test_writes_to_a_codec_do_not_change_the_corpus(tmp_path):
+    corpus, documents, codec = create_corpus(tmp_path)
     Q = torch.randn(2, 3, 20)
     expected = lik_ops.retrieve(Q, corpus, 4)
     for mine in (corpus.codec, corpus.documents(0, 2)[0].codec, corpus.documents()[0].codec):
@@ -220,7 +220,7 @@ def test_what_callers_write_to_a_codec_is_their_own(tmp_path):
 # errors
 
 
-def test_what_is_wrong_with_a_codec_is_named(tmp_path):
+def test_wrong_codec_raises(tmp_path):
     codec = random_codec(20, 2)
     with pytest.raises(ValueError, match=r"Corpus.create: format: expected a codec of d=8, got ResidualCodec"):
         Corpus.create(tmp_path / "new", 8, torch.float32, codec)

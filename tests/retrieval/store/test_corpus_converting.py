@@ -24,7 +24,7 @@ def plain(path, dtype=torch.float32, ids=None):
 @every_format
 @every_scale
 @pytest.mark.parametrize("ids", [None, list(range(10)), ["\u00e9\ud800"] * 10])
-def test_a_converted_corpus_is_what_its_documents_are_quantised_to(format, scale, ids, tmp_path):
+def test_converted_corpus_matches_quantized_documents(format, scale, ids, tmp_path):
     corpus, documents = plain(tmp_path / "corpus", torch.float16, ids)
     before = {path: path.read_bytes() for path in corpus.path.iterdir()}
     small = corpus.quantize(tmp_path / "small", format, scale)
@@ -36,7 +36,7 @@ def test_a_converted_corpus_is_what_its_documents_are_quantised_to(format, scale
     assert [x.documents for x in small._snapshot.manifest.shards] == list(SHARDS)
 
 
-def test_what_is_complete_is_opened_and_what_is_new_is_added(tmp_path):
+def test_repeated_conversion_opens_or_continues_the_result(tmp_path):
     corpus, documents = plain(tmp_path / "corpus")
     small = corpus.quantize(tmp_path / "small", "int8")
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in small.path.iterdir()}
@@ -50,7 +50,7 @@ def test_what_is_complete_is_opened_and_what_is_new_is_added(tmp_path):
     assert len(empty) == 0 and empty.format == "int8"
 
 
-def test_a_second_conversion_at_a_time_is_refused(tmp_path):
+def test_concurrent_conversion_is_rejected(tmp_path):
     corpus, _ = plain(tmp_path / "corpus")
     target = Corpus.create(tmp_path / "small", 20, torch.float32, "int8")
     with files.lock_corpus(target.path), pytest.raises(RuntimeError, match="another writer is appending"):
@@ -59,7 +59,7 @@ def test_a_second_conversion_at_a_time_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("committed", range(5))
-def test_a_conversion_that_fails_goes_on_where_it_ended(committed, tmp_path, monkeypatch):
+def test_failed_conversion_resumes_after_committed_shards(committed, tmp_path, monkeypatch):
     """The failure may be within a shard, and another process may have appended the first documents."""
     corpus, documents = plain(tmp_path / "corpus", ids=list(range(10)))
     expected = in_memory(documents, "uint8", "document")[0]
@@ -93,7 +93,7 @@ def test_a_conversion_that_fails_goes_on_where_it_ended(committed, tmp_path, mon
     ], "what was committed is not written again"
 
 
-def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path, monkeypatch):
+def test_conversion_after_a_concurrent_one_adds_no_duplicates(tmp_path, monkeypatch):
     corpus, documents = plain(tmp_path / "corpus")
     inner, waiting = files.lock_corpus, []
 
@@ -112,7 +112,7 @@ def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path, mon
     assert_same_documents(small.documents()[0], in_memory(documents, "int8")[0])
 
 
-def test_only_a_shard_is_in_memory(tmp_path, monkeypatch):
+def test_conversion_quantizes_one_shard_at_a_time(tmp_path, monkeypatch):
     corpus, _ = plain(tmp_path / "corpus")
     seen = []
     monkeypatch.setattr(
@@ -146,7 +146,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_what_was_made_of_another_corpus_is_refused(case, tmp_path):
+def test_quantize_rejects_the_result_of_another_corpus(case, tmp_path):
     change, message = OTHERS[case]
     corpus, other = others(tmp_path, change)
     small = other.quantize(tmp_path / "small")
@@ -156,7 +156,7 @@ def test_what_was_made_of_another_corpus_is_refused(case, tmp_path):
     assert {path: path.read_bytes() for path in small.path.iterdir()} == before
 
 
-def test_where_a_conversion_cannot_go(tmp_path):
+def test_quantize_rejects_unsuitable_targets_and_sources(tmp_path):
     corpus, _ = plain(tmp_path / "corpus")
     small = corpus.quantize(tmp_path / "small")
     for path, options in ((small.path, {"format": "uint8"}), (small.path, {"scale": "document"}), (corpus.path, {})):
@@ -205,7 +205,7 @@ def test_a_pooled_corpus_has_the_pooled_documents(options, tmp_path):
 
 
 @pytest.mark.parametrize("committed", range(4))
-def test_pooling_that_fails_goes_on_where_it_ended(committed, tmp_path, monkeypatch):
+def test_failed_pooling_resumes_after_committed_shards(committed, tmp_path, monkeypatch):
     documents = unit(draw([7, 8, 9], 20))
     corpus = Corpus.create(tmp_path / "corpus", 20, torch.float32)
     for x in documents:
@@ -227,7 +227,7 @@ def test_pooling_that_fails_goes_on_where_it_ended(committed, tmp_path, monkeypa
     assert len(written) == 3, "what was committed is not written again"
 
 
-def test_where_pooling_cannot_go(tmp_path):
+def test_pool_rejects_wrong_options_and_unsuitable_targets(tmp_path):
     corpus, _ = plain(tmp_path / "corpus")
     for options, message in (
         ({"factor": 0.5}, "factor: expected a finite number of at least 1"),
@@ -249,7 +249,7 @@ def test_where_pooling_cannot_go(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_conversion_killed_at_any_moment_loses_nothing(tmp_path):
+def test_killed_conversions_keep_committed_documents(tmp_path):
     command = [sys.executable, "-m", "tests.workers.corpus_writers", str(tmp_path), "20", "0", "convert"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)

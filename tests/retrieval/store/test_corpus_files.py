@@ -31,7 +31,7 @@ def run(code, *arguments):
 # files of the user stay
 
 
-def foreign(path):
+def create_foreign_files(path):
     """Create files, directories, and links with names that resemble a writer's."""
     (path / "shard-000007.safetensors").write_bytes(b"mine")
     (path / "shard-000001-0123456789abcdef.safetensors").write_bytes(b"mine")
@@ -44,10 +44,10 @@ def foreign(path):
     return {x for x in path.rglob("*") if x.name != "manifest.json" and x.name != "append.lock"}
 
 
-def test_append_removes_nothing_that_is_not_its_own(tmp_path):
+def test_append_keeps_foreign_files(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append(draw([1]))
-    theirs = foreign(tmp_path)
+    theirs = create_foreign_files(tmp_path)
     corpus.append(draw([2]))
     Corpus.open(tmp_path).append(draw([3]))
     assert theirs <= set(tmp_path.rglob("*"))
@@ -55,8 +55,8 @@ def test_append_removes_nothing_that_is_not_its_own(tmp_path):
     assert Corpus.open(tmp_path).lengths.tolist() == [1, 2, 3]
 
 
-def test_create_refuses_a_directory_that_is_not_empty(tmp_path):
-    theirs = foreign(tmp_path)
+def test_create_rejects_a_nonempty_directory(tmp_path):
+    theirs = create_foreign_files(tmp_path)
     with pytest.raises(
         FileExistsError, match=r"Corpus.create: path: expected an empty directory, found .*shard-000001"
     ):
@@ -64,14 +64,14 @@ def test_create_refuses_a_directory_that_is_not_empty(tmp_path):
     assert set(tmp_path.rglob("*")) == theirs, "nothing removed, nothing made"
 
 
-def test_create_refuses_a_lock_that_somebody_else_wrote(tmp_path):
+def test_create_rejects_a_foreign_lock_file(tmp_path):
     (tmp_path / "append.lock").write_text("mine")
     with pytest.raises(FileExistsError, match=r"append.lock"):
         Corpus.create(tmp_path, 8, torch.float32)
     assert (tmp_path / "append.lock").read_text() == "mine"
 
 
-def test_after_a_lost_manifest_nothing_is_removed(tmp_path):
+def test_lost_manifest_raises_and_keeps_the_shard(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append(draw([1]))
     (shard,) = tmp_path.glob("shard-*")
@@ -85,7 +85,7 @@ def test_after_a_lost_manifest_nothing_is_removed(tmp_path):
         assert shard.read_bytes() == content
 
 
-def test_leftovers_of_a_writer_are_removed_and_what_counts_is_not(tmp_path):
+def test_append_removes_leftovers_named_in_the_lock_file_only(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append(draw([1]))
     (committed,) = tmp_path.glob("shard-*")
@@ -102,7 +102,7 @@ def test_leftovers_of_a_writer_are_removed_and_what_counts_is_not(tmp_path):
     assert len(Corpus.open(tmp_path, verify=True)) == 5
 
 
-def test_a_create_that_was_killed_can_be_made_again(tmp_path):
+def test_create_succeeds_after_a_killed_create(tmp_path):
     directory = tmp_path / "writing-00112233445566ff"
     directory.mkdir()
     (directory / "manifest.json").write_text("{")
@@ -133,7 +133,7 @@ except OSError as error:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files")
 @pytest.mark.parametrize("what", ["shard", "manifest"])
-def test_a_full_disk_is_an_os_error_that_commits_and_leaves_nothing(what, tmp_path):
+def test_full_disk_raises_os_error_and_changes_nothing(what, tmp_path):
     documents = draw([3] * 6)
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     for document in documents:
@@ -143,7 +143,7 @@ def test_a_full_disk_is_an_os_error_that_commits_and_leaves_nothing(what, tmp_pa
     assert_holds(Corpus.open(tmp_path, verify=True), documents)
 
 
-def test_an_error_without_a_path_gets_one(tmp_path, monkeypatch):
+def test_os_errors_without_a_path_name_the_shard(tmp_path, monkeypatch):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
 
     def fsync(descriptor):
@@ -199,7 +199,7 @@ def test_a_forked_child_does_not_keep_the_lock(how, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_forked_child_that_ends_removes_nothing_of_its_parent(tmp_path):
+def test_exit_of_forked_child_keeps_files_of_its_parent(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32)
     parent = os.getpid()
     try:
@@ -218,7 +218,7 @@ def test_a_forked_child_that_ends_removes_nothing_of_its_parent(tmp_path):
 
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_a_shard_that_is_corrupt_raises_nothing_else(tmp_path_factory, where, bit):
+def test_shard_with_flipped_bit_opens_or_raises_value_error(tmp_path_factory, where, bit):
     """Checksums are not compared here, so damage must be found in the contents."""
     path = tmp_path_factory.mktemp("corpus")
     Corpus.create(path, 4, torch.float32).append(draw([2] * 3, 4), ids=["1", "2", "3"])
@@ -234,14 +234,14 @@ def test_a_shard_that_is_corrupt_raises_nothing_else(tmp_path_factory, where, bi
 
 
 @pytest.mark.parametrize("ids", ["[1, 2", '["a"]', '["a", 1]', '{"a": 1}', "[[1], [2]]", "[" * 100_000])
-def test_ids_that_are_corrupt_are_named_with_their_path(ids, tmp_path, monkeypatch):
+def test_corrupt_ids_error_names_the_shard(ids, tmp_path, monkeypatch):
     monkeypatch.setattr(append, "encode_ids", lambda *_: ids.encode())
     Corpus.create(tmp_path, 8, torch.float32).append(draw([3, 4]))
     with pytest.raises(ValueError, match=r"shard-000000-\w+.safetensors: the shard is corrupt: ids: "):
         _ = Corpus.open(tmp_path).ids
 
 
-def test_a_shard_that_is_missing_later_is_named(tmp_path):
+def test_reading_a_removed_shard_raises(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append(draw([3, 4]))
     (at,) = tmp_path.glob("shard-*")
@@ -250,7 +250,7 @@ def test_a_shard_that_is_missing_later_is_named(tmp_path):
         corpus.documents()
 
 
-def test_a_mapped_shard_that_was_emptied_is_named(tmp_path):
+def test_reading_an_emptied_shard_raises(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append(draw([3, 4]))
     (at,) = tmp_path.glob("shard-*")
@@ -264,7 +264,7 @@ def test_a_mapped_shard_that_was_emptied_is_named(tmp_path):
 # cost of an append
 
 
-def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
+def test_append_checks_only_its_own_shard(tmp_path, monkeypatch):
     """The 400th append costs as much as the 10th, except for a manifest of 400 lines."""
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     other = Corpus.open(tmp_path)
@@ -290,7 +290,7 @@ def test_an_append_looks_at_no_shard_but_its_own(tmp_path, monkeypatch):
 # threads
 
 
-def test_a_search_beside_appends_sees_one_moment(tmp_path):
+def test_search_during_appends_sees_one_snapshot(tmp_path):
     """Each search returns the result of one existing corpus: all of its documents and none of the next."""
     corpus = Corpus.create(tmp_path, 4, torch.float32)
     corpus.append(draw([1] * 5, 4))

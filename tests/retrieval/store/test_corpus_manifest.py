@@ -61,7 +61,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_manifest_that_is_wrong_names_its_path_and_field(case, tmp_path):
+def test_wrong_manifest_error_names_path_and_field(case, tmp_path):
     edit, message = WRONG[case]
     Corpus.create(tmp_path, 8, torch.float32).append(draw([3, 4]))
     edited(tmp_path, edit)
@@ -70,7 +70,7 @@ def test_a_manifest_that_is_wrong_names_its_path_and_field(case, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[]", "3", "null", "", "\xff"])
-def test_a_manifest_that_is_none_names_its_path(text, tmp_path):
+def test_malformed_manifest_error_names_the_file(text, tmp_path):
     Corpus.create(tmp_path, 8, torch.float32)
     (tmp_path / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"manifest.json: the manifest is truncated or corrupt"):
@@ -85,7 +85,7 @@ values = st.recursive(
 
 
 @given(name=st.sampled_from(("d", "dtype", "documents", "has_ids", "shards", "version", "format")), value=values)
-def test_no_manifest_raises_anything_but_a_value_error(tmp_path_factory, name, value):
+def test_any_manifest_value_opens_or_raises_value_error(tmp_path_factory, name, value):
     path = tmp_path_factory.mktemp("corpus")
     Corpus.create(path, 8, torch.float32).append(draw([3, 4]))
     edited(path, lambda content: content.__setitem__(name, value))

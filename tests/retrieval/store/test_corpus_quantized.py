@@ -64,7 +64,7 @@ def assert_same_documents(found, expected):
 @every_format
 @every_scale
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_appended_is_quantised(format, scale, dtype, tmp_path):
+def test_appended_documents_are_quantized_as_in_memory(format, scale, dtype, tmp_path):
     ids = [f"document {i}" for i in range(10)]
     corpus, documents = written(tmp_path, format, scale, dtype, ids=ids)
     assert (corpus.format, corpus.scale, corpus.d, corpus.dtype) == (format, scale, 20, dtype)
@@ -88,7 +88,7 @@ def test_what_is_appended_is_quantised(format, scale, dtype, tmp_path):
 
 @every_format
 @every_scale
-def test_quantised_documents_are_taken_as_they_are(format, scale, tmp_path):
+def test_appended_quantized_documents_are_stored_unchanged(format, scale, tmp_path):
     documents = draw(LENGTHS, 20)
     made, cu_seqlens = in_memory(documents, format, scale)
     corpus = Corpus.create(tmp_path, 20, torch.float32, format, scale)
@@ -101,7 +101,7 @@ def test_quantised_documents_are_taken_as_they_are(format, scale, tmp_path):
     assert_same_documents(found, in_memory([*documents[2:6], *documents[:2]], format, scale)[0])
 
 
-def test_one_scale_for_all_is_one_for_each(tmp_path):
+def test_tensor_scale_is_expanded_to_tokens_or_documents(tmp_path):
     D = torch.randn(9, 20)
     made = quantize(D, "uint8", "tensor", cu_seqlens_d=bounds([4, 0, 5]))
     for scale in SCALES:
@@ -110,7 +110,7 @@ def test_one_scale_for_all_is_one_for_each(tmp_path):
         assert_same_documents(corpus.documents()[0], Quantized(**{**vars(made), **per_token(made, 9)}))
 
 
-def test_tensors_that_are_not_contiguous_or_share_memory(tmp_path):
+def test_append_accepts_noncontiguous_and_shared_tensors(tmp_path):
     rows = torch.randint(0, 256, (5, 24), dtype=torch.uint8)
     x, each = torch.rand(5), torch.rand(2)
     made = Quantized(rows[:, :20], x, "uint8", 20, torch.float32, minimum=x, error=each, norm=each)
@@ -125,7 +125,7 @@ def per_token(made, tokens):
 
 @every_format
 @every_scale
-def test_no_more_bytes_than_the_format_needs(format, scale, tmp_path):
+def test_shard_size_is_bounded_by_the_format(format, scale, tmp_path):
     documents = draw([100] * 50, 20)
     Corpus.create(tmp_path, 20, torch.float16, format, scale).append([x.half() for x in documents])
     (shard,) = tmp_path.glob("shard-*")
@@ -140,7 +140,7 @@ def test_no_more_bytes_than_the_format_needs(format, scale, tmp_path):
     assert kept == {**expected, "lengths": [50], **({"minimum": each} if format == "uint8" else {})}
 
 
-def test_nan_stays_where_it_is(tmp_path):
+def test_nan_affects_only_its_token_or_document(tmp_path):
     documents = draw([2, 3, 1], 8)
     documents[1][2, 5] = torch.nan
     for scale, lost in (("token", [2]), ("document", [0, 1, 2])):
@@ -152,7 +152,7 @@ def test_nan_stays_where_it_is(tmp_path):
         assert indices[0] == 1 and scores.isnan().tolist() == [True, False, False]
 
 
-def test_what_callers_write_to_is_their_own(tmp_path):
+def test_writes_to_returned_tensors_do_not_change_the_corpus(tmp_path):
     for scale in SCALES:
         corpus, _ = written(tmp_path / scale, "uint8", scale)
         content = {path: path.read_bytes() for path in corpus.path.iterdir()}
@@ -166,7 +166,7 @@ def test_what_callers_write_to_is_their_own(tmp_path):
         assert {path: path.read_bytes() for path in corpus.path.iterdir()} == content
 
 
-def test_a_pickled_handle_and_one_of_a_plain_corpus_of_before(tmp_path):
+def test_handles_unpickle_also_without_format_and_scale(tmp_path):
     corpus, _ = written(tmp_path / "small", "fp8_e4m3")
     assert_same_documents(pickle.loads(pickle.dumps(corpus)).documents()[0], corpus.documents()[0])
     plain = Corpus.create(tmp_path / "plain", 8, torch.float32)
@@ -181,7 +181,7 @@ def test_a_pickled_handle_and_one_of_a_plain_corpus_of_before(tmp_path):
 # the files
 
 
-def test_a_corpus_without_a_format_has_the_files_that_it_had(tmp_path):
+def test_plain_corpus_writes_version_1_files(tmp_path):
     shard = ShardEntry("shard-000000-0123456789abcdef.safetensors", 464, "ab", 2, 7)
     body = (
         '{"d": 8, "documents": 2, "dtype": "float32", "format": "lik_ops.corpus", "has_ids": true, "shards": [{"bytes":'
@@ -227,7 +227,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_manifest_that_is_wrong_names_its_path_and_field(case, tmp_path):
+def test_wrong_manifest_error_names_path_and_field(case, tmp_path):
     edit, message = WRONG[case]
     written(tmp_path, "int8")
     edited(tmp_path, edit)
@@ -243,7 +243,7 @@ def test_a_manifest_that_is_wrong_names_its_path_and_field(case, tmp_path):
         ("scale", "document", r"expected scale \[3\] of torch.float32"),
     ],
 )
-def test_shards_of_another_format_are_named(field, value, message, tmp_path):
+def test_shards_of_another_format_raise(field, value, message, tmp_path):
     written(tmp_path, "int8")
     edited(tmp_path, lambda content: content["quantized"].__setitem__(field, value))
     with pytest.raises(ValueError, match=rf"shard-000000-\w+.safetensors: the shard is .*: {message}"):
@@ -265,7 +265,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_shard_that_is_corrupt_is_named(case, tmp_path):
+def test_corrupt_shard_error_names_the_shard(case, tmp_path):
     damage, message = DAMAGE[case]
     written(tmp_path, "uint8")
     at = sorted(tmp_path.glob("shard-*"))[0]
@@ -311,7 +311,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_with_an_append_is_named(case, tmp_path):
+def test_wrong_append_raises_and_commits_nothing(case, tmp_path):
     (format, scale, arguments), error, message = BAD[case]
     corpus = Corpus.create(tmp_path, 8, torch.float32, format, scale)
     with pytest.raises(error, match=f"Corpus.append: {message}"):
@@ -327,7 +327,7 @@ def test_what_is_wrong_with_an_append_is_named(case, tmp_path):
         ({"format": "int8", "scale": "tensor"}, "scale: expected 'token' or 'document', got 'tensor': shards have no"),
     ],
 )
-def test_formats_and_scales_that_there_are_not(options, message, tmp_path):
+def test_unsupported_formats_and_scales_raise(options, message, tmp_path):
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     with pytest.raises(ValueError, match=f"Corpus.create: {message}"):
         Corpus.create(tmp_path / "new", 8, torch.float32, **options)
@@ -341,7 +341,7 @@ def test_a_scale_needs_a_format(tmp_path):
         Corpus.create(tmp_path / "new", 8, torch.float32, scale="document")
 
 
-def test_a_corpus_made_anew_in_another_format_is_not_appended_to(tmp_path):
+def test_append_rejects_a_corpus_recreated_in_another_format(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32, "int8")
     (tmp_path / "manifest.json").unlink()
     Corpus.create(tmp_path, 8, torch.float32, "int8", "document")

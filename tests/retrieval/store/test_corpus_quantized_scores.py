@@ -29,7 +29,7 @@ def joined(part):
 @pytest.mark.parametrize("device", DEVICES)
 @every_format
 @every_scale
-def test_searches_have_the_bits_of_documents_in_memory(device, format, scale, tmp_path, monkeypatch):
+def test_results_are_bitwise_equal_to_in_memory_documents(device, format, scale, tmp_path, monkeypatch):
     dtype = DTYPES[(list(FORMATS).index(format) + SCALES.index(scale)) % 4]
     lengths = [i % 9 for i in range(30)]
     corpus, documents = written(tmp_path, format, scale, dtype, 16, lengths, (7, 13, 10))
@@ -55,7 +55,7 @@ def test_searches_have_the_bits_of_documents_in_memory(device, format, scale, tm
 @pytest.mark.parametrize("device", DEVICES)
 @every_format
 @every_scale
-def test_documents_by_their_index_have_the_bits_of_searches(device, format, scale, tmp_path, monkeypatch):
+def test_score_and_rerank_are_bitwise_equal_to_retrieve(device, format, scale, tmp_path, monkeypatch):
     corpus, documents = written(tmp_path, format, scale)
     made, cu_seqlens = in_memory(documents, format, scale)
     Q, w = torch.randn(3, 5, 20).to(device), torch.rand(3, 5).to(device)
@@ -70,7 +70,7 @@ def test_documents_by_their_index_have_the_bits_of_searches(device, format, scal
         assert torch.equal(corpus.score(Q[1], indices[1], q_weight=w[1]), expected[1])
 
 
-def test_the_short_way_of_full_documents_is_not_taken(tmp_path, monkeypatch):
+def test_quantized_corpus_does_not_use_the_fast_path(tmp_path, monkeypatch):
     """The fast path would read the placeholder for their tokens."""
     corpus, _ = written(tmp_path, "int8")
     taken = []
@@ -125,7 +125,7 @@ def test_ranges_cover_every_document_once_and_keep_to_the_budget(lengths, budget
     assert all(bits), "no more ranges than it takes"
 
 
-def test_nothing_to_search(tmp_path):
+def test_empty_corpus_and_empty_documents_can_be_searched(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32, "int8", "document")
     Q = torch.randn(2, 3, 8)
     assert lik_ops.retrieve(Q, corpus, 5)[0].shape == (2, 0) and lik_ops.maxsim_streamed(Q, corpus).shape == (2, 0)
@@ -136,7 +136,7 @@ def test_nothing_to_search(tmp_path):
     assert [x.shape for x in corpus] == [(0, 8)] * 3
 
 
-def test_queries_are_of_the_dtype_of_the_tokens_or_in_a_region(tmp_path):
+def test_queries_need_the_corpus_dtype_or_autocast(tmp_path):
     corpus, documents = written(tmp_path, "int8", dtype=torch.float16)
     Q = torch.randn(2, 3, 20)
     for call in (lambda: lik_ops.retrieve(Q, corpus, 3), lambda: corpus.score(Q, [1, 2])):
@@ -150,7 +150,7 @@ def test_queries_are_of_the_dtype_of_the_tokens_or_in_a_region(tmp_path):
     assert_same(found[1], expected)
 
 
-def test_scores_have_gradients_of_the_queries(tmp_path):
+def test_query_gradients_match_dequantized_documents(tmp_path):
     corpus, _ = written(tmp_path, "int8")
     Q = torch.randn(2, 3, 20, requires_grad=True)
     scores = corpus.score(Q, [1, 2])
@@ -161,7 +161,7 @@ def test_scores_have_gradients_of_the_queries(tmp_path):
     assert not corpus.rerank(Q, [1, 2])[0].requires_grad and not lik_ops.retrieve(Q, corpus, 2)[0].requires_grad
 
 
-def test_two_stages(tmp_path):
+def test_converted_corpus_as_coarse_gives_exact_search(tmp_path):
     """The converted documents in memory, which are small, select what to read from a corpus on disk."""
     documents = [torch.nn.functional.normalize(x, dim=-1) for x in draw([3, 0, 7, 1, 5] * 8, 16)]
     corpus = Corpus.create(tmp_path / "corpus", 16, torch.float32)

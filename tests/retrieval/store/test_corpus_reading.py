@@ -27,7 +27,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel what
 FORMATS = [None, ("uint8", "document"), "codec"]
 
 
-def created(path, format, d=8):
+def create_corpus(path, format, d=8):
     if format == "codec":
         codec = lik_ops.ResidualCodec.train(torch.nn.functional.normalize(torch.randn(40, d), dim=-1), n_centroids=4)
         return Corpus.create(path, d, torch.float32, codec)
@@ -89,7 +89,7 @@ def count_opening(path, count):
     return found
 
 
-def test_opening_calls_nothing_for_each_shard(tmp_path):
+def test_open_call_count_does_not_depend_on_shard_count(tmp_path):
     """Opening 300 shards costs the calls of opening 3: the manifest is read, and the directory is listed once."""
     Corpus.create(tmp_path / "corpus", 8, torch.float32).append(draw((3, 4)))
     few, many = (count_opening(tmp_path / "corpus", count) for count in (3, 300))
@@ -98,9 +98,9 @@ def test_opening_calls_nothing_for_each_shard(tmp_path):
 
 @linux
 @pytest.mark.parametrize("format", FORMATS)
-def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
+def test_number_of_mapped_shards_stays_bounded(format, tmp_path, monkeypatch):
     """Results have the bits of a corpus without a limit on mapped shards."""
-    corpus = created(tmp_path / "corpus", format)
+    corpus = create_corpus(tmp_path / "corpus", format)
     documents = draw([i % 5 for i in range(40)])
     for document in documents:
         corpus.append([document])
@@ -136,7 +136,7 @@ def test_few_shards_are_mapped_whatever_is_read(format, tmp_path, monkeypatch):
 
 
 @linux
-def test_the_maps_of_a_corpus_end_with_it(tmp_path):
+def test_shards_are_unmapped_when_the_corpus_is_freed(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     corpus.append(draw((3, 4)))
     kept = Corpus.open(tmp_path).documents(0, 1)[0]
@@ -146,7 +146,7 @@ def test_the_maps_of_a_corpus_end_with_it(tmp_path):
     assert not mapped_shards(tmp_path)
 
 
-def test_what_was_read_in_inference_mode_can_be_trained_with(tmp_path):
+def test_reads_under_inference_mode_do_not_prevent_gradients(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)))
     corpus = Corpus.open(tmp_path)
     Q = torch.randn(2, 3, 8)
@@ -162,8 +162,8 @@ def test_what_was_read_in_inference_mode_can_be_trained_with(tmp_path):
     assert not packed.is_inference()
 
 
-def test_a_pickle_of_documents_has_nothing_else_of_the_file(tmp_path):
-    corpus = created(tmp_path / "corpus", ("uint8", "document"))
+def test_document_scales_own_their_storage_and_can_be_saved(tmp_path):
+    corpus = create_corpus(tmp_path / "corpus", ("uint8", "document"))
     corpus.append(draw([1000, 2]))
     packed = corpus.documents(1, 2)[0]
     assert packed.scale.untyped_storage().nbytes() <= packed.scale.nbytes
@@ -176,9 +176,9 @@ def test_a_pickle_of_documents_has_nothing_else_of_the_file(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names that are not UTF-8")
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_path_that_is_not_utf_8(format, tmp_path):
+def test_corpus_supports_non_utf8_paths(format, tmp_path):
     path = os.path.join(tmp_path, os.fsdecode(b"caf\xe9"))
-    corpus, documents = created(path, format), draw((3, 0, 4))
+    corpus, documents = create_corpus(path, format), draw((3, 0, 4))
     corpus.append(documents[:2], ids=["a", "b"])
     corpus.append(documents[2:], ids=["c"])
     found = Corpus.open(path, verify=True)
@@ -245,7 +245,7 @@ print("done")
 
 
 @pytest.mark.parametrize("size", [0, 5000])
-def test_a_shard_that_is_truncated_later_is_an_error(size, tmp_path):
+def test_reads_of_a_truncated_shard_raise(size, tmp_path):
     """Every call raises. A read of a missing page ends the process, so another process reads."""
     corpus = Corpus.create(tmp_path / "corpus", 64, torch.float32)
     documents = draw([200] * 8, 64)
@@ -257,7 +257,7 @@ def test_a_shard_that_is_truncated_later_is_an_error(size, tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_a_shard_that_was_removed_is_read_where_it_is_mapped(tmp_path):
+def test_removed_shard_is_readable_only_if_mapped(tmp_path):
     corpus = Corpus.create(tmp_path, 8, torch.float32)
     documents = draw((3, 4))
     for document in documents:
@@ -271,7 +271,7 @@ def test_a_shard_that_was_removed_is_read_where_it_is_mapped(tmp_path):
         _ = corpus[1]
 
 
-def test_a_shard_that_was_replaced_is_mapped_anew(tmp_path):
+def test_replaced_shard_is_mapped_again(tmp_path):
     """A restore tool replaces a file by a rename."""
     corpus = Corpus.create(tmp_path / "corpus", 8, torch.float32)
     documents = draw((3, 4))
@@ -300,7 +300,7 @@ def edited(at, edit):
     edited_manifest(at.parent, shard_field("bytes", at.stat().st_size))
 
 
-def changed(name, field, value):
+def change_header_entry(name, field, value):
     return lambda header: {**header, name: {**header[name], field: value}}
 
 
@@ -312,27 +312,27 @@ WRONG = {
     "no ids": lambda header: {name: x for name, x in header.items() if name != "ids"},
     "list": lambda header: {**header, "tokens": []},
     "list of ids": lambda header: {**header, "ids": 3},
-    "dtype": changed("tokens", "dtype", "F16"),
-    "other dtype": changed("tokens", "dtype", 3),
-    "dtype of lengths": changed("lengths", "dtype", "I32"),
-    "shape": changed("tokens", "shape", [8, 7]),
-    "flat": changed("tokens", "shape", [56]),
-    "no shape": changed("tokens", "shape", None),
-    "shape of ids": changed("ids", "shape", ["a"]),
-    "size of ids": changed("ids", "shape", [-1]),
-    "negative": changed("tokens", "data_offsets", [-4, 220]),
-    "short": changed("tokens", "data_offsets", [0, 4]),
-    "long": changed("tokens", "data_offsets", [9999, 10223]),
-    "huge": changed("tokens", "data_offsets", [2**70, 2**70]),
-    "one offset": changed("tokens", "data_offsets", [0]),
-    "fractions": changed("tokens", "data_offsets", [0.0, 224.0]),
-    "no offsets": changed("tokens", "data_offsets", "ab"),
-    "backwards": changed("lengths", "data_offsets", [16, 0]),
+    "dtype": change_header_entry("tokens", "dtype", "F16"),
+    "other dtype": change_header_entry("tokens", "dtype", 3),
+    "dtype of lengths": change_header_entry("lengths", "dtype", "I32"),
+    "shape": change_header_entry("tokens", "shape", [8, 7]),
+    "flat": change_header_entry("tokens", "shape", [56]),
+    "no shape": change_header_entry("tokens", "shape", None),
+    "shape of ids": change_header_entry("ids", "shape", ["a"]),
+    "size of ids": change_header_entry("ids", "shape", [-1]),
+    "negative": change_header_entry("tokens", "data_offsets", [-4, 220]),
+    "short": change_header_entry("tokens", "data_offsets", [0, 4]),
+    "long": change_header_entry("tokens", "data_offsets", [9999, 10223]),
+    "huge": change_header_entry("tokens", "data_offsets", [2**70, 2**70]),
+    "one offset": change_header_entry("tokens", "data_offsets", [0]),
+    "fractions": change_header_entry("tokens", "data_offsets", [0.0, 224.0]),
+    "no offsets": change_header_entry("tokens", "data_offsets", "ab"),
+    "backwards": change_header_entry("lengths", "data_offsets", [16, 0]),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_header_that_is_wrong_is_named(case, tmp_path):
+def test_wrong_header_error_names_the_shard(case, tmp_path):
     Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)), ids=["a", "b"])
     (at,) = tmp_path.glob("shard-*")
     edited(at, WRONG[case])
@@ -342,7 +342,7 @@ def test_a_header_that_is_wrong_is_named(case, tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 7, 2**40, 2**64 - 1])
-def test_a_header_of_a_wrong_size_is_named(size, tmp_path):
+def test_wrong_header_size_error_names_the_shard(size, tmp_path):
     Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)))
     (at,) = tmp_path.glob("shard-*")
     at.write_bytes(size.to_bytes(8, "little") + at.read_bytes()[8:])
@@ -350,7 +350,7 @@ def test_a_header_of_a_wrong_size_is_named(size, tmp_path):
         _ = Corpus.open(tmp_path)[0]
 
 
-def test_lengths_that_do_not_add_up_are_named(tmp_path):
+def test_lengths_with_wrong_sum_raise(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32).append(draw((3, 4)))
     (at,) = tmp_path.glob("shard-*")
     content = at.read_bytes()

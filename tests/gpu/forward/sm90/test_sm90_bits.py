@@ -30,7 +30,7 @@ def choice(
     return choose.choose_int8(Q, data, torch.empty(K, Ld if each_token else 1, device="meta"), terms, arch, kept)
 
 
-def test_when_it_is_chosen():
+def test_kernel_choice():
     assert choice().programs == 264 and choice().config.SMALL_M and choice(Nq=3, terms=2).programs == 132
     assert choice(Nq=16).config.ENCODING == "bits1_int8" and not choice(Nq=16).config.SMALL_M
     assert choice(Nq=2).config.PROGRAMS_PER_SM == 1 and choice(terms=2).config.PROGRAMS_PER_SM == 2
@@ -68,7 +68,7 @@ def executed(ptx: str, operands: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("operand", [False, True])
-def test_decoded_features_are_those_of_ordered_queries(operand):
+def test_decoded_features_match_query_feature_order(operand):
     """The steps of `load_numbers` and `order_features`, with the PTX executed here, as there is no GPU."""
     torch.manual_seed(0)
     D = lik_ops.quantize(torch.randn(64, 128), "binary")
@@ -129,7 +129,7 @@ CASES = [
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld"), CASES)
-def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, query):
+def test_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, scale, query):
     D = documents(Nd, Ld, scale, Lq, query)
     for n, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
         Q = torch.randn(Nq, Lq, 128).to("cuda", dtype)
@@ -157,7 +157,7 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld"), CASES)
-def test_rotated_bits_are_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, scale):
+def test_rotated_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, scale):
     """Their scales are bf16, and queries are rotated first. Binary documents with these scales give the same bits."""
     torch.manual_seed(Lq)
     tokens = torch.randn(Nd, Ld, 128) * (0.2 + torch.rand(Nd, Ld, 1))
@@ -179,7 +179,7 @@ def test_rotated_bits_are_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, sc
 @pytest.mark.gpu
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES[:2])
-def test_bits_hang_on_nothing_else_in_the_call(scale, query):
+def test_bits_do_not_depend_on_batch(scale, query):
     D = documents(400, 132, scale, query=query)
     Q = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
     whole = fast(Q, D)
@@ -202,7 +202,7 @@ def test_negative_and_equal_similarities(Lq, scale, query):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("Nq", [1, 9])
-def test_rows_that_terms_cannot_hold(Nq, scale, query):
+def test_rows_that_int8_terms_cannot_represent(Nq, scale, query):
     """Such rows are multiplied in fp32 and do not change the bits of other queries."""
     for _ in dense.score_odd_rows(documents(80, 132, scale, query=query), Nq, dense.ODD, fast):
         pass  # the scores are compared with the packed kernel
@@ -210,7 +210,7 @@ def test_rows_that_terms_cannot_hold(Nq, scale, query):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("Nq", [1, 9])
-def test_odd_scales(Nq):
+def test_zero_nan_and_negative_scales(Nq):
     """Scales are NaN, zero or negative. With a negative scale the smallest product is the maximum."""
     for scale in SCALES[:2]:
         D = documents(140, 132, scale)
@@ -226,7 +226,7 @@ def test_odd_scales(Nq):
 
 
 @pytest.mark.gpu
-def test_other_calls_take_the_kernel_of_packed_documents():
+def test_unsupported_calls_score_the_same():
     """Unaligned data, document masks, other features and argmax use the packed kernel and score the same."""
     Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)
     for scale in SCALES:
@@ -244,7 +244,7 @@ def test_other_calls_take_the_kernel_of_packed_documents():
 
 
 @pytest.mark.gpu
-def test_the_last_of_more_than_int32_bytes():
+def test_documents_beyond_int32_bytes():
     Ld, few = 64, documents(70, 64, "document")
     count = (2**31 // 16 + 2**20) // Ld
     data, scale = torch.zeros(count, Ld, 16, dtype=torch.uint8, device="cuda"), torch.ones(count, 1, device="cuda")

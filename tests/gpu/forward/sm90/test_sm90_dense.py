@@ -33,7 +33,7 @@ def few_split(Nq=1, K=1000, Lq=32, Ld=180, d=128):
     return choice(torch.float32, Nq, K, Lq, Ld, d)
 
 
-def test_fp32_rows_that_are_split_are_not_normalised_and_have_no_argmax(monkeypatch):
+def test_few_fp32_rows_with_normalize_or_argmax_use_generic_kernel(monkeypatch):
     Q, D = (torch.empty(*shape, 128, device="meta") for shape in ((1, 32), (1000, 180)))
 
     def kernel(Q=Q, D=D, normalize=False, argmax=None):
@@ -46,7 +46,7 @@ def test_fp32_rows_that_are_split_are_not_normalised_and_have_no_argmax(monkeypa
     assert choose.choose_dense(Q, D, None, False, None, SM_90).config.FP32_TERMS == 1
 
 
-def test_when_it_is_chosen():
+def test_kernel_choice():
     assert choice() is not None
     many = choice(dtype=torch.float32).config
     assert many.FP32_TERMS == 2 and many.OPERAND_IN_REGISTERS and few_split().config.SMALL_M
@@ -63,7 +63,7 @@ def test_when_it_is_chosen():
     assert choice(Nq=2**22, K=2, d=320) is not None and choice(Nq=2**22, K=2, d=320, normalize=True) is None
 
 
-def test_few_rows_are_one_product_if_normalising_or_with_winners():
+def test_few_rows_with_normalize_or_argmax_use_small_m():
     for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (2, 32, 64), (3, 32, 128), (1, 128, 128)):
         found = choice(Nq=Nq, Lq=Lq, normalize=True)
         assert found.config.SMALL_M and (found.config.MMA_ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
@@ -74,7 +74,7 @@ def test_few_rows_are_one_product_if_normalising_or_with_winners():
     assert not choice(Nq=4, normalize=True, argmax=True).config.SMALL_M and not choice(Nq=5).config.SMALL_M
 
 
-def test_which_tiles_are_large():
+def test_large_tile_choice():
     """Large tiles are used if the other work of a tile exceeds its products and the last tile wastes little."""
 
     def tokens(Ld, **options):
@@ -91,7 +91,7 @@ def test_which_tiles_are_large():
 
 
 @pytest.mark.parametrize("step", [1, 2**24, 2**25, 2**40])
-def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
+def test_large_feature_strides_use_generic_kernel(step, monkeypatch):
     """The features of these queries are columns, and Gluon kernels use 32-bit feature offsets."""
     Q = torch.empty_strided((64, 32, 128), (32, 1, step), dtype=torch.bfloat16, device="meta")
     D = torch.empty(1000, 180, 128, dtype=torch.bfloat16, device="meta")
@@ -108,7 +108,7 @@ def test_features_that_lie_far_apart_take_offsets_of_64_bits(step, monkeypatch):
     assert found == (["maxsim_forward_specialized", "maxsim_row_maxima"] if near else ["maxsim_forward"] * 2)
 
 
-def test_many_row_tiles_pay_for_a_launch_that_finds_norms():
+def test_many_row_tiles_use_precomputed_norms():
     assert [choice(Nq=Nq, normalize=True).config.PRECOMPUTED_SCALES for Nq in (4, 16, 40, 41, 64)] == [False] * 3 + [
         True
     ] * 2
@@ -137,7 +137,7 @@ def test_row_tiles_hold_every_query_token(Nq, Lq):
     assert 0.95 * min(132, found.row_tiles * 1000) <= found.programs <= 132
 
 
-def test_wide_features_take_tiles_by_length():
+def test_large_d_tile_choice_by_document_length():
     assert [choice(d=768, Ld=Ld).config.BN for Ld in (64, 130, 180, 256, 300, 1024)] == [64, 64, 64, 256, 128, 256]
     shorter = [choice(d=768, Ld=Ld).config for Ld in (1, 20, 63, 100, 127)]
     assert [(C.BN, C.SHORT_DOCUMENTS) for C in shorter] == [(64, True)] * 3 + [(128, True)] * 2
@@ -204,7 +204,7 @@ def test_more_queries_than_a_grid_has_rows(Lq, d, options, format):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("p", "strides"), list(cases()), ids=str)
-def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
+def test_scores_match_oracle_and_generic_kernel_bits(p, strides):
     x = build(p, "cuda")
     x.Q = build(dataclasses.replace(p, strides=strides), "cuda").Q
     scores, argmax = specialized(x, torch.int16)
@@ -217,7 +217,7 @@ def test_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("p", "strides"), list(cases(normalize=True)), ids=str)
-def test_normalised_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, strides, norms):
+def test_normalized_scores_match_oracle_and_generic_kernel_bits(p, strides, norms):
     """Tokens have any norm, and some are zero."""
     x = build(p, "cuda")
     x.Q, x.D = x.Q * torch.rand_like(x.Q[..., :1]), x.D * 9 * torch.rand_like(x.D[..., :1])
@@ -240,7 +240,7 @@ FEW += [(1, 67, 100, 180, 128), (9, 300, 5, 65, 48)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), FEW)
-def test_few_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, Lq, Ld, d, dtype):
+def test_few_rows_match_oracle_and_generic_kernel_bits(Nq, Nd, Lq, Ld, d, dtype):
     for n, (values, normalize) in enumerate(itertools.product(("integer", "negative", "normal"), (False, True))):
         q_mask = ("none", "holes", "empty_some")[n % 3]
         p = Problem(Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, dtype=dtype, q_mask=q_mask, weight=n > 1, values=values, seed=n)
@@ -276,7 +276,7 @@ def odd_fp32(x):
     ("Nq", "Nd", "Lq", "Ld", "d"),
     [(1, 501, 32, 300, 128), (2, 300, 9, 190, 128), (3, 131, 6, 64, 96), (1, 133, 20, 130, 64), (1, 70, 2, 65, 48)],
 )
-def test_few_fp32_rows_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(Nq, Nd, Lq, Ld, d, odd):
+def test_few_fp32_rows_match_oracle_and_generic_kernel_bits(Nq, Nd, Lq, Ld, d, odd):
     for n, values in enumerate(("integer", "normal", "normal")):
         q_mask = ("none", "holes", "empty_some")[n]
         p = Problem(Nq=Nq, Nd=Nd, Lq=Lq, Ld=Ld, d=d, q_mask=q_mask, weight=n > 0, values=values, seed=n)
@@ -320,7 +320,7 @@ def wide_cases():
 @pytest.mark.gpu
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("p", list(wide_cases()), ids=str)
-def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, normalize):
+def test_large_d_matches_oracle_and_generic_kernel_bits(p, normalize):
     from lik_ops.gpu.forward.dense import make_plan
     from lik_ops.gpu.forward.sm90_dense import Sm90LargeDPlan
 
@@ -343,7 +343,7 @@ def test_wide_features_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("Ld", [200, 100, 20])
-def test_wide_features_with_nan_and_infinities(normalize, Ld):
+def test_large_d_with_nan_and_infinities(normalize, Ld):
     """A document of 100 or 20 tokens is shorter than its tile, which then holds tokens of the next documents."""
     p = Problem(Nq=20, Nd=150, Lq=32, Ld=Ld, d=256, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
@@ -362,7 +362,7 @@ def test_wide_features_with_nan_and_infinities(normalize, Ld):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("Lq", [32, 300])
-def test_norms_that_are_no_numbers(Lq, norms):
+def test_nonfinite_norms(Lq, norms):
     """If a norm overflows, its inverse is 0, and infinite similarities become NaN."""
     p = Problem(Nq=20, Nd=150, Lq=Lq, Ld=200, d=64, dtype=torch.bfloat16, values="normal")
     x = build(p, "cuda")
@@ -417,7 +417,7 @@ def test_nan_and_infinities(Lq):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("argmax_dtype", [None, torch.int16, torch.int32, torch.int64])
-def test_every_winner_dtype_through_the_public_op(argmax_dtype):
+def test_every_argmax_dtype_of_the_operator(argmax_dtype):
     p = Problem(Nq=20, Nd=150, Lq=32, Ld=200, d=128, dtype=torch.float16)
     x = build(p, "cuda")
     scores, argmax = torch.ops.lik.maxsim_fwd(x.Q, x.D, None, None, None, False, argmax_dtype, "auto")
@@ -443,7 +443,7 @@ def test_bits_do_not_depend_on_the_batch(normalize):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_rows_that_are_summed_otherwise_are_left_to_the_plain_kernel(normalize, monkeypatch):
+def test_unaligned_normalized_queries_are_unsupported(normalize, monkeypatch):
     from lik_ops.gpu.forward.sm90_dense import Sm90Plan
     from lik_ops.gpu.runtime import gluon
 
@@ -507,7 +507,7 @@ def test_documents_beyond_2_31_elements_and_off_alignment():
         (1, 4, 1024, 8192, 256, "maxsim_forward_ragged"),
     ],
 )
-def test_few_programs_take_the_kernel_that_was_measured_to_be_fastest(Nq, Nd, Lq, Ld, d, kernel):
+def test_kernel_choice_for_few_programs(Nq, Nd, Lq, Ld, d, kernel):
     """See `benchmarks/results/sweep_pairs.json`."""
     Q, D = (torch.empty(*n, d, dtype=torch.bfloat16, device="meta") for n in ((Nq, Lq), (Nd, Ld)))
     assert choose.choose_dense(Q, D, None, False, None, SM_90).kernel == kernel

@@ -28,7 +28,7 @@ def make_odd(tokens):
     return tokens
 
 
-def rescored(Q, D, scores, q_weight, slot, parts):
+def run_rescore(Q, D, scores, q_weight, slot, parts):
     """Return scores `[Nq * parts, K]` after `maxsim_rescore`."""
     launch = generic_choices.choose_generic(Q, D, False, False, architecture(Q.device)).launch
     C = launch.config._replace(
@@ -50,7 +50,7 @@ def rescored(Q, D, scores, q_weight, slot, parts):
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize(("Lq", "slot", "parts"), [(5, 8, 1), (16, 16, 1), (40, 16, 3)])
-def test_scores_that_are_marked_are_replaced(Lq, slot, parts, place):
+def test_rescore_replaces_only_marked_scores(Lq, slot, parts, place):
     torch.manual_seed(Lq)
     Nq, K, d = 3, 30, 16
     Q, D = torch.randn(Nq, Lq, d), torch.randn(K, 21, d)
@@ -67,7 +67,7 @@ def test_scores_that_are_marked_are_replaced(Lq, slot, parts, place):
     bits = torch.where(marked, RESCORE_BITS.value, found.view(torch.int32))
     with place.use():
         arguments = [x.to(place.device) for x in (Q, D, bits.view(torch.float32), q_weight)]
-        scores = rescored(*arguments, slot, parts).cpu()
+        scores = run_rescore(*arguments, slot, parts).cpu()
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert torch.equal(scores[~marked], found[~marked])
 
@@ -109,7 +109,7 @@ def draw(Nq, Nd, Lq, Ld, d, odd):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), SHAPES)
-def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, force_kernel):
+def test_bits_match_generic_kernel(Nq, Nd, Lq, Ld, d, force_kernel):
     """One test runs all options, because compilation takes most of its time."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of the sm_90 kernels")

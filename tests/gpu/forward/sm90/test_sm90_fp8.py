@@ -31,7 +31,7 @@ def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90
     return None if isinstance(found, str) else found
 
 
-def test_when_it_is_chosen():
+def test_kernel_choice():
     assert choice() is not None and choice(Ld=181) is not None and choice(Nq=3) is not None
     assert choice(dtype=torch.float32) is None and choice(arch=architectures.ARCHITECTURES["sm_80"]) is None
     assert choice(d=136) is None and choice(d=120) is None and choice(Ld=63) is None
@@ -39,7 +39,7 @@ def test_when_it_is_chosen():
     assert choice(K=2**24, Ld=128) is None and choice(K=10) is None
 
 
-def test_few_rows_are_one_product():
+def test_few_rows_use_small_m():
     for Nq, Lq, rows in ((1, 2, 32), (1, 32, 32), (3, 9, 64), (1, 33, 64), (2, 32, 64), (1, 64, 64)):
         found = choice(Nq=Nq, Lq=Lq)
         assert found.config.SMALL_M and (found.config.MMA_ROWS, found.parts, found.row_tiles) == (rows, 1, 1)
@@ -50,7 +50,7 @@ def test_few_rows_are_one_product():
 @pytest.mark.parametrize("Lq", [2, 31, 33, 64, 65, 129, 1024])
 @pytest.mark.parametrize("Nq", [1, 64])
 @pytest.mark.parametrize("dtype", HALF)
-def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, dtype):
+def test_sum_trees_match_packed_kernel(Nq, Lq, dtype):
     found = choice(Nq=Nq, Lq=Lq, dtype=dtype)
     kind, options = (
         architectures.KernelKey(SM_90, dtype, 128, False, False, 0),
@@ -63,7 +63,7 @@ def test_sums_are_the_trees_of_the_kernel_of_packed_documents(Nq, Lq, dtype):
     assert found.row_tiles * rows >= Nq * found.parts * found.config.ROWS_PER_QUERY
 
 
-def test_scales_may_lie_anyhow():
+def test_strided_scales_are_supported():
     Q, data = torch.empty(9, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
     scale = torch.empty(140, 132, device="meta").t().contiguous().t()
     found = choose.choose_fp8(Q.half(), data, scale, "e5m2", SM_90)
@@ -87,7 +87,7 @@ MANY += [(1, 141, 32, 301, 128), (2, 300, 30, 64, 96), (1, 67, 64, 193, 48), (7,
 @pytest.mark.parametrize("format", FP8)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), MANY)
-def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scale, format):
+def test_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, d, scale, format):
     D = documents(Nd, Ld, d, format, scale, Lq)
     for n, dtype in enumerate(HALF):
         Q = torch.randn(Nq, Lq, d).to("cuda", dtype)
@@ -104,7 +104,7 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scal
         assert torch.equal(fast(Q, D, q_mask, weight), scores)  # a replayed call
 
 
-def test_when_fp8_queries_use_the_kernel():
+def test_kernel_choice_for_fp8_queries():
     Q = torch.empty(9, 32, 128, device="meta", dtype=torch.float16)
     data, scale = torch.empty(140, 132, 128, dtype=torch.int8, device="meta"), torch.empty(140, 132, device="meta")
     chosen = partial(choose.choose_fp8, Q, data, kept="fp8_fp8", arch=SM_90)
@@ -134,7 +134,7 @@ def test_fp8_queries(Nq, Nd, Lq, Ld, d):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FP8)
-def test_bits_hang_on_nothing_else_in_the_call(format):
+def test_bits_do_not_depend_on_batch_argmax_or_mask(format):
     D, Q = documents(400, 132, 128, format, "token"), torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
     whole = fast(Q, D)
     for part in (slice(3, 4), slice(0, 2), slice(5, 8), slice(7, 20)):
@@ -179,7 +179,7 @@ def test_documents_in_chunks(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_last_of_more_than_int32_numbers():
+def test_documents_beyond_int32_elements():
     Ld, d = 64, 128
     count = (2**31 // d + 2**20) // Ld
     few = documents(70, Ld, d, "fp8_e4m3", "document")

@@ -32,7 +32,7 @@ def choice(dtype=torch.bfloat16, Nq=16, K=1000, Lq=32, Ld=180, d=128, arch=SM_90
     return None if isinstance(found, str) else found
 
 
-def test_when_it_is_chosen():
+def test_kernel_choice():
     assert choice() is not None and choice(dtype=torch.float32) is not None
     assert choice(arch=architectures.ARCHITECTURES["sm_80"]) is None
     assert choice(d=136) is None and choice(d=120) is None and choice(d=256) is None
@@ -48,7 +48,7 @@ def test_when_it_is_chosen():
     )
 
 
-def test_tiles_of_the_length_that_wastes_least():
+def test_tile_choice_by_document_length():
     assert [choice(Ld=Ld).config.BN for Ld in (127, 128, 180, 192, 193, 300, 1024)] == [64, 128, 64, 64, 128, 64, 128]
     assert not choice(Ld=1024).config.OPERAND_IN_REGISTERS and choice(Ld=180).config.OPERAND_IN_REGISTERS
     assert choice(Ld=1024, each_token=True).config.BN == 64 and choice(Ld=1024, terms=1).config.BN == 64
@@ -77,7 +77,7 @@ def test_row_tiles_hold_every_query_token(Nq, Lq, dtype, terms):
 @pytest.mark.parametrize("Lq", [20, 33, 64, 129, 1024])
 @pytest.mark.parametrize("Nq", [1, 7])
 @pytest.mark.parametrize("stored", TERMS_OF)
-def test_sums_are_the_trees_of_the_kernel_of_packed_documents(stored, Nq, Lq, d, dtype):
+def test_sum_trees_match_packed_kernel(stored, Nq, Lq, d, dtype):
     found = choice(Nq=Nq, Lq=Lq, d=d, dtype=dtype, terms=TERMS_OF[stored])
     options = {"tf32": False, "argmax": False, "stored": stored}
     for wide, few in itertools.product(range(3), (False, True)):
@@ -87,7 +87,7 @@ def test_sums_are_the_trees_of_the_kernel_of_packed_documents(stored, Nq, Lq, d,
         assert TERMS_OF[stored] == packed.config.INT8_TERMS
 
 
-def test_scales_that_documents_share_are_no_row_of_scales_for_all():
+def test_token_scales_shared_by_documents_are_unsupported():
     """A descriptor reads one scale for each token of each document, so with ``[1, Ld]`` it would read past the end."""
     Q, data = torch.empty(3, 32, 128, device="meta"), torch.empty(140, 132, 128, dtype=torch.int8, device="meta")
 
@@ -99,7 +99,7 @@ def test_scales_that_documents_share_are_no_row_of_scales_for_all():
     assert chosen(1, 132) == "scales of tokens that are not contiguous, or that documents share"
 
 
-def test_plans_that_another_thread_drops(monkeypatch):
+def test_find_plan_returns_false_on_cpu_if_cache_drops_it(monkeypatch):
     from lik_ops.gpu.forward import sm90_quantized
 
     class Dropping(PlanCache):
@@ -174,7 +174,7 @@ CASES = [
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), CASES)
-def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scale, query):
+def test_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, d, scale, query):
     D = documents(Nd, Ld, d, scale, Lq, query)
     for n, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
         Q = torch.randn(Nq, Lq, d).to("cuda", dtype)
@@ -196,7 +196,7 @@ def test_bit_for_bit_like_the_kernel_of_packed_documents(Nq, Nd, Lq, Ld, d, scal
 @pytest.mark.gpu
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("scale", SCALES[:2])
-def test_bits_hang_on_nothing_else_in_the_call(scale, query):
+def test_bits_do_not_depend_on_batch(scale, query):
     D = documents(400, 132, 128, scale, query=query)
     Q = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
     whole = fast(Q, D)
@@ -254,7 +254,7 @@ def test_negative_and_equal_similarities(Lq, scale, query):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("query", QUERIES)
 @pytest.mark.parametrize("Nq", [1, 9])
-def test_rows_that_terms_cannot_hold(Nq, scale, query):
+def test_rows_that_int8_terms_cannot_represent(Nq, scale, query):
     """Such rows are multiplied in fp32 and do not change the bits of other queries."""
     for value, scores in score_odd_rows(documents(80, 132, 96, scale, query=query), Nq, (*ODD, 9e-31), fast):
         assert scores[0].isnan().all() if value != value else True
@@ -262,7 +262,7 @@ def test_rows_that_terms_cannot_hold(Nq, scale, query):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("Nq", [1, 9])
-def test_documents_with_nan_and_zeros(Nq):
+def test_nan_and_zero_scales(Nq):
     """One scale is NaN, and another is 0."""
     for scale in SCALES[:2]:
         D = documents(140, 132, 128, scale)
@@ -290,7 +290,7 @@ def test_negative_scales(Nq, scale, query):
 
 
 @pytest.mark.gpu
-def test_what_it_does_not_serve_takes_the_kernel_of_packed_documents():
+def test_unsupported_calls_score_the_same():
     """Unaligned scales or codes, document masks, and argmax use the packed kernel and score the same."""
     Q = torch.randn(3, 32, 128, device="cuda", dtype=torch.bfloat16)
     for scale in SCALES:
@@ -326,7 +326,7 @@ def test_documents_in_chunks(scale, query, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_last_of_more_than_int32_numbers():
+def test_documents_beyond_int32_elements():
     Ld, d = 64, 128
     count = (2**31 // d + 2**20) // Ld
     few = documents(70, Ld, d, "document")
@@ -341,7 +341,7 @@ def test_the_last_of_more_than_int32_numbers():
 
 
 @pytest.mark.gpu
-def test_scales_of_places_in_every_document():
+def test_shared_token_scales_match_expanded_scales():
     D = documents(140, 132, 128, "token")
     shared = lik_ops.Quantized(D.data, D.scale[:1], "int8", 128, torch.float16)
     whole = lik_ops.Quantized(D.data, D.scale[:1].expand(140, -1).contiguous(), "int8", 128, torch.float16)

@@ -27,7 +27,7 @@ def choice(dtype=torch.bfloat16, rows=4096, K=256, Lq=32, d=128, arch=SM_90, den
     return None if isinstance(found, str) else found
 
 
-def test_when_it_is_chosen():
+def test_kernel_choice():
     assert choice() is not None
     assert choice(dtype=torch.float32) is None
     assert choice(arch=architectures.ARCHITECTURES["sm_80"]) is None
@@ -40,7 +40,7 @@ def test_when_it_is_chosen():
 @pytest.mark.parametrize(
     ("Lq", "sums"), [(1, False), (2, True), (20, False), (29, True), (32, True), (128, True), (256, False)]
 )
-def test_dense_queries_that_fill_their_slots_are_summed_by_the_kernel(Lq, sums):
+def test_kernel_sums_rows_of_dense_queries_that_fill_slots(Lq, sums):
     found = choice(rows=256 * Lq, Lq=Lq, K=4096, dense=True)
     assert sums == found.config.SUM_ROWS
     assert not sums or found.config.ROWS_PER_QUERY >= Lq > found.config.ROWS_PER_QUERY // 2
@@ -48,14 +48,14 @@ def test_dense_queries_that_fill_their_slots_are_summed_by_the_kernel(Lq, sums):
 
 
 @pytest.mark.parametrize("Lq", [1, 2, 16, 19, 32, 100, 256, 1000])
-def test_sums_are_trees_of_the_rows_that_other_kernels_sum_at_once(Lq):
+def test_sum_trees_match_generic_kernel_rows(Lq):
     slot, queries, documents, levels = choice(Lq=Lq).sums
     assert slot * 2**levels == forward_configs.select_tiles(SM_90, torch.bfloat16, Lq, 128, False, 0)[-1].rows
     assert queries * documents * slot == 1024 and (slot >= min(Lq, 256) or levels == 0)
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(40, dtype=torch.bool), torch.ones(1, dtype=torch.bool).expand(40)])
-def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch):
+def test_query_mask_stride_is_passed_to_the_kernel(mask, monkeypatch):
     from lik_ops.gpu.forward import packed as cuda_ragged
     from lik_ops.gpu.forward import sm90_packed as cuda_rows
 
@@ -73,7 +73,7 @@ def test_masks_of_packed_queries_are_read_by_their_own_stride(mask, monkeypatch)
     ("Lq", "Nd", "Ld", "copies"),
     [(32, 256, 300, True), (48, 700, 300, True), (32, 40, 2000, True), (31, 256, 300, False), (32, 100, 8192, False)],
 )
-def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs_busy(Lq, Nd, Ld, copies):
+def test_choice_between_token_copies_and_mask_patches(Lq, Nd, Ld, copies):
     from lik_ops.gpu.forward import sm90_packed as cuda_rows
 
     found = choice(rows=256 * Lq, K=Nd, Lq=Lq, dense=True)
@@ -84,7 +84,7 @@ def test_tokens_that_count_are_copied_for_many_rows_where_they_keep_all_programs
     assert space <= (20 if copies else 8) * 2**20
 
 
-def test_tokens_are_not_copied_where_maxima_of_a_document_leave_no_room_for_them():
+def test_tokens_are_not_copied_if_maxima_fill_the_workspace():
     from lik_ops.gpu.forward import sm90_packed as cuda_rows
 
     for Nq, copies in ((90_000, True), (100_000, False)):  # 6.9 and 7.6 MiB of maxima
@@ -163,7 +163,7 @@ def by_rows(x, argmax_dtype, way):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", list(masked_cases()), ids=str)
-def test_masks_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, way):
+def test_masked_scores_match_oracle_and_generic_kernel_bits(p, way):
     x = build(p, "cuda")
     x.Q = build(dataclasses.replace(p, strides="transposed"), "cuda").Q
     scores, argmax = by_rows(x, torch.int16, way)
@@ -176,7 +176,7 @@ def test_masks_like_the_oracle_and_bit_for_bit_like_the_plain_kernel(p, way):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_masks_and_what_is_not_finite(value, way):
+def test_masked_scores_with_nan_and_inf_match_generic_kernel(value, way):
     p = Problem(Nq=12, Nd=80, Lq=16, Ld=130, d=64, dtype=torch.bfloat16, d_mask="holes", values="integer")
     x = build(p, "cuda")
     x.D[::3, 70] = value
@@ -213,7 +213,7 @@ def packed(Nq, Nd, Lq, Ld, d, seed, dtype=torch.bfloat16, values="normal"):
     [(40, 90, 32, 150, 128), (300, 70, 7, 64, 64), (9, 200, 80, 20, 96), (4, 70, 700, 300, 128), (700, 1500, 5, 9, 16)],
     ids=str,
 )
-def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypatch):
+def test_packed_scores_match_generic_kernel_bits(sizes, values, monkeypatch):
     from lik_ops.gpu.forward import packed as cuda_ragged
 
     r = packed(*sizes, seed=sum(sizes), values=values)
@@ -242,7 +242,7 @@ def test_packed_documents_and_queries_as_each_pair_alone(sizes, values, monkeypa
     ("Nq", "Lq", "Nd", "Ld", "d"),
     [(16, 32, 300, 150, 128), (90, 2, 200, 70, 64), (5, 128, 70, 300, 96), (33, 15, 140, 64, 128)],
 )
-def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld, d, per_token, values, monkeypatch):
+def test_dense_queries_with_packed_documents_match_generic_kernel(Nq, Lq, Nd, Ld, d, per_token, values, monkeypatch):
     from lik_ops.gpu.forward import packed as cuda_ragged
 
     r = packed(1, Nd, 1, Ld, d, seed=Lq, values=values)
@@ -268,7 +268,7 @@ def test_dense_queries_and_packed_documents_like_the_plain_kernel(Nq, Lq, Nd, Ld
 
 
 @pytest.mark.gpu
-def test_chunks_of_documents_do_not_show(way, monkeypatch):
+def test_document_chunks_do_not_change_results(way, monkeypatch):
     from lik_ops.gpu.forward import packed as cuda_ragged
     from lik_ops.gpu.forward import sm90_packed as cuda_rows
 

@@ -20,7 +20,7 @@ PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mar
 BLOCK = 64
 
 
-def resolved(Q, D, q_mask, d_mask, argmax, normalize):
+def run_resolve_argmax(Q, D, q_mask, d_mask, argmax, normalize):
     """Return the argmax after `maxsim_resolve_argmax`."""
     C = generic_choices.choose_generic(Q, D, normalize, True, architecture(Q.device)).launch.config
     C = C._replace(LONG_QUERIES=False, PERSISTENT=False, BN=16)
@@ -34,7 +34,7 @@ def resolved(Q, D, q_mask, d_mask, argmax, normalize):
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("Lq", [5, 40])
-def test_an_argmax_that_is_marked_is_found(Lq, normalize, place):
+def test_marked_argmax_is_resolved(Lq, normalize, place):
     torch.manual_seed(Lq)
     Nq, K, Ld, d = 2, 6, 21, 16
     Q, D = torch.randn(Nq, Lq, d), torch.randn(K, Ld, d)
@@ -47,7 +47,9 @@ def test_an_argmax_that_is_marked_is_found(Lq, normalize, place):
     marked[1] = expected[1] >= 0
     found = torch.where(marked, UNRESOLVED.value, torch.arange(Lq) + 100).short()
     with place.use():
-        argmax = resolved(*(x.to(place.device) for x in (Q, D, q_mask, d_mask, found.clone())), normalize).cpu()
+        argmax = run_resolve_argmax(
+            *(x.to(place.device) for x in (Q, D, q_mask, d_mask, found.clone())), normalize
+        ).cpu()
     assert torch.equal(argmax[marked].long(), expected[marked])
     rows = marked.view(K, Nq, -1).any(-1)  # rows of a block with a marked row are found again
     assert torch.equal(argmax[~rows], found[~rows])
@@ -83,7 +85,7 @@ def draw(Nq, Nd, Lq, Ld, d, values):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), SHAPES)
-def test_bits_of_the_generic_kernel(Nq, Nd, Lq, Ld, d, normalize, dtype, force_kernel):
+def test_bits_match_generic_kernel(Nq, Nd, Lq, Ld, d, normalize, dtype, force_kernel):
     """One test runs all values, because compilation takes most of its time."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of the sm_90 kernels")

@@ -6,7 +6,7 @@ tests. Both kinds for serving are in `test_peer_serving`. Other test modules cov
 | behavior | tests |
 | --- | --- |
 | no frozen side costs a buffer or a kernel | `test_portable`, `test_training_cost`: ``test_a_frozen_side_costs_*`` |
-| no size triggers another compilation | `test_launches_gpu`: ``test_no_size_compiles_anything_anew``; `test_compile` |
+| no size triggers another compilation | `test_launches_gpu`: ``test_other_sizes_do_not_recompile``; `test_compile` |
 | calls and steps capture in CUDA graphs | `test_launches_gpu`, `test_stack`: ``*cuda_graph*`` |
 | opcheck of every operator | ``python -m lik_ops.opcheck``, `opcheck/tests` |
 | random configurations of every entry point and dtype | `test_semantics`, `test_ragged`: hypothesis |
@@ -64,7 +64,7 @@ def entry_points(Q: Tensor, D: Tensor, **options) -> dict[str, Tensor]:
 # Defects: precision.
 
 
-def test_defect_fp32_is_fp32(device):
+def test_defect_fp32_scores_have_fp32_accuracy(device):
     """Peers have errors of 1.7e-4 from half precision, and return NaN and 0 for large and small inputs."""
     for scale in (1.0, 1e6, 1e-8):
         Q, D = (
@@ -76,7 +76,7 @@ def test_defect_fp32_is_fp32(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_defect_upstream_gradients_of_any_size_survive(dtype, device):
+def test_defect_gradients_match_fp32_across_upstream_scales(dtype, device):
     """Half-precision gradients are the fp32 result rounded once. A peer loses 1e-7 and overflows at 1e5."""
     Q, D = (torch.randint(-2, 3, shape, device=device).float() for shape in ((2, 9, 16), (3, 20, 16)))
     exact = []
@@ -99,7 +99,7 @@ def test_defect_upstream_gradients_of_any_size_survive(dtype, device):
             )
 
 
-def test_defect_every_entry_point_gives_one_answer(device):
+def test_defect_entry_points_agree(device):
     """A peer's packed scores are NaN for bf16 tokens of 1e5, although its padded scores are correct."""
     for dtype, scale in ((torch.bfloat16, 1e5), (torch.float16, 60.0), (torch.float32, 1.0)):
         Q, D = (torch.randn(n, 11, 32, device=device).mul(scale).to(dtype) for n in (3, 4))
@@ -196,7 +196,7 @@ def test_defect_masks_do_not_broadcast(device):
         lik_ops.maxsim_pair_list(Q, D, torch.tensor([[0, 0]], device=device), None, ones)
 
 
-def test_defect_masks_of_other_dtypes_mean_what_they_say(device):
+def test_defect_integer_masks_work_and_float_masks_raise(device):
     """A peer casts masks to int8, which inverts additive masks and treats 256 as masked."""
     Q, D = torch.randn(2, 5, 8, device=device), torch.randn(3, 9, 8, device=device)
     keep = torch.rand(3, 9, device=device) < 0.5
@@ -210,7 +210,7 @@ def test_defect_masks_of_other_dtypes_mean_what_they_say(device):
                 call(Q, D, None, mask)
 
 
-def test_defect_padding_is_no_floor_of_zero(device):
+def test_defect_padding_does_not_clamp_scores_at_zero(device):
     Q, D = torch.ones(2, 3, 8, device=device), torch.full((3, 70, 8), -1.0, device=device)
     for name, scores in entry_points(Q, D).items():
         assert scores.eq(-24).all(), name
@@ -221,7 +221,7 @@ def test_defect_padding_is_no_floor_of_zero(device):
 # Defects: bad input.
 
 
-def test_defect_another_d_is_an_error(device):
+def test_defect_mismatched_d_raises(device):
     """Peers return garbage for mismatched feature sizes."""
     Q, D = torch.randn(2, 5, 8, device=device), torch.randn(2, 9, 16, device=device)
     index = torch.zeros(2, 2, dtype=torch.int64, device=device)
@@ -251,7 +251,7 @@ BAD_LENGTHS = {
 
 
 @pytest.mark.parametrize("bad", BAD_LENGTHS)
-def test_defect_bad_lengths_read_no_neighbours(bad, device):
+def test_defect_invalid_offsets_score_nan_and_checks_raise(bad, device):
     """Peers read neighbors or past buffers. Here the score is NaN, and `checks` names the entry in an error."""
     cu_q, cu_d = (torch.tensor(x, device=device) for x in BAD_LENGTHS[bad])
     Q, D = torch.ones(6, 8, device=device), torch.ones(8, 8, device=device)
@@ -264,7 +264,7 @@ def test_defect_bad_lengths_read_no_neighbours(bad, device):
         lik_ops.maxsim_varlen(Q, D, cu_q, cu_d)
 
 
-def test_defect_pair_ids_dtypes_and_integers_are_errors(device):
+def test_defect_invalid_pairs_dtypes_and_devices_raise(device):
     Q, D, pairs = (
         torch.randn(2, 5, 8, device=device),
         torch.randn(3, 9, 8, device=device),
@@ -283,7 +283,7 @@ def test_defect_pair_ids_dtypes_and_integers_are_errors(device):
             call()
 
 
-def test_defect_strided_documents_are_read_where_they_are(device):
+def test_defect_strided_documents_match_the_reference(device):
     """A peer is off by 48.9 for non-contiguous tokens."""
     Q, D = torch.randn(2, 5, 16, device=device), torch.randn(3, 9, 16, device=device)
     wide = torch.randn(9, 3, 32, device=device)
@@ -293,14 +293,14 @@ def test_defect_strided_documents_are_read_where_they_are(device):
         torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_defect_a_chunk_below_one_is_an_error(device):
+def test_defect_chunk_below_one_raises(device):
     """A peer returns (None, None) for a chunk below one."""
     for chunk in (-1, 0):
         with pytest.raises(ValueError, match="chunk: expected 1 or more"):
             lik_ops.retrieve(torch.randn(2, 3, 8, device=device), torch.randn(4, 5, 8, device=device), 2, chunk=chunk)
 
 
-def test_defect_errors_never_become_results(monkeypatch):
+def test_defect_backend_errors_propagate(monkeypatch):
     """A peer returns no hits if its kernel fails."""
 
     def fails(*args):
@@ -337,7 +337,7 @@ def test_defect_empty_sizes_work(sizes, device):
             assert g.shape == x.shape and g.eq(0).all(), name
 
 
-def test_defect_no_winner_is_left_unwritten(device):
+def test_defect_every_argmax_element_is_written(device):
     """A peer writes gradients to garbage rows for d > 512 with query lengths."""
     Q, D = torch.randn(2, 9, 520, device=device), torch.randn(2, 3, 7, 520, device=device)
     lengths = torch.tensor([4, 0], device=device), torch.tensor([[7, 0, 2]] * 2, device=device)
@@ -372,7 +372,7 @@ def test_defect_any_number_of_features(d, device):
         assert torch.equal(scores, expected), name
 
 
-def test_defect_a_query_of_two_axes_drops_its_own_everywhere(device):
+def test_defect_2d_query_drops_the_query_axis(device):
     Q, D = torch.randn(5, 8, device=device), torch.randn(3, 9, 8, device=device)
     assert lik_ops.maxsim(Q, D).shape == reference.maxsim(Q, D).shape == lik_ops.MaxSimScorer()(Q, D).shape == (3,)
     assert lik_ops.maxsim(Q, list(D)).shape == (3,)
@@ -384,7 +384,7 @@ def test_defect_a_query_of_two_axes_drops_its_own_everywhere(device):
 # Defects: autograd.
 
 
-def test_defect_gradients_repeat_bit_by_bit(device):
+def test_defect_gradients_are_bitwise_reproducible(device):
     """Peers ignore the deterministic flag or use atomic additions by default."""
     Q, D = (
         torch.randn(40, 32, 16, device=device, requires_grad=True),
@@ -422,7 +422,7 @@ def test_defect_forward_mode_raises(device):
 
 
 @pytest.mark.parametrize("Lq", [16, 17])
-def test_defect_no_winners_are_kept_without_gradients(Lq, monkeypatch):
+def test_defect_no_grad_calls_skip_the_argmax(Lq, monkeypatch):
     """A peer keeps the argmax at Lq = 16."""
     from lik_ops.portable import backend as portable
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -45,6 +47,16 @@ INTERPRETER = Place("interpreter", "cpu", "triton", (torch.float32, torch.float1
 CUDA = Place("cuda", "cuda", "auto", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
 PLACES = [INTERPRETER] if INTERPRETING else [PORTABLE, pytest.param(CUDA, marks=pytest.mark.gpu)]
 PLACE_IDS = str
+
+
+def thin_out(cases: Iterable[tuple], divisor: int) -> list:
+    """Return the cases as parameters of a test. In the interpreter, a random 1 / `divisor` of them are fast tests.
+
+    A GPU runs all cases. The interpreter needs seconds for some of them.
+    """
+    cases = list(cases)
+    fast = random.Random(0).sample(range(len(cases)), len(cases) // divisor if INTERPRETING else len(cases))
+    return [pytest.param(*case, marks=[] if n in fast else pytest.mark.slow) for n, case in enumerate(cases)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from lik_ops.core.plan_cache import plans
 from lik_ops.formats.table import BINARY_INT8_QUERIES, BINARY_QUERIES, RESIDUAL_FORMATS
 
-from ...support.common import CUDA, INTERPRETER, INTERPRETING
+from ...support.common import CUDA, INTERPRETER, INTERPRETING, thin_out
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 import triton
@@ -73,8 +73,10 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize("format", RESIDUAL_FORMATS)
-@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), WORDS)
+@pytest.mark.parametrize(
+    ("format", "mode", "d", "options", "winners", "normalize"),
+    thin_out(((format, *case) for format in RESIDUAL_FORMATS for case in WORDS), 4),
+)
 def test_word_and_byte_reads_of_residual_codes_have_equal_bits(
     place, format, mode, d, options, winners, normalize, monkeypatch
 ):
@@ -93,8 +95,17 @@ def test_word_and_byte_reads_of_residual_codes_have_equal_bits(
         assert torch.equal(scores.nan_to_num(7), again[0].nan_to_num(7)) and torch.equal(argmax, again[1])
 
 
-@pytest.mark.parametrize("format", ["binary", BINARY_INT8_QUERIES, BINARY_QUERIES, "rq4", "rq2", "rq1"])
-@pytest.mark.parametrize(("mode", "d", "options", "winners", "normalize"), [*WORDS, ("cross", 264, True, False, False)])
+@pytest.mark.parametrize(
+    ("format", "mode", "d", "options", "winners", "normalize"),
+    thin_out(
+        (
+            (format, *case)
+            for format in ("binary", BINARY_INT8_QUERIES, BINARY_QUERIES, "rq4", "rq2", "rq1")
+            for case in (*WORDS, ("cross", 264, True, False, False))
+        ),
+        3,
+    ),
+)
 def test_word_and_byte_reads_of_binary_and_rq_have_equal_bits(
     place, format, mode, d, options, winners, normalize, monkeypatch
 ):

@@ -23,7 +23,7 @@ from lik_ops.ops.topk import SearchArgs
 from lik_ops.portable import backend as portable
 from lik_ops.retrieval import two_stage
 
-from ...support.common import CUDA, INTERPRETER, INTERPRETING
+from ...support.common import CUDA, INTERPRETER, INTERPRETING, thin_out
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.gpu import backend
@@ -50,7 +50,7 @@ CASES = [
 CASES += [("int8", "cross", d, "token", False, True, d == 128) for d in FEATURES]
 
 
-@pytest.mark.parametrize(("format", "mode", "d", "scale", "options", "winners", "normalize"), CASES)
+@pytest.mark.parametrize(("format", "mode", "d", "scale", "options", "winners", "normalize"), thin_out(CASES, 2))
 def test_scores_and_argmax_match_formula(place, format, mode, d, scale, options, winners, normalize):
     for n, dtype in enumerate(dtypes(place)):
         p = problem(mode, dtype, d, format, SCALES[(SCALES.index(scale) + n) % 3], options).to(place.device)
@@ -59,17 +59,19 @@ def test_scores_and_argmax_match_formula(place, format, mode, d, scale, options,
         assert_near_portable(p, scores, normalize)
 
 
-@pytest.mark.parametrize("format", ["int8", "binary"])
+ONE_TERM_CASES = [
+    ("cross", 128, "token", False, False, False),
+    ("cross", 96, "document", True, True, False),
+    ("cross", 20, "tensor", True, False, True),
+    ("candidates", 256, "token", True, True, False),
+    ("pairs", 128, "document", False, True, True),
+    ("cross", 300, "token", False, False, False),  # too many features: queries are not rounded
+]
+
+
 @pytest.mark.parametrize(
-    ("mode", "d", "scale", "options", "winners", "normalize"),
-    [
-        ("cross", 128, "token", False, False, False),
-        ("cross", 96, "document", True, True, False),
-        ("cross", 20, "tensor", True, False, True),
-        ("candidates", 256, "token", True, True, False),
-        ("pairs", 128, "document", False, True, True),
-        ("cross", 300, "token", False, False, False),  # too many features: queries are not rounded
-    ],
+    ("mode", "d", "scale", "options", "winners", "normalize", "format"),
+    thin_out(((*case, format) for case in ONE_TERM_CASES for format in ("int8", "binary")), 3),
 )
 def test_one_term_queries_are_within_half_a_step(place, mode, d, scale, options, winners, normalize, format):
     for dtype in dtypes(place):

@@ -131,7 +131,7 @@ def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: in
     data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
     chosen = choose.choose_int8(Q, data, scale, 2, arch)
     if isinstance(chosen, str):
-        return f"maxsim_forward_ragged on {arch.name}"
+        return f"maxsim_forward_packed on {arch.name}"
     return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
 
 

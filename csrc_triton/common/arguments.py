@@ -277,7 +277,7 @@ class KernelConfig(NamedTuple):
 
 
 class Sm90Config(NamedTuple):
-    """Compile-time choices of `maxsim_forward_specialized`, correct for Ld >= BN, and of `maxsim_row_maxima`."""
+    """Compile-time choices of `maxsim_forward_sm90`, correct for Ld >= BN, and of `maxsim_row_maxima_sm90`."""
 
     BN: int  # document tokens of a tile
     BD: int  # features, all of them: a power of two >= d
@@ -285,7 +285,7 @@ class Sm90Config(NamedTuple):
     STAGES: int  # pipeline stages, one tile each
     OPERAND_IN_REGISTERS: bool  # query rows in registers, else in shared memory
     ARGMAX: bool
-    SUM_ROWS: bool = False  # `maxsim_row_maxima`: stores scores, not maxima
+    SUM_ROWS: bool = False  # `maxsim_row_maxima_sm90`: stores scores, not maxima
     NORMALIZE: bool = False
     PRECOMPUTED_SCALES: bool = False  # scales or inverse norms of document tokens are read with each tile
     MMA_ROWS: int = 64  # query rows of a product
@@ -305,7 +305,7 @@ class Sm90Config(NamedTuple):
 
 
 class RowMaximaOutputArgs(NamedTuple):
-    """Outputs of `maxsim_row_maxima`, None if not asked for.
+    """Outputs of `maxsim_row_maxima_sm90`, None if not asked for.
 
     `maxima` is `[K, rows]`. `scores` is `[Nq, stride]`. `argmax` is `[K, rows]`.
     """
@@ -317,7 +317,7 @@ class RowMaximaOutputArgs(NamedTuple):
 
 
 class Sm90LargeDConfig(NamedTuple):
-    """Compile-time choices of `maxsim_forward_wide`.
+    """Compile-time choices of `maxsim_forward_sm90_large_d`.
 
     They are correct for every shape with Ld >= BN, or with Ld < BN if SHORT_DOCUMENTS.
     """

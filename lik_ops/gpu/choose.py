@@ -229,7 +229,10 @@ def supports_packed_splits(a: PackedChoiceArgs) -> str | None:
 
 
 def supports_packed_row_maxima(a: PackedChoiceArgs) -> str | None:
-    """Return the reason why `maxsim_row_maxima` cannot serve packed documents, by metadata without sizes, or None."""
+    """Return the reason why `maxsim_row_maxima_sm90` cannot serve packed documents, or None.
+
+    Only metadata without sizes decides.
+    """
     c = a.c
     if reason := supports_packed_splits(a):
         return reason
@@ -257,7 +260,7 @@ def _choose_packed_row_maxima(a: PackedChoiceArgs) -> RowMaximaChoice | str:
 
 
 def _choose_packed_splits(a: PackedChoiceArgs) -> SplitChoice | str:
-    """Choose splits of packed documents if `maxsim_row_maxima` leaves SMs idle, or return the reason why not."""
+    """Choose splits of packed documents if `maxsim_row_maxima_sm90` leaves SMs idle, or return the reason why not."""
     c = a.c
     if reason := supports_packed_splits(a):
         return reason
@@ -312,18 +315,18 @@ def _choose_generic(a: DenseChoiceArgs) -> GenericChoice:
     return generic_choices.choose_generic(a.Q, a.D, a.normalize, a.argmax, a.arch)
 
 
-# The tile of `maxsim_forward_ragged` depends on more sizes than the rules: see `generic_choices.choose_packed`.
+# The tile of `maxsim_forward_packed` depends on more sizes than the rules: see `generic_choices.choose_packed`.
 # The choice of the rule is therefore None.
-_RAGGED = Rule("maxsim_forward_ragged", "generic", lambda a: None)
+_PACKED = Rule("maxsim_forward_packed", "generic", lambda a: None)
 DENSE_RULES = (
-    Rule("maxsim_forward_ragged on splits of documents", "split", _choose_dense_splits),
-    Rule("maxsim_forward_specialized or maxsim_forward_wide", "sm90", choose_sm90),
-    Rule("maxsim_row_maxima", "sm90", choose_masked),
+    Rule("maxsim_forward_packed on splits of documents", "split", _choose_dense_splits),
+    Rule("maxsim_forward_sm90 or maxsim_forward_sm90_large_d", "sm90", choose_sm90),
+    Rule("maxsim_row_maxima_sm90", "sm90", choose_masked),
     Rule("maxsim_forward", "generic", _choose_generic),
 )
 PACKED_RULES = (
-    Rule("maxsim_forward_ragged on splits of documents", "split", _choose_packed_splits),
-    Rule("maxsim_row_maxima", "sm90", _choose_packed_row_maxima),
-    _RAGGED,
+    Rule("maxsim_forward_packed on splits of documents", "split", _choose_packed_splits),
+    Rule("maxsim_row_maxima_sm90", "sm90", _choose_packed_row_maxima),
+    _PACKED,
 )
-QUANTIZED_RULES = (Rule("maxsim_forward_specialized", "sm90", _choose_encoded), _RAGGED)
+QUANTIZED_RULES = (Rule("maxsim_forward_sm90", "sm90", _choose_encoded), _PACKED)

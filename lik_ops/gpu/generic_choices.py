@@ -1,4 +1,4 @@
-"""Choice of the generic kernels: `maxsim_forward`, `maxsim_forward_ragged`, and their variants that split.
+"""Choice of the generic kernels: `maxsim_forward`, `maxsim_forward_packed`, and their variants that split.
 
 `lik_ops.gpu.choose` has the rules that call these functions.
 """
@@ -61,7 +61,7 @@ class GenericChoice(NamedTuple):
 
 
 class SplitChoice(NamedTuple):
-    """`maxsim_forward_ragged` on splits of documents, followed by `maxsim_row_sums` on the partial results."""
+    """`maxsim_forward_packed` on splits of documents, followed by `maxsim_row_sums` on the partial results."""
 
     launch: LaunchConfig
     arch: Architecture
@@ -75,7 +75,7 @@ class SplitChoice(NamedTuple):
     @property
     def kernel(self) -> str:
         """Return the name of the kernel."""
-        return "maxsim_forward_ragged"
+        return "maxsim_forward_packed"
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
@@ -180,7 +180,7 @@ def supports_packed_descriptor(c: PackedArgs, arch: Architecture) -> bool:
 def choose_packed(
     c: PackedArgs, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture, stored: Any = ""
 ) -> tuple[LaunchConfig, int]:
-    """Return the launch of `maxsim_forward_ragged` for a mean query length, and the tree levels of its sums.
+    """Return the launch of `maxsim_forward_packed` for a mean query length, and the tree levels of its sums.
 
     Longer queries use several steps, so the host need not know the longest query. The only size read from `c` is the
     number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, and `few`.

@@ -66,7 +66,7 @@ def has_int32_features(Q: Tensor, D: Tensor) -> bool:
 def supports_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, found: Sm90Choice) -> str | None:
     """Return the reason why a kernel of half-precision documents without a mask cannot serve a call, or None.
 
-    The kernels are `maxsim_forward_specialized` up to 128 features, and `maxsim_forward_wide` for more. The call fits
+    The kernels are `maxsim_forward_sm90` up to 128 features, and `maxsim_forward_sm90_large_d` for more. The call fits
     `supports_sm90_call`.
     """
     (Nq, K, Lq, Ld), d, C = make_size_args(Q, D), Q.shape[-1], found.config
@@ -107,7 +107,7 @@ def _prefer(*checks: tuple[Any, str]) -> str | None:
 
 
 def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, extra: bool, found: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_specialized` cannot serve an fp32 call, or None.
+    """Return the reason why `maxsim_forward_sm90` cannot serve an fp32 call, or None.
 
     Args:
         Q: query tokens.
@@ -140,7 +140,7 @@ def prefers_fp32_split(sizes: SizeArgs, arch: Architecture, found: Sm90Choice) -
 
 
 def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, found: RowMaximaChoice) -> str | None:
-    """Return the reason why `maxsim_row_maxima` cannot serve contiguous document tokens, or None.
+    """Return the reason why `maxsim_row_maxima_sm90` cannot serve contiguous document tokens, or None.
 
     Documents may have masks or any length.
 
@@ -165,7 +165,7 @@ def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, found: RowMaxi
 
 
 def prefers_row_maxima(rows: int, Lq: int, arch: Architecture, found: RowMaximaChoice) -> str | None:
-    """Return the reason why the generic kernel is faster than `maxsim_row_maxima`, or None."""
+    """Return the reason why the generic kernel is faster than `maxsim_row_maxima_sm90`, or None."""
     least, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
     one_is_enough = Lq > sm90_configs.MAX_WHOLE_QUERY_TOKENS
     return _prefer(
@@ -182,7 +182,7 @@ def copies_token_scales(C: Sm90Config) -> bool:
 
 
 def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_specialized` cannot serve dense int8, FP8 or binary documents, or None.
+    """Return the reason why `maxsim_forward_sm90` cannot serve dense int8, FP8 or binary documents, or None.
 
     The documents have no mask. The call neither normalizes nor returns an argmax, and fits `supports_sm90_call`. TMA
     reads scales of single tokens, so they have to exist for all tokens. FP8 scales may have any strides, and so may
@@ -219,7 +219,7 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) 
 
 
 def prefers_encoded(K: int, arch: Architecture, found: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_ragged` is preferred for dense int8, FP8 or binary documents, or None."""
+    """Return the reason why `maxsim_forward_packed` is preferred for dense int8, FP8 or binary documents, or None."""
     least = arch.processors // 2
     assert isinstance(found.config, Sm90Config)
     return _prefer(

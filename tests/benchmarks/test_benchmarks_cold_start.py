@@ -35,7 +35,7 @@ def test_sizes_compile_few_kernels(tmp_path):
     kernels = list_kernels(tmp_path / "kernels.json")
     assert set(kernels) == {case.name for case in cold_start.CASES}
     names = [name for added in kernels.values() for name, *_ in added]
-    assert {"maxsim_forward", "maxsim_forward_specialized", "maxsim_row_maxima", "maxsim_grad_queries"} <= set(names)
+    assert {"maxsim_forward", "maxsim_forward_sm90", "maxsim_row_maxima_sm90", "maxsim_grad_queries"} <= set(names)
     assert len(names) <= 33
     reranked = [name for case in cold_start.RERANKINGS for name, *_ in kernels[case.name]]
     assert set(reranked) == {"maxsim_forward"} and len(reranked) == 3  # pipeline stages for few, more, and many

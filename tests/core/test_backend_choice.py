@@ -90,8 +90,8 @@ def test_info_names_the_kernel_that_a_gpu_would_run():
     def kernel(name, dtype, Nq, d=128):
         return info.describe_kernel(replace(ARCHITECTURES[name], processors=132), dtype, Nq, 1000, 32, 300, d)
 
-    assert kernel("sm_90", torch.bfloat16, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
-    assert kernel("sm_90", torch.bfloat16, 64, 768).startswith("maxsim_forward_wide on sm_90: 128 rows")
+    assert kernel("sm_90", torch.bfloat16, 64).startswith("maxsim_forward_sm90 on sm_90: 256 rows")
+    assert kernel("sm_90", torch.bfloat16, 64, 768).startswith("maxsim_forward_sm90_large_d on sm_90: 128 rows")
     assert kernel("sm_90", torch.bfloat16, 1).startswith("maxsim_forward on sm_90: 32 rows")
-    assert kernel("sm_90", torch.float32, 64).startswith("maxsim_forward_specialized on sm_90: 256 rows")
+    assert kernel("sm_90", torch.float32, 64).startswith("maxsim_forward_sm90 on sm_90: 256 rows")
     assert kernel("gfx942", torch.bfloat16, 64).startswith("maxsim_forward on gfx942")

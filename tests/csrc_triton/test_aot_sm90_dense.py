@@ -51,7 +51,7 @@ def source(
     aligned = [(0, 0), (0, 1), (0, 2), *((names.index("out"), n) for n in range(1 + argmax))]
     aligned += [(names.index("d"),)] if d % 16 == 0 else []  # the specialization of `launcher.describe_args`
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
-    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+    return GluonASTSource(fs.maxsim_forward_sm90, signature, values, attributes)
 
 
 def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bool):
@@ -85,7 +85,7 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
     aligned = [(0, 0), (0, 1), (0, 2), (3, 0), *([] if C.FP32_TERMS else [(3, 1)]), (names.index("out"), 0)]
     aligned += [(names.index("d"),)] if d % 16 == 0 else []
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
-    return GluonASTSource(fs.maxsim_forward_specialized, signature, values, attributes)
+    return GluonASTSource(fs.maxsim_forward_sm90, signature, values, attributes)
 
 
 def int8_source(dtype: torch.dtype, d: int, Nq: int, Lq: int, Ld: int, options: bool, each_token: bool, terms: int):
@@ -311,7 +311,7 @@ def wide_source(
         *([(list(signature).index("d"),)] if d % 16 == 0 else []),
     ]
     return GluonASTSource(
-        fw.maxsim_forward_wide, signature, values, {path: [["tt.divisibility", 16]] for path in aligned}
+        fw.maxsim_forward_sm90_large_d, signature, values, {path: [["tt.divisibility", 16]] for path in aligned}
     )
 
 

@@ -75,7 +75,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
     if masked:
         aligned += [(names.index("patches"), n) for n in range(3)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
-    return GluonASTSource(fr.maxsim_row_maxima, signature, values, attributes)
+    return GluonASTSource(fr.maxsim_row_maxima_sm90, signature, values, attributes)
 
 
 @pytest.mark.parametrize(

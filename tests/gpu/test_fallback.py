@@ -126,7 +126,7 @@ def test_newer_triton_warns_once_and_disables_gluon_kernels(monkeypatch):
 @pytest.mark.parametrize("call", ["dense", "masked", "varlen"])
 def test_calls_fall_back_on_a_gpu(monkeypatch, call):
     def fails(kernel, *args):
-        if kernel.__name__ in ("maxsim_forward_specialized", "maxsim_row_maxima"):
+        if kernel.__name__ in ("maxsim_forward_sm90", "maxsim_row_maxima_sm90"):
             raise launcher.KernelCompileError(kernel.__name__, "PTXASError: no")
         return bind(kernel, *args)
 

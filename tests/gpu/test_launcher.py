@@ -58,7 +58,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     sizes = (Nq, K, Lq, Ld, d)
     if kernel is generic_forward.maxsim_forward:
         return (*groups, None, OutputArgs(up.grad_scores, None), SizeArgs(*sizes[:4]), d, CONFIG)
-    if kernel is generic_forward.maxsim_forward_ragged:  # padded, with lengths
+    if kernel is generic_forward.maxsim_forward_packed:  # padded, with lengths
         lengths = (tensor(n, dtype=torch.int64) for n in (Nq, Nq * K))
         segments = SegmentArgs(None, None, next(lengths), None, next(lengths), Lq, Ld)
         packed = PackedSizeArgs(Nq, K, Nq * Lq, Nq * K * Ld, Lq)
@@ -79,7 +79,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
 
 KERNELS = (
     generic_forward.maxsim_forward,
-    generic_forward.maxsim_forward_ragged,
+    generic_forward.maxsim_forward_packed,
     backward_queries.maxsim_grad_queries,
     dense_documents.maxsim_grad_documents,
     backward_unified.maxsim_scatter,
@@ -95,7 +95,7 @@ several_kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__n
 
 
 def test_single_and_per_token_scales_share_a_kernel():
-    kernel = generic_forward.maxsim_forward_ragged
+    kernel = generic_forward.maxsim_forward_packed
     args, scale = arguments(kernel), torch.empty(64)
     terms = TermArgs(torch.empty(2, 4, 64, dtype=torch.int8), scale, 4)
 

@@ -34,7 +34,7 @@ if gluon.load_kernels() is None:
 
 SM_90 = replace(architectures.ARCHITECTURES["sm_90"], processors=132)
 Nq, Lq, Nd, Ld, d = 16, 32, 300, 180, 128
-RING, RAGGED, TERMS = "maxsim_forward_specialized", "maxsim_forward_ragged", "maxsim_query_terms"
+RING, RAGGED, TERMS = "maxsim_forward_sm90", "maxsim_forward_packed", "maxsim_query_terms"
 
 
 class Described(Bound):
@@ -152,7 +152,7 @@ CALLS = {
     "few rows": (partial(one, slice(0, 1)), ["maxsim_forward"]),
     "few long documents": (few_long, [RAGGED, "maxsim_row_sums"]),
     "every second document": (partial(one, step=2), ["maxsim_forward"]),
-    "masks": (partial(masked, False), ["maxsim_patches", "maxsim_row_maxima"]),
+    "masks": (partial(masked, False), ["maxsim_patches", "maxsim_row_maxima_sm90"]),
     "masks, normalized": (partial(masked, True), ["maxsim_forward"]),
     "int8, a scale a token": (partial(quantized_call, "int8", "token"), [RING]),
     "int8, a scale a document": (partial(quantized_call, "int8", "document"), [RING]),
@@ -187,7 +187,10 @@ CALLS = {
         ["maxsim_forward_soft", "maxsim_soft_splits"],
     ),
     "hidden states, few rows": (partial(hidden, 3), ["maxsim_forward_head"]),
-    "hidden states, many rows": (partial(hidden, Nq), ["maxsim_head_tokens", "maxsim_patches", "maxsim_row_maxima"]),
+    "hidden states, many rows": (
+        partial(hidden, Nq),
+        ["maxsim_head_tokens", "maxsim_patches", "maxsim_row_maxima_sm90"],
+    ),
     "hidden states, step": (
         partial(hidden, Nq, trains=True),
         ["maxsim_head_tokens", RING, "maxsim_head_tokens", "maxsim_grad_documents", "maxsim_head_slopes"],

@@ -23,7 +23,7 @@ from .test_capture import log as launches  # noqa: F401  # a fixture
 from .test_launches_sm90 import log as log_on_sm_90  # noqa: F401  # a fixture
 
 SIZES = {"Q": (32, 32, 128), "D": (32, 180, 128)}
-FORWARD, LISTS, DOCUMENTS = "maxsim_forward_specialized", "maxsim_list_argmax", "maxsim_grad_documents"
+FORWARD, LISTS, DOCUMENTS = "maxsim_forward_sm90", "maxsim_list_argmax", "maxsim_grad_documents"
 QUERIES = "maxsim_grad_queries"
 
 

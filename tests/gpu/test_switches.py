@@ -148,7 +148,7 @@ for arch, kernel in json.loads(sys.argv[1]):
         names.clear()
         try:
             call()
-            kinds = "maxsim_forward", "maxsim_row_maxima", "maxsim_soft"
+            kinds = "maxsim_forward", "maxsim_row_maxima_sm90", "maxsim_soft"
             found[name] = " ".join(sorted({x for x in names if x.startswith(kinds)}))
         except ValueError as error:
             found[name] = f"ValueError: {error}"
@@ -167,14 +167,14 @@ def test_forced_kernel_serves_the_call_or_raises_with_reason():
     generic, found, elsewhere = launches(("sm_90", "generic"), ("sm_90", "sm90"), ("sm_80", "sm90"))
     assert {name for name in generic.values() if "soft" not in name} == {
         "maxsim_forward",
-        "maxsim_forward_ragged",
+        "maxsim_forward_packed",
     }
     assert {
         name: found.pop(name) for name in ("dense", "long", "few", "fp32", "large d", "mask", "packed", "int8", "soft")
     } == {
-        **dict.fromkeys(("dense", "long", "few", "fp32", "int8"), "maxsim_forward_specialized"),
-        "large d": "maxsim_forward_wide",
-        **dict.fromkeys(("mask", "packed"), "maxsim_row_maxima"),
+        **dict.fromkeys(("dense", "long", "few", "fp32", "int8"), "maxsim_forward_sm90"),
+        "large d": "maxsim_forward_sm90_large_d",
+        **dict.fromkeys(("mask", "packed"), "maxsim_row_maxima_sm90"),
         "soft": "maxsim_forward_soft maxsim_soft_rows maxsim_soft_tokens",
     }
     reasons = {

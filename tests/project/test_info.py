@@ -109,9 +109,9 @@ def test_info_reports_the_launched_kernel(arch, dtype, launched):
             launches = launched(arch, Q, D)
             assert {str(describe_launch(*launch)) for launch in launches} == {str(expected)}, (d, Nq, Nd, Lq, Ld)
             kernels.add((expected[0], expected[2]))
-    assert ("maxsim_forward_specialized" in {name for name, _ in kernels}) == (arch.name == "sm_90")
+    assert ("maxsim_forward_sm90" in {name for name, _ in kernels}) == (arch.name == "sm_90")
     split_first = arch.name == "sm_90" and dtype is torch.float32
-    assert (("maxsim_forward_specialized", True) in kernels) == split_first
+    assert (("maxsim_forward_sm90", True) in kernels) == split_first
 
 
 @pytest.mark.parametrize(("Nq", "Lq", "Ld"), [(1, 32, 300), (1, 32, 180), (16, 32, 300), (2, 1024, 64), (3, 5, 20)])
@@ -122,10 +122,10 @@ def test_info_names_the_kernel_of_int8_documents(Nq, Lq, Ld, launched):
     if Ld >= 64:
         assert kernels == [parse_info(expected)]
     else:
-        assert expected == "maxsim_forward_ragged on sm_90" and kernels[0][0] == "maxsim_forward_ragged"
+        assert expected == "maxsim_forward_packed on sm_90" and kernels[0][0] == "maxsim_forward_packed"
 
 
 def test_info_names_the_split_plan_of_fp32():
     text = info.describe_kernel(SM_90, torch.float32, 64, 1000, 64, 300, 128)
     tile = "256 rows x 64 tokens, 4 stages, 128 programs, documents split first"
-    assert text == f"maxsim_forward_specialized on sm_90: {tile}"
+    assert text == f"maxsim_forward_sm90 on sm_90: {tile}"

@@ -354,7 +354,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
     tile_lists = TileBucketArgs(lists, lists, "i32", "i32", "i32")
     pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
     if case.kernel == "maxsim_forward" and case.ragged:
-        return generic_forward.maxsim_forward_ragged, _forward_arguments(case, launch, arch)
+        return generic_forward.maxsim_forward_packed, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward":
         return generic_forward.maxsim_forward, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward_soft":

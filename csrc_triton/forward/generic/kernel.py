@@ -624,7 +624,7 @@ def maxsim_forward(Q, D, tiles, out, sizes, d, C: tl.constexpr):
 
 
 @triton.jit
-def maxsim_forward_ragged(Q, D, tiles, terms, counts, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
+def maxsim_forward_packed(Q, D, tiles, terms, counts, segments, out, sizes, d, LEVELS: tl.constexpr, C: tl.constexpr):
     """Compute scores and argmax of packed queries and documents.
 
     Args:

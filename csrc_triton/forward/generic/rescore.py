@@ -1,8 +1,8 @@
 """Results that sm_90 kernels leave to a second launch, because they are rare and their code costs registers.
 
-`maxsim_forward_specialized` stores RESCORE_BITS in place of a score with fp32 rows or tokens that fp16 terms cannot
-represent. `maxsim_forward_wide` stores UNRESOLVED in place of the argmax of a maximum that is NaN or -inf. The second
-launch follows on the same stream. It reads all results and usually finds none to replace.
+`maxsim_forward_sm90` stores RESCORE_BITS in place of a score with fp32 rows or tokens that fp16 terms cannot
+represent. `maxsim_forward_sm90_large_d` stores UNRESOLVED in place of the argmax of a maximum that is NaN or -inf. The
+second launch follows on the same stream. It reads all results and usually finds none to replace.
 
 ```text
 for each block of scores:
@@ -18,7 +18,7 @@ for each block of the argmax:
 Invariants:
 
 - `score_rows` multiplies the same rows in the same order, so results have the bits of `maxsim_forward`.
-- A group is C.ROWS_PER_QUERY rows of one query, as in `maxsim_forward_specialized`.
+- A group is C.ROWS_PER_QUERY rows of one query, as in `maxsim_forward_sm90`.
 """
 
 import triton

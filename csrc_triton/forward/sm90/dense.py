@@ -35,7 +35,7 @@ from .small_m import consume_small_m, get_small_m_registers, make_small_m_pipeli
 
 
 @gluon.jit(do_not_specialize=["parts"])
-def maxsim_forward_specialized(Q, D, norms, numbers, out, sizes, d, parts, C: gl.constexpr):
+def maxsim_forward_sm90(Q, D, norms, numbers, out, sizes, d, parts, C: gl.constexpr):
     """Store the scores `[groups, K]` of all groups of query rows and documents, and the argmax if asked for.
 
     A group is a query of at most C.ROWS_PER_QUERY tokens, or one of the `parts` of a longer query.

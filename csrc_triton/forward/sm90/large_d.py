@@ -233,7 +233,7 @@ def _consume(Q, norms, ring, q_smem, out, begin, end, parts, sizes, d, G: gl.con
 
 
 @gluon.jit(do_not_specialize=["parts"])
-def maxsim_forward_wide(Q, rows, D, norms, query_norms, out, sizes, d, parts, C: gl.constexpr):
+def maxsim_forward_sm90_large_d(Q, rows, D, norms, query_norms, out, sizes, d, parts, C: gl.constexpr):
     """Store the scores `[groups, K]` of all groups of query rows and documents, and the argmax if asked for.
 
     A group is a query of at most C.ROWS_PER_QUERY tokens, or one of the `parts` of a longer query. Each program gets an

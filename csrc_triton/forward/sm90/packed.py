@@ -41,7 +41,7 @@ WARP_LANES = gl.constexpr(32)
 
 
 @gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "tiles"])
-def maxsim_row_maxima(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
+def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
     """Store the maxima `[K, Nq * Lq]` of query rows over the kept tokens of documents, or scores with C.SUM_ROWS.
 
     A maximum is arbitrary if the document keeps no token. The argmax is -1 for such documents and for masked rows.

@@ -25,7 +25,7 @@ from ...csrc_triton.common.arguments import (
 )
 from ...csrc_triton.formats.bits import has_sign_queries
 from ...csrc_triton.formats.encoded import maxsim_query_terms
-from ...csrc_triton.forward.generic.kernel import maxsim_forward_ragged
+from ...csrc_triton.forward.generic.kernel import maxsim_forward_packed
 from ...formats.table import BINARY_QUERIES, INT8_QUERIES, OPERAND_FORMATS
 from .. import choose, generic_choices
 from ..generic_choices import SplitChoice
@@ -87,7 +87,7 @@ class PackedPlan(Plan):
     on, and the descriptor of D by its address and number of rows.
     """
 
-    instead = "maxsim_forward_ragged"
+    instead = "maxsim_forward_packed"
 
     def __init__(self, c: PackedArgs, normalize: bool, argmax_dtype: torch.dtype | None, stored: Any) -> None:
         super().__init__(c.Q, argmax_dtype)
@@ -165,7 +165,7 @@ class PackedPlan(Plan):
         return scores, argmax[0] if argmax else None
 
     def _run_generic(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the result of `maxsim_forward_ragged`."""
+        """Return the result of `maxsim_forward_packed`."""
         argmax = None if self.argmax_dtype is None else self._allocate_argmax(c)
         return self._scores(c, argmax, counts), argmax
 
@@ -182,7 +182,7 @@ class PackedPlan(Plan):
         """Return the tile for sizes that are not cached yet."""
         argmax = self.argmax_dtype is not None
         launch, levels = generic_choices.choose_packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
-        _log.debug("maxsim_forward_ragged for %s: %s", c.scores_shape(), launch)
+        _log.debug("maxsim_forward_packed for %s: %s", c.scores_shape(), launch)
         return self.tiles.store((c.queries, Lq, wide, few), _CompiledTile(launch, levels, self.d, self.arch))
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
@@ -258,7 +258,7 @@ class PackedPlan(Plan):
         tokens = QueryArgs._make(queries), DocumentArgs._make(documents), tiles
         args = (*tokens, terms, counts, SegmentArgs._make(segments), OutputArgs(scores, argmax), sizes, *tile.constants)
         with use_device(self.device):
-            bound = launcher.launch(maxsim_forward_ragged, check_grid(programs), args, tile.options)
+            bound = launcher.launch(maxsim_forward_packed, check_grid(programs), args, tile.options)
         if bound is not None and bound.direct is not None and _has_int32_sizes(c):
             tile.bound[odd] = bound
         return scores

@@ -1,6 +1,6 @@
 """Plans of forward calls for the Gluon kernels: sm_90, many query rows. `GluonPlan` is their base.
 
-`maxsim_forward_specialized` supports up to 128 features without a document mask, and `maxsim_forward_wide` more.
+`maxsim_forward_sm90` supports up to 128 features without a document mask, and `maxsim_forward_sm90_large_d` more.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GluonPlan(DensePlan):
 
 
 class Sm90Plan(GluonPlan):
-    """A call of `maxsim_forward_specialized`.
+    """A call of `maxsim_forward_sm90`.
 
     Row tiles hold 256 query tokens, of as many queries as fit. A longer query is scored in parts of 128 tokens. Few
     query rows are one tile, and each of two warp groups scores its own documents against the tile.
@@ -68,9 +68,9 @@ class Sm90Plan(GluonPlan):
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(Q, D, argmax_dtype)
         self.choice, self.normalize, kernels = choice, choice.config.NORMALIZE, gluon.require_kernels()
-        self.kernel = getattr(kernels.wide if choice.has_large_d else kernels.specialized, choice.kernel)
+        self.kernel = getattr(kernels.large_d if choice.has_large_d else kernels.dense, choice.kernel)
         C = choice.config
-        features = C.BD if isinstance(C, Sm90Config) else kernels.wide.STEP_FEATURES.value
+        features = C.BD if isinstance(C, Sm90Config) else kernels.large_d.STEP_FEATURES.value
         self.tiles = gluon.make_tile_descriptor((C.BN, features), D.dtype)
         if choice.has_large_d:
             self.query_tiles = gluon.make_tile_descriptor(
@@ -172,7 +172,7 @@ class Sm90Plan(GluonPlan):
 
 
 class Sm90Fp32Plan(Sm90Plan):
-    """A call of `maxsim_forward_specialized` for fp32 tokens and many query rows.
+    """A call of `maxsim_forward_sm90` for fp32 tokens and many query rows.
 
     A second launch replaces the scores of rows and tokens that fp16 terms cannot represent.
     """
@@ -214,7 +214,7 @@ class Sm90Fp32Plan(Sm90Plan):
 
 
 class Sm90LargeDPlan(Sm90Plan):
-    """A call of `maxsim_forward_wide`.
+    """A call of `maxsim_forward_sm90_large_d`.
 
     Row tiles hold 128 query tokens, of as many queries as fit. A longer query is scored in parts of 64 tokens. A second
     launch finds the argmax of maxima that are NaN or -inf.

@@ -72,7 +72,7 @@ def score_rows(choice: RowMaximaChoice, rows: RowMaximaArgs, scores: Tensor, arg
         _launch_row_maxima(choice, rows, RowMaximaOutputArgs(None, scores, scores.stride(0), argmax))
     else:
         _sum_maxima(choice, rows, scores, argmax, space)
-    _log.debug("maxsim_row_maxima for %s rows, %s: %s", rows.groups, rows.counts, choice)
+    _log.debug("maxsim_row_maxima_sm90 for %s rows, %s: %s", rows.groups, rows.counts, choice)
 
 
 def _sum_maxima(
@@ -96,7 +96,7 @@ def _sum_maxima(
 
 
 def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, found: RowMaximaOutputArgs) -> None:
-    """Launch `maxsim_row_maxima`."""
+    """Launch `maxsim_row_maxima_sm90`."""
     C, tokens = choice.config, rows.tokens
     described = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).of(
         tokens, list(tokens.shape), [tokens.shape[1], 1]
@@ -104,7 +104,7 @@ def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, found: RowM
     tiles = None if rows.patches is None else rows.patches.bits.shape[2]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
     args = (rows.queries, described, rows.segments, rows.patches, tiles, found, *sizes, *tokens.shape, C)
-    launcher.launch(gluon.require_kernels().rows.maxsim_row_maxima, (choice.programs,), args, {"num_warps": 4})
+    launcher.launch(gluon.require_kernels().packed.maxsim_row_maxima_sm90, (choice.programs,), args, {"num_warps": 4})
 
 
 def forward_row_maxima(

@@ -1,6 +1,6 @@
 """Dense int8, FP8 and binary documents on sm_90.
 
-`maxsim_forward_specialized` multiplies the documents by query rows of int8 terms or of fp16.
+`maxsim_forward_sm90` multiplies the documents by query rows of int8 terms or of fp16.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class QuantizedPlan(Sm90Plan):
     The strides of the result depend on the strides of Q only.
     """
 
-    instead = "maxsim_forward_ragged"
+    instead = "maxsim_forward_packed"
 
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, data: Tensor, scale: Tensor) -> None:
         super().__init__(choice, Q, data, None)
@@ -59,7 +59,7 @@ class QuantizedPlan(Sm90Plan):
     def forward(  # type: ignore[override]
         self, Q: Tensor, stored: EncodedTokens, q_mask: Tensor | None, q_weight: Tensor | None
     ) -> Tensor | None:
-        """Return the scores of a call, or None if `maxsim_forward_ragged` has to serve."""
+        """Return the scores of a call, or None if `maxsim_forward_packed` has to serve."""
         scale = stored.scale if self.expanded is None else stored.scale.expand(self.expanded)
         data = stored.data
         if self.bits and not _has_words(data):
@@ -124,7 +124,7 @@ def _view_for_kernel(stored: EncodedTokens, Q: Tensor) -> Tensor | None:
 def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[False]:
     """Return the cached plan of a cross product of dense queries and dense documents without a mask.
 
-    Return False if `maxsim_forward_ragged` has to serve.
+    Return False if `maxsim_forward_packed` has to serve.
 
     Args:
         c: the call.

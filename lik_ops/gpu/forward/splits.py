@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.segments import DenseArgs, PackedArgs
 from ...csrc_triton.common.arguments import PackedSizeArgs, QueryArgs, SplitArgs
 from ...csrc_triton.forward.generic import row_sums
-from ...csrc_triton.forward.generic.kernel import maxsim_forward_ragged
+from ...csrc_triton.forward.generic.kernel import maxsim_forward_packed
 from .. import generic_choices
 from ..generic_choices import SplitChoice
 from ..runtime import launcher
@@ -64,7 +64,7 @@ def score_splits(
     sizes, d = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
     tiles = make_descriptor(c.D, config) if choice.uses_descriptor else None
     args = (packed, documents, tiles, None, None, segments, cut, sizes, d, choice.levels, config)
-    launcher.launch(maxsim_forward_ragged, check_grid(choice.programs), args, choice.launch.options(choice.arch))
+    launcher.launch(maxsim_forward_packed, check_grid(choice.programs), args, choice.launch.options(choice.arch))
     _, side, *_ = choice.sums
     found = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
     grid = (architectures.cdiv(c.queries, side) * c.columns,)

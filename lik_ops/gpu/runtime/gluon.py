@@ -21,9 +21,9 @@ _log = logging.getLogger("lik_ops")
 class GluonModules(NamedTuple):
     """Modules of the forward kernels, the tile layout function, and the descriptor class."""
 
-    specialized: ModuleType
-    wide: ModuleType
-    rows: ModuleType
+    dense: ModuleType
+    large_d: ModuleType
+    packed: ModuleType
     layout: Callable[[list[int], str], Any]
     descriptor: Any
 

@@ -1,7 +1,7 @@
 """Configuration of the Gluon kernels of sm_90.
 
-The kernels are `maxsim_row_maxima`, `maxsim_forward_specialized`, and `maxsim_forward_wide`. A function returns the
-configuration for any sizes of 1 or more. `lik_ops.gpu.supports` says whether the kernel then serves the call.
+The kernels are `maxsim_row_maxima_sm90`, `maxsim_forward_sm90`, and `maxsim_forward_sm90_large_d`. A function returns
+the configuration for any sizes of 1 or more. `lik_ops.gpu.supports` says whether the kernel then serves the call.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ...csrc_triton.common.arguments import SizeArgs, Sm90Config, Sm90LargeDConf
 from . import forward_configs
 from .architectures import Architecture, cdiv, next_power_of_2
 
-# Accumulators of 64 rows in a program of `maxsim_forward_specialized`, except in the small-M kernel.
+# Accumulators of 64 rows in a program of `maxsim_forward_sm90`, except in the small-M kernel.
 _ACCUMULATORS = 4
-# Query rows of a program of `maxsim_forward_specialized` and `maxsim_forward_wide`.
+# Query rows of a program of `maxsim_forward_sm90` and `maxsim_forward_sm90_large_d`.
 SM90_TILE_ROWS, LARGE_D_TILE_ROWS = 64 * _ACCUMULATORS, 128
-# With so many rows, the maxima of one document fill the workspace of `maxsim_row_maxima`.
+# With so many rows, the maxima of one document fill the workspace of `maxsim_row_maxima_sm90`.
 MAX_WORKSPACE_ROWS = 6 * 2**20
-# Maximum rows per query that `maxsim_row_maxima` sums itself.
+# Maximum rows per query that `maxsim_row_maxima_sm90` sums itself.
 _MAX_ROWS_PER_QUERY = 128
 # Minimum row tiles for which a separate launch that computes the norms of document tokens pays off.
 _MIN_PRECOMPUTED_ROW_TILES = 6
@@ -32,8 +32,8 @@ MAX_QUERY_NORMS = 2**21  # in a workspace of the large-d kernel
 # is also enough for the large-d kernel and documents of `MIN_LARGE_D_TOKENS` tokens.
 # Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
 MIN_PAIRS_PER_SM, MAX_WHOLE_QUERY_TOKENS, MIN_LARGE_D_TOKENS = 0.48, 128, 512
-# `maxsim_row_maxima` sums rows itself if queries fill this share of ROWS_PER_QUERY. Otherwise packed rows and a second
-# launch for the sums are faster.
+# `maxsim_row_maxima_sm90` sums rows itself if queries fill this share of ROWS_PER_QUERY. Otherwise packed rows and a
+# second launch for the sums are faster.
 _MIN_FILL_RATIO = 0.9
 _MIN_SMALL_M_ROWS, _MAX_SMALL_M_ROWS = 32, 128  # query rows, or their terms, in the single product of a tile
 
@@ -47,7 +47,7 @@ class Sm90Tile(NamedTuple):
     cost: float = 1.0  # relative to the other tiles of a tuple
 
 
-# Tiles of `maxsim_forward_specialized` for many query rows. With argmax or precomputed norms, a warp group needs more
+# Tiles of `maxsim_forward_sm90` for many query rows. With argmax or precomputed norms, a warp group needs more
 # time for a tile than the products of 64 tokens. Products of 128 tokens hide this time. They leave no registers for the
 # query rows or for the computation of norms, and may waste more of the last tile of a document.
 _TILE = Sm90Tile(tokens=64, stages=6, in_registers=True)
@@ -69,7 +69,7 @@ SMALL_M_TILES = {
 }
 # Registers per thread at the start of a small-M program, whose 12 warps are half of the threads of two programs.
 _TWO_PROGRAMS_REGISTERS = 80
-# For `maxsim_forward_wide`.
+# For `maxsim_forward_sm90_large_d`.
 _LARGE_D_TILES = (
     Sm90Tile(tokens=256, stages=4),
     Sm90Tile(tokens=128, stages=6, cost=1.05),
@@ -80,7 +80,7 @@ _MAX_SHORT_DOCUMENT_TILE_TOKENS = 128
 
 
 class RowMaximaChoice(NamedTuple):
-    """The configuration of `maxsim_row_maxima` and of the sums after it.
+    """The configuration of `maxsim_row_maxima_sm90` and of the sums after it.
 
     `sums` has the rows per query, the queries and documents of a program, and the tree levels.
     """
@@ -93,7 +93,7 @@ class RowMaximaChoice(NamedTuple):
     @property
     def kernel(self) -> str:
         """Return the name of the kernel."""
-        return "maxsim_row_maxima"
+        return "maxsim_row_maxima_sm90"
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
@@ -165,7 +165,7 @@ class Sm90Choice(NamedTuple):
     @property
     def kernel(self) -> str:
         """Return the name of the kernel."""
-        return "maxsim_forward_wide" if self.has_large_d else "maxsim_forward_specialized"
+        return "maxsim_forward_sm90_large_d" if self.has_large_d else "maxsim_forward_sm90"
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
@@ -210,7 +210,7 @@ def _select_least_waste(tiles: tuple[Sm90Tile, ...], Ld: int, most_packed: int =
 
 
 def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> Sm90Tile:
-    """Return the tile of `maxsim_forward_specialized` for many query rows."""
+    """Return the tile of `maxsim_forward_sm90` for many query rows."""
     large = _NORMS_TILE if given else _ARGMAX_TILE
     waste = cdiv(Ld, large.tokens) * large.tokens / (cdiv(Ld, _TILE.tokens) * _TILE.tokens)
     worth = (given or (argmax and not normalize)) and waste <= (_MAX_PADDING_RATIO if argmax else 1)

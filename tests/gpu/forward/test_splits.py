@@ -240,7 +240,7 @@ def test_the_workspace_is_bounded(arch):
 
 def test_info_describes_splits():
     said = info.describe_kernel(SM_90, torch.bfloat16, 1, 1, 32, 65536, 128)
-    assert said.startswith("maxsim_forward_ragged on sm_90") and "splits" in said
+    assert said.startswith("maxsim_forward_packed on sm_90") and "splits" in said
 
 
 def test_pdl_is_disabled_on_architectures_without_it():

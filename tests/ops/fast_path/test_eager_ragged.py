@@ -225,7 +225,7 @@ def flat(values):
             yield 0 if value is None else value
 
 
-_OUT = 6  # index in the arguments of `maxsim_forward_ragged` of memory that each call allocates
+_OUT = 6  # index in the arguments of `maxsim_forward_packed` of memory that each call allocates
 
 
 def as_launched(values, bound):

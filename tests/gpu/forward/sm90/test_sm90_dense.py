@@ -39,7 +39,7 @@ def test_few_fp32_rows_with_normalize_or_argmax_use_generic_kernel(monkeypatch):
     def kernel(Q=Q, D=D, normalize=False, argmax=None):
         return choose.choose_dense(Q, D, None, normalize, argmax, SM_90).kernel
 
-    assert kernel() == "maxsim_forward_specialized"
+    assert kernel() == "maxsim_forward_sm90"
     assert {kernel(normalize=True), kernel(argmax=torch.int16), kernel(Q=Q[:, :1])} == {"maxsim_forward"}
     assert choose.choose_dense(Q, D, None, False, None, SM_90).config.FP32_TERMS == 2
     monkeypatch.setattr(generic_choices, "is_tf32_allowed", lambda dtype: True)
@@ -105,7 +105,7 @@ def test_large_feature_strides_use_generic_kernel(step, monkeypatch):
     by_rows = packed_forward.PackedPlan(c, False, None, "").by_rows
     near = step * 128 < 2**31
     assert (served, by_rows) == (near, near)
-    assert found == (["maxsim_forward_specialized", "maxsim_row_maxima"] if near else ["maxsim_forward"] * 2)
+    assert found == (["maxsim_forward_sm90", "maxsim_row_maxima_sm90"] if near else ["maxsim_forward"] * 2)
 
 
 def test_many_row_tiles_use_precomputed_norms():
@@ -448,7 +448,7 @@ def test_unaligned_normalized_queries_are_unsupported(normalize, monkeypatch):
     from lik_ops.gpu.runtime import gluon
 
     monkeypatch.setattr(
-        gluon, "require_kernels", lambda: SimpleNamespace(specialized=SimpleNamespace(maxsim_forward_specialized=0))
+        gluon, "require_kernels", lambda: SimpleNamespace(dense=SimpleNamespace(maxsim_forward_sm90=0))
     )
     monkeypatch.setattr(gluon, "make_tile_descriptor", lambda *_: None)
     Q, D = torch.zeros(8, 32, 128, dtype=torch.bfloat16), torch.zeros(100, 64, 128, dtype=torch.bfloat16)
@@ -493,18 +493,18 @@ def test_documents_beyond_2_31_elements_and_off_alignment():
 @pytest.mark.parametrize(
     ("Nq", "Nd", "Lq", "Ld", "d", "kernel"),
     [
-        (1, 4, 1024, 300, 128, "maxsim_forward_specialized"),  # the generic kernel would have 4 programs
-        (1, 4, 1024, 300, 512, "maxsim_forward_wide"),
-        (32, 4, 32, 1024, 256, "maxsim_forward_wide"),
+        (1, 4, 1024, 300, 128, "maxsim_forward_sm90"),  # the generic kernel would have 4 programs
+        (1, 4, 1024, 300, 512, "maxsim_forward_sm90_large_d"),
+        (32, 4, 32, 1024, 256, "maxsim_forward_sm90_large_d"),
         (32, 4, 32, 180, 256, "maxsim_forward"),
-        (32, 16, 32, 180, 128, "maxsim_forward_specialized"),
+        (32, 16, 32, 180, 128, "maxsim_forward_sm90"),
         (32, 8, 32, 1024, 128, "maxsim_forward"),
-        (1, 4, 32, 2048, 512, "maxsim_forward_ragged"),
+        (1, 4, 32, 2048, 512, "maxsim_forward_packed"),
         (1, 64, 32, 2048, 128, "maxsim_forward"),
-        (1, 64, 32, 4096, 128, "maxsim_forward_ragged"),
-        (4, 16, 32, 2048, 256, "maxsim_forward_ragged"),
-        (1, 4, 1024, 2048, 256, "maxsim_forward_wide"),
-        (1, 4, 1024, 8192, 256, "maxsim_forward_ragged"),
+        (1, 64, 32, 4096, 128, "maxsim_forward_packed"),
+        (4, 16, 32, 2048, 256, "maxsim_forward_packed"),
+        (1, 4, 1024, 2048, 256, "maxsim_forward_sm90_large_d"),
+        (1, 4, 1024, 8192, 256, "maxsim_forward_packed"),
     ],
 )
 def test_kernel_choice_for_few_programs(Nq, Nd, Lq, Ld, d, kernel):

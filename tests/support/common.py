@@ -49,12 +49,12 @@ PLACES = [INTERPRETER] if INTERPRETING else [PORTABLE, pytest.param(CUDA, marks=
 PLACE_IDS = str
 
 
-def thin_out(cases: Iterable[tuple], divisor: int) -> list:
+def thin_out(cases: Iterable, divisor: int) -> list:
     """Return the cases as parameters of a test. In the interpreter, a random 1 / `divisor` of them are fast tests.
 
     A GPU runs all cases. The interpreter needs seconds for some of them.
     """
-    cases = list(cases)
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
     fast = random.Random(0).sample(range(len(cases)), len(cases) // divisor if INTERPRETING else len(cases))
     return [pytest.param(*case, marks=[] if n in fast else pytest.mark.slow) for n, case in enumerate(cases)]
 

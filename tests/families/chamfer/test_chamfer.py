@@ -9,7 +9,7 @@ from torch.autograd import forward_ad, gradcheck
 import lik_ops
 from lik_ops import reference
 
-from ...support.common import INTERPRETING, PLACES
+from ...support.common import INTERPRETING, PLACES, thin_out
 from ...support.stack import (
     Compilations,
     assert_compiled_steps,
@@ -144,7 +144,7 @@ def test_distances_survive_overflow_of_squared_coordinates(device, d):
     assert at_P.tolist() == [[1]]
 
 
-@pytest.mark.parametrize("d", [20, 40])
+@pytest.mark.parametrize("d", thin_out((20, 40), 2))
 def test_terms_in_chunks_have_the_same_bits(device, d, monkeypatch):
     if device == "cpu" and not INTERPRETING:
         pytest.skip("the portable backend has no terms")

@@ -11,7 +11,7 @@ from lik_ops import reference
 from lik_ops.core.arguments import score_dtype
 from lik_ops.ops.fast_path import eager
 
-from ...support.common import CUDA, INTERPRETER, INTERPRETING, Problem, assert_near, build
+from ...support.common import CUDA, INTERPRETER, INTERPRETING, Problem, assert_near, build, thin_out
 from .test_soft import EVERYTHING, score, score_pair, step
 
 pytest.importorskip("triton", reason="splits are made by Triton kernels")
@@ -44,7 +44,7 @@ def short_splits(monkeypatch):
 
 
 @at_places
-@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+@pytest.mark.parametrize("number", thin_out(range(len(PROBLEMS)), 2))
 def test_scores_and_gradients_match_reference(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)
@@ -60,7 +60,7 @@ def test_scores_and_gradients_match_reference(place, number):
 
 
 @at_places
-@pytest.mark.parametrize("number", range(len(PROBLEMS)))
+@pytest.mark.parametrize("number", thin_out(range(len(PROBLEMS)), 3))
 def test_a_score_does_not_depend_on_its_batch_or_on_the_workspace(place, number, monkeypatch):
     from lik_ops.families.soft import gpu
 

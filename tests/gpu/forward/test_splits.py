@@ -1,5 +1,6 @@
 """Test splits of few long documents bit for bit against kernels without splits, for any split positions."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from lik_ops.core.plan_cache import plans
 from lik_ops.core.segments import PackedArgs
 from lik_ops.ops.fast_path import eager
 
-from ...support.common import CUDA, INTERPRETER, INTERPRETING
+from ...support.common import CUDA, INTERPRETER, INTERPRETING, thin_out
 from ...support.ragged import same_bits
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
@@ -106,8 +107,7 @@ def bounds(lengths, device):
 
 
 @in_place
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("normalize", "everything"), thin_out(itertools.product((False, True), repeat=2), 2))
 def test_packed_documents(place, cuts, normalize, everything):
     """Documents have any length, some are empty, and some are not inside the tensor."""
     documents, queries = (LONG, 0, 3, 2 * LONG + 1, 64), (3, 0, 33)

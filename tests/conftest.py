@@ -1,7 +1,10 @@
 """Settings and fixtures for all tests."""
 
+import math
 import os
 import sys
+import zlib
+from collections import defaultdict
 
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # Set before torch is imported, here and in processes that tests start. Threads beyond the cores wait for each
@@ -59,6 +62,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 def pytest_addoption(parser):
     parser.addoption("--part", help="1/2: the tests of every other file, 2/2: those of the rest")
+    parser.addoption("--sample", type=int, help="3: a third of the cases of each test function, the same in every run")
 
 
 def part_of(names, part):
@@ -69,11 +73,30 @@ def part_of(names, part):
     return sorted(set(names))[number - 1 :: count]
 
 
+def sample_of(names, divisor):
+    """Return 1 / `divisor` of the cases of each function, at least one. `names` are ids such as ``"test_a[case]"``.
+
+    A case is chosen by the hash of its id, so that a case more changes few others.
+    """
+    functions = defaultdict(list)
+    for name in sorted(names, key=lambda name: zlib.crc32(name.encode())):
+        functions[name.partition("[")[0]].append(name)
+    return [name for cases in functions.values() for name in cases[: math.ceil(len(cases) / divisor)]]
+
+
+def deselect(config, items, is_chosen):
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    items[:] = [item for item in items if is_chosen(item)]
+
+
+@pytest.hookimpl(trylast=True)  # after the selection by markers
 def pytest_collection_modifyitems(config, items):
     if part := config.getoption("--part"):
         chosen = set(part_of((str(item.path) for item in items), part))
-        config.hook.pytest_deselected(items=[item for item in items if str(item.path) not in chosen])
-        items[:] = [item for item in items if str(item.path) in chosen]
+        deselect(config, items, lambda item: str(item.path) in chosen)
+    if divisor := config.getoption("--sample"):
+        kept = set(sample_of((item.nodeid for item in items), divisor))
+        deselect(config, items, lambda item: item.nodeid in kept)
     items.sort(key=lambda item: "test_interpreter" not in item.nodeid)  # minutes each, so they start first
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = {"gpu": (1, "no CUDA or ROCm GPU on this machine"), "two_gpus": (2, "needs two GPUs")}

@@ -1,8 +1,8 @@
-"""Test that `pytest --part` puts every test in one part."""
+"""Test that `pytest --part` puts every test in one part, and that `--sample` keeps every test function."""
 
 import pytest
 
-from ..conftest import part_of
+from ..conftest import part_of, sample_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -16,3 +16,12 @@ def test_parts_hold_every_file_once(count):
 def test_invalid_part_raises(part):
     with pytest.raises(ValueError):
         part_of(["a"], part)
+
+
+def test_sample_keeps_some_cases_of_every_function():
+    names = [f"test_a[{n}]" for n in range(9)] + ["test_b[0]", "test_b[1]", "test_c"]
+    kept = sample_of(names, 3)
+    assert len(kept) == len(set(kept)) == 5 and set(kept) < set(names)
+    assert {name.partition("[")[0] for name in kept} == {"test_a", "test_b", "test_c"}
+    assert sorted(sample_of(reversed(names), 3)) == sorted(kept)
+    assert sorted(sample_of(names, 1)) == sorted(names)

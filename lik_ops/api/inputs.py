@@ -138,15 +138,15 @@ def prepare_args(
     sharding.register_if_needed()
     if isinstance(D, Index):
         D, cu_seqlens_d = unpack_index(op, D, cu_seqlens_d)
-    quantized, own = D if isinstance(D, Quantized) else None, False
+    quantized, has_own = D if isinstance(D, Quantized) else None, False
     if quantized is not None:
         D = _make_placeholder(op, Q, quantized)
-        own = D.dim() == 4
-        if own:
+        has_own = D.dim() == 4
+        if has_own:
             _check_candidate_lists(op, Q, D)
             check_mask(op, "d_mask", d_mask, "D", D)
             D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten(0, 1)
-    as_given = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
+    original_args = Q, D, cu_seqlens_q, cu_seqlens_d, q_mask, d_mask, q_weight
     q_flat = "Q" in lifts and cu_seqlens_q is None and _is_single(Q)
     d_flat = "D" in lifts and cu_seqlens_d is None and _is_single(D)
     if q_flat:
@@ -169,10 +169,10 @@ def prepare_args(
     refused = (
         quantized is not None
         or torch.compiler.is_dynamo_compiling()
-        or (refused and all(map(operator.is_, tensors, as_given)))
+        or (refused and all(map(operator.is_, tensors, original_args)))
     )
     return ScoringArgs(
-        op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, own, q_flat, d_flat, refused
+        op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, has_own, q_flat, d_flat, refused
     )
 
 
@@ -205,11 +205,11 @@ def _check_per_token(op: str, given: tuple, q_weight: Any, is_normalized: bool) 
 
 def _check_offsets(op: str, queries: tuple, documents: tuple, whole: bool) -> None:
     """Raise unless the offsets of each side fit the tensor of that side."""
-    for side, (cu_seqlens, of), covers in (("q", queries, True), ("d", documents, whole)):
+    for side, (cu_seqlens, tokens), is_whole in (("q", queries, True), ("d", documents, whole)):
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
-            check_cu_seqlens(op, name, cu_seqlens, of.device)
-            hints.inspect_offsets(op, name, cu_seqlens, side.upper(), of, covers)
+            check_cu_seqlens(op, name, cu_seqlens, tokens.device)
+            hints.inspect_offsets(op, name, cu_seqlens, side.upper(), tokens, is_whole)
 
 
 def unpack_index(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:
@@ -235,9 +235,9 @@ def _make_placeholder(op: str, Q: Any, quantized: Quantized) -> Tensor:
         raise TypeError(f"{op}: Q: expected a Tensor or a list of tensors, got {describe_non_tensor(Q)}")
     if isinstance(Q, Tensor) and not Q.is_nested:
         check_floats(op, "Q", Q)  # torch makes no placeholder for some layouts and dtypes of Q
-    like = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
-    if isinstance(like, Tensor) and quantized.device != like.device:
-        raise ValueError(f"{op}: D: expected the device of Q, {like.device}, got {quantized.device}")
+    query = next(iter(Q), None) if isinstance(Q, (list, tuple)) else Q
+    if isinstance(query, Tensor) and quantized.device != query.device:
+        raise ValueError(f"{op}: D: expected the device of Q, {query.device}, got {quantized.device}")
     return make_placeholder(quantized)
 
 
@@ -261,9 +261,9 @@ def _try_eager(
     """Return ``(scores, argmax)`` from the fast path, or None if the call must use the operator."""
     if g.quantized is not None:
         indices, per_token = (g.cu_seqlens_q, offsets, lengths, pairs, None), (g.q_mask, g.d_mask, g.q_weight)
-        chosen = g.quantized.d, g.normalize, g.backward, g.recompute
-        wanted: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": g.with_argmax}
-        return eager.try_maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, chosen, **wanted)
+        settings = g.quantized.d, g.normalize, g.backward, g.recompute
+        keywords: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": g.with_argmax}
+        return eager.try_maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, settings, **keywords)
     if g.refused:
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
@@ -286,8 +286,8 @@ def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
         r, shape = g.packed(None).ragged(), g.quantized.shape[:2]
         r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))
         return _restore_axes(g, *_call_operator(g, PackedArgs.of(r, g.most)))
-    found = _try_eager(g, g.cu_seqlens_d)
-    return _restore_axes(g, *(_call_operator(g, g.packed(g.cu_seqlens_d)) if found is None else found))
+    results = _try_eager(g, g.cu_seqlens_d)
+    return _restore_axes(g, *(_call_operator(g, g.packed(g.cu_seqlens_d)) if results is None else results))
 
 
 def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Any]:
@@ -306,20 +306,20 @@ def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[
         TypeError: a dtype or type is wrong.
         ValueError: a shape or device is wrong.
     """
-    as_given = offsets, lengths
+    segments = offsets, lengths
     if g.q_flat:
         _check_candidates(g, offsets, lengths, (None,), "[K]")
         offsets, lengths = offsets.unsqueeze(0), lengths.unsqueeze(0)
     queries = g.Q.shape[0] if g.cu_seqlens_q is None else g.cu_seqlens_q.shape[0] - 1
     if g.quantized is not None:  # the fast path checks other calls, once for each description
         _check_candidates(g, offsets, lengths, (queries, None), "[Nq, K]")
-    given_both = offsets is not None and lengths is not None
-    if given_both and (found := _try_eager(g, offsets, lengths)) is not None:
-        return _restore_axes(g, *found)
+    has_segments = offsets is not None and lengths is not None
+    if has_segments and (results := _try_eager(g, offsets, lengths)) is not None:
+        return _restore_axes(g, *results)
     if g.quantized is None:
         _check_candidates(g, offsets, lengths, (queries, None), "[Nq, K]")
     if values.needs_value_checks(offsets, lengths):
-        values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *as_given, "D", g.D)
+        values.check_segments(g.op, ("doc_offsets", "doc_lengths"), *segments, "D", g.D)
     return _restore_axes(g, *_call_operator(g, g.packed(offsets, lengths)))
 
 
@@ -334,8 +334,8 @@ def score_documents(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> Tensor:
     Returns:
         Scores ``[Nq, K]``.
     """
-    found = _try_eager(g, offsets, lengths)
-    return (_call_operator(g, g.packed(offsets, lengths)) if found is None else found)[0]
+    results = _try_eager(g, offsets, lengths)
+    return (_call_operator(g, g.packed(offsets, lengths)) if results is None else results)[0]
 
 
 def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
@@ -365,20 +365,20 @@ def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = No
         check_fits_memory(g.op, "max_seqlen_q", (pairs.shape[0], max_seqlen_q) if g.with_argmax else ())
     elif g.queries is not None and g.queries.lengths is not None:
         max_seqlen_q = max(g.queries.lengths, default=0)
-    beyond = 0
+    padding = 0
     if not torch.compiler.is_dynamo_compiling() and isinstance(g.most, int) and isinstance(max_seqlen_q, int):
         # No query has more tokens than all queries together, so larger bounds are cut and padded at the end. A traced
         # size would add a guard.
-        beyond = max(max_seqlen_q - g.most, 0)
-        max_seqlen_q -= beyond
+        padding = max(max_seqlen_q - g.most, 0)
+        max_seqlen_q -= padding
     scores, argmax = _score_pairs(g, pairs, max_seqlen_q)
-    return scores, F.pad(argmax, (0, beyond), value=-1) if argmax is not None and beyond else argmax
+    return scores, F.pad(argmax, (0, padding), value=-1) if argmax is not None and padding else argmax
 
 
 def _score_pairs(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None) -> tuple[Tensor, Tensor | None]:
     """Return scores and argmax of a pair list, from the fast path or the operator."""
-    if (found := _try_eager(g, g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)) is not None:
-        return found
+    if (results := _try_eager(g, g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)) is not None:
+        return results
     if g.cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = _bound_query_length(g, g.cu_seqlens_q)
     c = g.packed(g.cu_seqlens_d, pairs=pairs, max_seqlen_q=max_seqlen_q)
@@ -390,8 +390,8 @@ def _score_pairs(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None) -> tup
 
 def _bound_query_length(g: ScoringArgs, cu_seqlens_q: Tensor) -> int:
     """Return the tokens of the longest query, or an upper bound if a sync is not allowed and a bound costs nothing."""
-    may_look = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and is_ordinary_tensor(cu_seqlens_q)
-    if may_look:
+    is_readable = not torch.compiler.is_compiling() and g.Q.device.type == "cpu" and is_ordinary_tensor(cu_seqlens_q)
+    if is_readable:
         lengths = cu_seqlens_q.long().diff()
         return min(max(0, int(lengths.max())), g.Q.shape[0]) if lengths.numel() else 0
     if g.with_argmax or needs_gradients(g.Q, g.D, g.q_weight):
@@ -415,19 +415,21 @@ def _call_quantized_operator(g: ScoringArgs, D: Quantized, c: PackedArgs) -> tup
     Raise if a gradient of the documents is needed.
     """
     _reject_unsupported_transforms(c.Q, c.q_weight)
-    stored = D.stored()
-    if needs_gradients(*stored[:3], *stored[4:]):
+    encoded_tokens = D.stored()
+    if needs_gradients(*encoded_tokens[:3], *encoded_tokens[4:]):
         raise NotImplementedError(
             f"{g.op}: D: quantized documents have no gradient, but a tensor of D requires one: detach it, or score"
             " D.dequantize()"
         )
     sharding.register_if_needed()
-    keeps = g.with_argmax or (needs_gradients(c.Q, c.q_weight) and not g.recompute)
-    dtype = choose_argmax_dtype(c.Td) if keeps else None
+    needs_argmax = g.with_argmax or (needs_gradients(c.Q, c.q_weight) and not g.recompute)
+    dtype = choose_argmax_dtype(c.Td) if needs_argmax else None
     if c.offsets is None:
-        stored = stored._replace(data=stored.data.view(*c.D.shape[:-1], stored.data.shape[1]))
-    Q, _, *others = c.operator_tensors
-    scores, argmax = lik.maxsim_quantized_fwd(Q, *stored, *others, g.normalize, dtype, c.max_seqlen_q)
+        encoded_tokens = encoded_tokens._replace(
+            data=encoded_tokens.data.view(*c.D.shape[:-1], encoded_tokens.data.shape[1])
+        )
+    Q, _, *tensors = c.operator_tensors
+    scores, argmax = lik.maxsim_quantized_fwd(Q, *encoded_tokens, *tensors, g.normalize, dtype, c.max_seqlen_q)
     return scores, argmax if g.with_argmax else None
 
 
@@ -466,8 +468,8 @@ def call_ragged_operator(
     """
     _reject_unsupported_transforms(c.Q, c.D, c.q_weight)
     sharding.register_if_needed()
-    keeps = with_argmax or (needs_gradients(c.Q, c.D, c.q_weight) and not recompute)
-    argmax_dtype = choose_argmax_dtype(c.Td) if keeps else None
+    needs_argmax = with_argmax or (needs_gradients(c.Q, c.D, c.q_weight) and not recompute)
+    argmax_dtype = choose_argmax_dtype(c.Td) if needs_argmax else None
     scores, argmax = lik.maxsim_ragged_fwd(*c.operator_tensors, normalize, argmax_dtype, c.max_seqlen_q, backward)
     return scores, argmax if with_argmax else None
 
@@ -475,10 +477,10 @@ def call_ragged_operator(
 def _restore_axes(g: ScoringArgs, scores: Tensor, argmax: Tensor | None) -> tuple[Tensor, ArgmaxOutput | None]:
     """Return the results without the axes that a single query or document does not have."""
     scores = scores.squeeze(1) if g.d_flat else scores
-    won = None if argmax is None else _reshape_argmax(g, argmax, g.d_flat)
+    output_argmax = None if argmax is None else _reshape_argmax(g, argmax, g.d_flat)
     if not g.q_flat:
-        return scores, won
-    return scores.squeeze(0), won.squeeze(0) if isinstance(won, Tensor) else None
+        return scores, output_argmax
+    return scores.squeeze(0), output_argmax.squeeze(0) if isinstance(output_argmax, Tensor) else None
 
 
 def _reshape_argmax(g: ScoringArgs, argmax: Tensor, of_one: bool) -> ArgmaxOutput:
@@ -508,5 +510,5 @@ def score_aligned_pairs(g: ScoringArgs) -> Tensor:
         raise ValueError(f"{g.op}: D: expected B = {r.queries} documents, got {r.columns}")
     r = r._replace(d_offsets=r.d_offsets.unsqueeze(1), d_lengths=r.d_lengths.unsqueeze(1))
     g = g._replace(Q=r.Q, D=r.D, cu_seqlens_q=r.cu_seqlens_q, q_mask=r.q_mask, d_mask=r.d_mask, q_weight=r.q_weight)
-    found = _try_eager(g, r.d_offsets, r.d_lengths)
-    return (_call_operator(g, PackedArgs.of(r, c.max_seqlen_q)) if found is None else found)[0].squeeze(1)
+    results = _try_eager(g, r.d_offsets, r.d_lengths)
+    return (_call_operator(g, PackedArgs.of(r, c.max_seqlen_q)) if results is None else results)[0].squeeze(1)

@@ -238,17 +238,17 @@ def pack_sequences(op: str, name: str, x: Any, nothing: Tensor | None = None) ->
         return PackedSequences(nothing, sharding.replicate_like(bounds, nothing), [], None)
     first = sequences[0]
     for i, t in enumerate(sequences):
-        at = f"{op}: {name}[{i}]"
+        prefix = f"{op}: {name}[{i}]"
         if not isinstance(t, Tensor):
-            raise TypeError(f"{at}: expected a Tensor, got {describe_non_tensor(t)}")
+            raise TypeError(f"{prefix}: expected a Tensor, got {describe_non_tensor(t)}")
         check_strided(op, f"{name}[{i}]", t)
         if t.dim() == 0 or t.shape[1:] != first.shape[1:]:
             expected = ", ".join(map(str, ("L", *first.shape[1:]) if first.dim() else ("L", "d")))
-            raise ValueError(f"{at}: expected [{expected}], got {list(t.shape)}")
+            raise ValueError(f"{prefix}: expected [{expected}], got {list(t.shape)}")
         if t.dtype != first.dtype:
-            raise TypeError(f"{at}: expected the dtype of the first, {first.dtype}, got {t.dtype}")
+            raise TypeError(f"{prefix}: expected the dtype of the first, {first.dtype}, got {t.dtype}")
         if t.device != first.device:
-            raise ValueError(f"{at}: expected the device of the first, {first.device}, got {t.device}")
+            raise ValueError(f"{prefix}: expected the device of the first, {first.device}, got {t.device}")
     lengths = [t.shape[0] for t in sequences]
     # In an autocast region of one half type, `torch.cat` cannot join tensors of the other half type.
     with autocast.suspend_autocast(first.device.type):
@@ -301,9 +301,9 @@ def pack_side(
         ValueError: a shape or device is wrong, or a mask or bounds were given.
     """
     is_empty = isinstance(x, (list, tuple)) and not x
-    found = pack_sequences(op, name, x, _make_empty_tokens(other_side) if is_empty else None)
-    if found.tokens.dim() != 2:
-        shape = ", ".join(map(str, ("L", *found.tokens.shape[1:])))
+    sequences = pack_sequences(op, name, x, _make_empty_tokens(other_side) if is_empty else None)
+    if sequences.tokens.dim() != 2:
+        shape = ", ".join(map(str, ("L", *sequences.tokens.shape[1:])))
         raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of [{shape}]")
     if given_cu is not None:
         raise ValueError(
@@ -314,8 +314,8 @@ def pack_side(
             f"{op}: {mask}: expected None with a list or nested tensor {name} (leave out masked tokens),"
             f" got {type(given_mask).__name__}"
         )
-    _check_width(op, name, found, other_side)
-    return found
+    _check_width(op, name, sequences, other_side)
+    return sequences
 
 
 def _check_width(op: str, name: str, found: PackedSequences, other_side: Any) -> None:
@@ -327,10 +327,10 @@ def _check_width(op: str, name: str, found: PackedSequences, other_side: Any) ->
         return  # the other side is checked when it is packed, or has no tokens
 
     def message() -> str:
-        other, d = "Q" if name == "D" else "D", found.tokens.shape[1]
+        other_name, d = "Q" if name == "D" else "D", found.tokens.shape[1]
         element = f"[{found.lengths[0]}, {d}]" if found.lengths else f"a nested tensor [N, L, {d}]"
-        at = "[0]" if found.lengths else ""
-        return f"{op}: {name}{at}: expected d = {other_side.shape[-1]} as in {other}, got {element}"
+        index = "[0]" if found.lengths else ""
+        return f"{op}: {name}{index}: expected d = {other_side.shape[-1]} as in {other_name}, got {element}"
 
     check_same_size(found.tokens.shape[1], other_side.shape[-1], message)
 
@@ -369,16 +369,16 @@ def pack_weights(op: str, q_weight: Any, queries: PackedSequences) -> Tensor | N
         if isinstance(q_weight, Tensor):
             _check_packed_weight(op, q_weight, queries)
         return q_weight
-    nothing = queries.tokens.new_empty(0, dtype=score_dtype(queries.tokens.dtype))
-    weights = pack_sequences(op, "q_weight", q_weight, nothing)
+    empty_weights = queries.tokens.new_empty(0, dtype=score_dtype(queries.tokens.dtype))
+    weights = pack_sequences(op, "q_weight", q_weight, empty_weights)
     if weights.lengths is not None and queries.lengths is not None:
-        same = weights.lengths == queries.lengths
+        is_same = weights.lengths == queries.lengths
     else:  # lengths are known only on the device: two jagged tensors must share their offsets
-        same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
-    if not same:
+        is_same = weights.lengths is None and queries.lengths is None and bool(weights.rows == queries.rows)
+    if not is_same:
         expected = "the offsets" if queries.lengths is None else f"the lengths {_format_lengths(queries.lengths)}"
-        found = "others" if weights.lengths is None else f"a list of {_format_lengths(weights.lengths)}"
-        raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {found}")
+        actual = "others" if weights.lengths is None else f"a list of {_format_lengths(weights.lengths)}"
+        raise ValueError(f"{op}: q_weight: expected {expected} of Q, got {actual}")
     return weights.tokens
 
 

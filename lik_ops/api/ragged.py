@@ -82,12 +82,12 @@ def maxsim_varlen(
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     # The checks below cost far more time than a kernel.
     if isinstance(D, Quantized):
-        per_token, chosen = (None, None, q_weight), (normalize, backward, False)
-        scores = eager.repeat_maxsim_quantized(Q, D, cu_seqlens_q, cu_seqlens_d, per_token, chosen)
+        per_token, settings = (None, None, q_weight), (normalize, backward, False)
+        scores = eager.repeat_maxsim_quantized(Q, D, cu_seqlens_q, cu_seqlens_d, per_token, settings)
         if scores is not None:
             return scores
-    elif found := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):
-        return found[0]
+    elif results := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, cu_seqlens_d, **options):
+        return results[0]
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "refused": True, **VARLEN}
     return inputs.score_varlen(prepare_args("maxsim_varlen", Q, D, **options))[0]
 
@@ -137,9 +137,9 @@ def maxsim_candidates_varlen(
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     if doc_lengths is not None and (
-        found := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
+        results := eager.try_maxsim_ragged(Q, D, cu_seqlens_q, doc_offsets, doc_lengths, **options)
     ):
-        return found[0]
+        return results[0]
     options |= {"cu_seqlens_q": cu_seqlens_q, "refused": True, **CANDIDATES}
     g = prepare_args("maxsim_candidates_varlen", Q, D, **options)
     return inputs.score_candidates(g, doc_offsets, doc_lengths)[0]
@@ -198,8 +198,8 @@ def maxsim_pair_list(
     options |= {"normalize": normalize, "backward": backward}
     if pairs is not None:
         tensors = Q, D, cu_seqlens_q, cu_seqlens_d, None, pairs
-        if found := eager.try_maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q):
-            return found[0]
+        if results := eager.try_maxsim_ragged(*tensors, **options, max_seqlen_q=max_seqlen_q):
+            return results[0]
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "refused": True, **PAIR_LIST}
     return inputs.score_pair_list(prepare_args("maxsim_pair_list", Q, D, **options), pairs, max_seqlen_q)[0]
 
@@ -243,8 +243,8 @@ def maxsim_padded(
         torch.Size([2, 10])
     """
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
-    if found := eager.try_maxsim_ragged(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options):
-        return found[0]
+    if results := eager.try_maxsim_ragged(Q, D, lengths=doc_lengths, q_lengths=query_lengths, **options):
+        return results[0]
     return score_padded("maxsim_padded", Q, D, query_lengths, doc_lengths, **options)[0]
 
 
@@ -285,8 +285,8 @@ def score_padded(
     masks = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(torch.where(valid, doc_lengths, 0), D.shape[2])
     options: dict[str, Any] = {"q_weight": q_weight, "normalize": normalize, "backward": backward}
     documents: Any = D if quantized is None else quantized
-    found = (maxsim_with_argmax if with_argmax else maxsim)(Q, documents, *masks, **options)
-    scores, argmax = found if isinstance(found, tuple) else (found, None)
+    results = (maxsim_with_argmax if with_argmax else maxsim)(Q, documents, *masks, **options)
+    scores, argmax = results if isinstance(results, tuple) else (results, None)
     return torch.where(valid, scores, float("nan")), argmax
 
 

@@ -94,8 +94,8 @@ def maxsim(
     if not compiling:
         # Skips the dispatcher, which costs microseconds. The operator below tries the same path for direct callers.
         if isinstance(D, Quantized):
-            per_token, chosen = (q_mask, d_mask, q_weight), (normalize, backward, recompute)
-            scores = eager.repeat_maxsim_quantized(Q, D, None, None, per_token, chosen)
+            per_token, settings = (q_mask, d_mask, q_weight), (normalize, backward, recompute)
+            scores = eager.repeat_maxsim_quantized(Q, D, None, None, per_token, settings)
         else:
             scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
         if scores is not None:
@@ -192,8 +192,8 @@ def maxsim_pairs(
     if Q.shape[0] != D.shape[0]:
         raise ValueError(f"maxsim_pairs: D: expected B = {Q.shape[0]} documents, got {list(D.shape)}")
     d_mask = None if d_mask is None else d_mask.unsqueeze(1)
-    dense: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute, "save": save}
-    return maxsim(Q, D.unsqueeze(1), q_mask, d_mask, q_weight=q_weight, **dense).squeeze(1)
+    keywords: dict[str, Any] = {"normalize": normalize, "backward": backward, "recompute": recompute, "save": save}
+    return maxsim(Q, D.unsqueeze(1), q_mask, d_mask, q_weight=q_weight, **keywords).squeeze(1)
 
 
 @overload
@@ -265,11 +265,11 @@ def maxsim_with_argmax(
         >>> scores.shape, argmax.shape
         (torch.Size([5]), torch.Size([5, 32]))
     """
-    op, given = "maxsim_with_argmax", (Q, D, q_mask, d_mask, q_weight)
-    found = eager.try_maxsim_with_argmax(given, (normalize, backward, recompute))
-    if found is not None:
-        return found
-    tensors: Any = share_token_arrays(op, given)
+    op, dense_args = "maxsim_with_argmax", (Q, D, q_mask, d_mask, q_weight)
+    results = eager.try_maxsim_with_argmax(dense_args, (normalize, backward, recompute))
+    if results is not None:
+        return results
+    tensors: Any = share_token_arrays(op, dense_args)
     Q, D = tensors[:2]
     if is_sequences(Q) or is_sequences(D) or isinstance(D, (Quantized, Index)):
         return _score_sequences(op, tensors, normalize, backward, recompute, with_argmax=True)

@@ -99,7 +99,7 @@ def warmup(
     """
     for name, n in (("d", d), ("Lq", Lq)):
         check_count("warmup", name, n, 1)
-    each = {name: _as_sizes(name, n) for name, n in {"Nq": Nq, "Nd": Nd, "Ld": Ld, "top_k": top_k}.items()}
+    sizes = {name: _as_sizes(name, n) for name, n in {"Nq": Nq, "Nd": Nd, "Ld": Ld, "top_k": top_k}.items()}
     flags = {"candidates": candidates, "q_mask": q_mask, "d_mask": d_mask, "q_weight": q_weight}
     for name, flag in {**flags, "argmax": argmax, "training": training, "ragged": ragged}.items():
         check_flag("warmup", name, flag)
@@ -107,31 +107,31 @@ def warmup(
     device = as_device("warmup", device)
     check_dtype("warmup", "dtype", dtype)
     check_is_present("warmup", device)
-    most_Nq, most_Nd, most_Ld = (max(each[name]) for name in ("Nq", "Nd", "Ld"))
-    check_fits_memory("warmup", "Nq, Lq, d", (most_Nq, Lq, d))
-    check_fits_memory("warmup", "top_k", (4, max(each["top_k"], default=1)))
-    check_fits_memory("warmup", "Nq, Nd, Ld, d", (most_Nq if candidates else 1, most_Nd, most_Ld, d))
+    max_Nq, max_Nd, max_Ld = (max(sizes[name]) for name in ("Nq", "Nd", "Ld"))
+    check_fits_memory("warmup", "Nq, Lq, d", (max_Nq, Lq, d))
+    check_fits_memory("warmup", "top_k", (4, max(sizes["top_k"], default=1)))
+    check_fits_memory("warmup", "Nq, Nd, Ld, d", (max_Nq if candidates else 1, max_Nd, max_Ld, d))
     options: dict = {"normalize": normalize, "backward": backward}
     compiler, calls = _KernelCompiler(device, dtype), _CallTimer(device)
     for make in (compiler.make, calls.make):
-        for queries, documents, length in itertools.product(each["Nq"], each["Nd"], each["Ld"]):
+        for queries, documents, length in itertools.product(sizes["Nq"], sizes["Nd"], sizes["Ld"]):
             shape = (queries, documents, length) if candidates else (documents, length)
             Q = torch.zeros((queries, Lq, d), dtype=dtype, device=device, requires_grad=training)
             D = torch.zeros((*shape, d), dtype=dtype, device=device, requires_grad=training)
             masks = [
-                torch.ones(t.shape[:-1], dtype=torch.bool, device=device) if wanted else None
-                for t, wanted in ((Q, q_mask), (D, d_mask))
+                torch.ones(t.shape[:-1], dtype=torch.bool, device=device) if has_mask else None
+                for t, has_mask in ((Q, q_mask), (D, d_mask))
             ]
             weight = torch.ones(Q.shape[:-1], dtype=score_dtype(dtype), device=device) if q_weight else None
-            known = {**options, "q_weight": weight}
-            make("maxsim", partial(maxsim, Q, D, *masks, **known), Q, D)
+            keywords = {**options, "q_weight": weight}
+            make("maxsim", partial(maxsim, Q, D, *masks, **keywords), Q, D)
             if argmax:
-                make("maxsim_with_argmax", partial(maxsim_with_argmax, Q, D, *masks, **known), Q, D)
+                make("maxsim_with_argmax", partial(maxsim_with_argmax, Q, D, *masks, **keywords), Q, D)
             if ragged:
                 _make_ragged_calls(make, Q, D if candidates else D.expand(queries, *D.shape), weight, options)
         compiler.compile(calls)
-    for best in each["top_k"]:
-        calls.time(f"top {best}", partial(topk.warm_up, device, score_dtype(dtype), best))
+    for k in sizes["top_k"]:
+        calls.time(f"top {k}", partial(topk.warm_up, device, score_dtype(dtype), k))
     return calls.made
 
 
@@ -159,8 +159,8 @@ class _KernelCompiler:
         """Compile the kernels that were added, and record the time in `calls`."""
         if self.backend is not None and self.missing:
             with self.backend.use_device(self.device):
-                said = f"compilation of {len(self.missing)} kernels"
-                calls.time(said, partial(self.backend.compile_in_parallel, self.missing))
+                description = f"compilation of {len(self.missing)} kernels"
+                calls.time(description, partial(self.backend.compile_in_parallel, self.missing))
             self.missing.clear()
 
 
@@ -172,11 +172,11 @@ class _CallTimer:
 
     def make(self, name: str, call: Callable[[], Any], Q: Tensor, D: Tensor) -> None:
         """Time a call without gradients and, if Q requires them, a training step of the call."""
-        said = f"{name}, Q {format_shape(Q)}, D {format_shape(D)}"
+        description = f"{name}, Q {format_shape(Q)}, D {format_shape(D)}"
         with torch.no_grad():
-            self.time(said, call)
+            self.time(description, call)
         if Q.requires_grad and not name.endswith("argmax"):
-            self.time(f"{said}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
+            self.time(f"{description}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
 
     def time(self, said: str, call: Callable[[], Any]) -> None:
         """Make one call, wait for it, and record its time in seconds."""
@@ -196,23 +196,23 @@ def _make_ragged_calls(make: Callable, Q: Tensor, D: Tensor, weight: Tensor | No
     store = D[0].flatten(0, 1) if Nq else D.flatten(0, 2)
     packed = Q.flatten(0, 1)
     cu_seqlens_q, cu_seqlens_d = (torch.arange(n + 1, device=Q.device) * L for n, L in ((Nq, Lq), (K, Ld)))
-    known = {**options, "q_weight": None if weight is None else weight.flatten()}
-    make("maxsim_varlen", partial(maxsim_varlen, packed, store, cu_seqlens_q, cu_seqlens_d, **known), packed, store)
+    keywords = {**options, "q_weight": None if weight is None else weight.flatten()}
+    make("maxsim_varlen", partial(maxsim_varlen, packed, store, cu_seqlens_q, cu_seqlens_d, **keywords), packed, store)
     offsets = cu_seqlens_d[:-1].expand(Nq, K).contiguous()
-    listed = partial(maxsim_candidates_varlen, packed, store, offsets, torch.full_like(offsets, Ld))
-    make("maxsim_candidates_varlen", partial(listed, cu_seqlens_q=cu_seqlens_q, **known), packed, store)
+    candidates_call = partial(maxsim_candidates_varlen, packed, store, offsets, torch.full_like(offsets, Ld))
+    make("maxsim_candidates_varlen", partial(candidates_call, cu_seqlens_q=cu_seqlens_q, **keywords), packed, store)
     pairs = torch.cartesian_prod(torch.arange(Nq, device=Q.device), torch.arange(K, device=Q.device))
-    cut: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "max_seqlen_q": Lq}
-    make("maxsim_pair_list", partial(maxsim_pair_list, packed, store, pairs, **cut, **known), packed, store)
+    bounds: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_d": cu_seqlens_d, "max_seqlen_q": Lq}
+    make("maxsim_pair_list", partial(maxsim_pair_list, packed, store, pairs, **bounds, **keywords), packed, store)
     lengths = torch.full((Nq,), Lq, device=Q.device), torch.full((Nq, K), Ld, device=Q.device)
     make("maxsim_padded", partial(maxsim_padded, Q, D, *lengths, q_weight=weight, **options), Q, D)
 
 
 def _as_sizes(name: str, given: Any) -> tuple[int, ...]:
     """Return one or several sizes as a tuple, which may be empty only for `top_k`."""
-    several = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-    if not several and name != "top_k":
+    sizes = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if not sizes and name != "top_k":
         raise ValueError(f"warmup: {name}: expected at least one size, got none")
-    for n in several:
+    for n in sizes:
         check_count("warmup", name, n, 1)
-    return several
+    return sizes

@@ -154,8 +154,8 @@ def check_types(op: str, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any
 def check_strided(op: str, name: str, t: Tensor) -> None:
     """Raise TypeError, naming the argument, for sparse and nested tensors."""
     if t.layout != torch.strided or t.is_nested:
-        found = "a nested tensor" if t.is_nested else f"layout {t.layout}"
-        raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {found}")
+        actual = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{op}: {name}: expected a dense (strided) tensor, got {actual}")
 
 
 def check_no_dtensor(op: str, **tensors: Any) -> None:
@@ -184,15 +184,15 @@ def check_fits_memory(op: str, name: str, shape: Sequence) -> None:
 def check_dtype(op: str, name: str, dtype: Any) -> None:
     """Raise TypeError, naming the argument, unless it is a dtype that tokens may have."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        found = dtype if isinstance(dtype, torch.dtype) else describe_type(dtype) + _suggest_dtype(dtype)
-        raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {found}")
+        actual = dtype if isinstance(dtype, torch.dtype) else describe_type(dtype) + _suggest_dtype(dtype)
+        raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {actual}")
 
 
 def _suggest_dtype(x: Any) -> str:
     """Return a hint with the torch dtype that a string or a numpy dtype names, or an empty string."""
-    spelled = x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
-    named = getattr(torch, str(spelled).removeprefix("torch."), None)
-    return f" {short_repr(spelled)}: pass {named}" if isinstance(named, torch.dtype) and named in DTYPES else ""
+    name = x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return f" {short_repr(name)}: pass {dtype}" if isinstance(dtype, torch.dtype) and dtype in DTYPES else ""
 
 
 def check_floats(op: str, name: str, x: Any) -> None:
@@ -249,9 +249,9 @@ def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> N
     """Raise ValueError unless `x` has the sizes `expected`. None matches any size."""
     if x.dim() != len(expected):
         raise ValueError(message())
-    for found, size in zip(x.shape, expected, strict=True):
+    for actual, size in zip(x.shape, expected, strict=True):
         if size is not None:
-            check_same_size(found, size, message)
+            check_same_size(actual, size, message)
 
 
 def check_indices(
@@ -368,8 +368,8 @@ def check_dense_batched(op: str, Q: Tensor, D: Tensor, q_mask: Tensor | None, d_
         )
     for name, mask in (("q_mask", q_mask), ("d_mask", d_mask)):
         if mask is not None and mask.dtype != torch.bool:
-            converts = add_op_namespace_prefix("maxsim")
-            raise TypeError(f"{op}: {name}: expected bool ({converts} converts integers), got {mask.dtype}")
+            op_name = add_op_namespace_prefix("maxsim")
+            raise TypeError(f"{op}: {name}: expected bool ({op_name} converts integers), got {mask.dtype}")
 
 
 def make_metadata_key(

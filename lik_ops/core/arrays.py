@@ -51,7 +51,7 @@ def share_arrays(op: str, **given: Any) -> tuple[Any, ...]:
     Raises:
         TypeError: torch has no dtype for the elements of an array.
     """
-    found = []
+    tensors = []
     for name, x in given.items():
         if x is not None and not isinstance(x, Tensor):
             try:
@@ -59,5 +59,5 @@ def share_arrays(op: str, **given: Any) -> tuple[Any, ...]:
                 x = [share_array(y) for y in x] if is_list else share_array(x)
             except TypeError as error:
                 raise TypeError(f"{op}: {name}: {error}") from None
-        found.append(x)
-    return tuple(found)
+        tensors.append(x)
+    return tuple(tensors)

@@ -40,10 +40,10 @@ def replace_file(path: str | os.PathLike[str], save: Callable[[Path], object]) -
         FileExistsError: `path` leads to something other than a regular file, such as a device.
         OSError: an error of the disk, with `path`.
     """
-    at = Path(path).absolute()
-    check_replaceable(at)
-    with add_path_to_errors(at), tempfile.TemporaryDirectory(prefix=".writing-", dir=at.parent) as directory:
-        publish_file(Path(directory), at.name, save)
+    target = Path(path).absolute()
+    check_replaceable(target)
+    with add_path_to_errors(target), tempfile.TemporaryDirectory(prefix=".writing-", dir=target.parent) as directory:
+        publish_file(Path(directory), target.name, save)
 
 
 def check_replaceable(path: Path) -> None:

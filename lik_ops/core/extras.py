@@ -33,10 +33,10 @@ def import_extra(purpose: str, extra: str, *modules: str) -> Any:
     Raises:
         ModuleNotFoundError: one of them is not installed.
     """
-    found = None
+    last_module = None
     for module in modules:
         try:
-            found = import_module(module)
+            last_module = import_module(module)
         except ModuleNotFoundError as error:
             raise make_missing_error(purpose, (error.name or module).split(".")[0], extra) from error
-    return found
+    return last_module

@@ -35,8 +35,8 @@ class PlanCache:
 
     def get(self, key: Any) -> Any:
         """Return the entry of `key`, or None."""
-        found = self._young.get(key)
-        return self._promote(key) if found is None else found
+        entry = self._young.get(key)
+        return self._promote(key) if entry is None else entry
 
     def _promote(self, key: Any) -> Any:
         """Move an old entry to the young generation and return it, or return None."""

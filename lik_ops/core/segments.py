@@ -171,8 +171,8 @@ class PackedArgs(NamedTuple):
 
     def metadata(self) -> tuple:
         """Return a key of everything except values and addresses that determines how the call is computed."""
-        each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in self.tensors]
-        return self.Q.get_device(), *self.sizes, *each
+        layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in self.tensors]
+        return self.Q.get_device(), *self.sizes, *layouts
 
     @property
     def has_no_gaps(self) -> bool:
@@ -269,10 +269,10 @@ def _check_document_segments(op: str, Q: Tensor, cu_seqlens_q: Any, d_offsets: A
     expected: Shape
     if pairs is None and isinstance(d_offsets, Tensor) and d_offsets.dim() == 2:
         queries = Q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        expected, spelled = (queries, None), "[Nq, K]"
+        expected, shape_text = (queries, None), "[Nq, K]"
     else:
-        expected, spelled = (None,), "[Nd]" if pairs is not None else "[Nd] or [Nq, K]"
-    check_indices(op, "d_offsets", d_offsets, expected, spelled, Q.device)
+        expected, shape_text = (None,), "[Nd]" if pairs is not None else "[Nd] or [Nq, K]"
+    check_indices(op, "d_offsets", d_offsets, expected, shape_text, Q.device)
     check_indices(op, "d_lengths", d_lengths, d_offsets.shape, "the shape of d_offsets", Q.device)
 
 

@@ -43,9 +43,9 @@ def _check_backend_name(name: str, source: str) -> str:
 
 def get_requested_backend() -> str:
     """Return the backend of the innermost `use_backend`, else of ``LIK_OPS_BACKEND``, else ``"auto"``."""
-    chosen = _backend.get()
-    if chosen is not None:
-        return chosen
+    backend = _backend.get()
+    if backend is not None:
+        return backend
     if _environment is not None and _backend_key not in _environment:
         return "auto"
     return _check_backend_name(os.environ.get(BACKEND_VARIABLE) or "auto", BACKEND_VARIABLE)
@@ -82,9 +82,9 @@ def use_backend(name: str) -> Iterator[None]:
 
 def is_checking_values() -> bool:
     """Return whether values are checked: the innermost `checks`, else ``LIK_OPS_CHECKS``, else False."""
-    chosen = _checks.get()
-    if chosen is not None:
-        return chosen
+    is_enabled = _checks.get()
+    if is_enabled is not None:
+        return is_enabled
     if _environment is not None and _checks_key not in _environment:
         return False
     return _read_flag(CHECKS_VARIABLE, False)
@@ -172,9 +172,9 @@ def checks(enabled: bool = True) -> Iterator[None]:
 
 def is_warning_of_norms() -> bool:
     """Return whether tokens may cause a warning: the innermost `norm_warning`, else the variable, else True."""
-    chosen = _norm_warning.get()
-    if chosen is not None:
-        return chosen
+    is_enabled = _norm_warning.get()
+    if is_enabled is not None:
+        return is_enabled
     return _read_flag(NORM_VARIABLE, True)
 
 

@@ -47,11 +47,11 @@ def _get_group_backends(group: Any) -> dict[str, str]:
     It is the same on all ranks.
     """
     group = resolve_group(group)
-    found = _group_backends.get(group)
-    if found is None:
-        found = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).lower().split(","))
-        _group_backends[group] = found
-    return found
+    backends = _group_backends.get(group)
+    if backends is None:
+        backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).lower().split(","))
+        _group_backends[group] = backends
+    return backends
 
 
 def _supports_device(device: torch.device, group: Any) -> bool:
@@ -103,9 +103,9 @@ def _choose_first_wire(group: Any, tensors: tuple) -> torch.device:
     """
     if is_host_group(group):
         return torch.device("cpu")
-    at = get_current_device(group)
-    devices = [x.device for x in tensors if isinstance(x, (Tensor, Index, Quantized)) and x.device.type == at.type]
-    return devices[0] if devices else at
+    device = get_current_device(group)
+    devices = [x.device for x in tensors if isinstance(x, (Tensor, Index, Quantized)) and x.device.type == device.type]
+    return devices[0] if devices else device
 
 
 def all_gather(received: Tensor, sent: Tensor, group: Any) -> None:
@@ -162,19 +162,19 @@ class Agreement:
         self.count = len(numbers)
         words = [int(error is not None), _hash_description(self.alike), *numbers]
         words += [0] * (_WORDS - len(words))
-        at, world = _choose_first_wire(group, tensors), dist.get_world_size(group)
+        device, world = _choose_first_wire(group, tensors), dist.get_world_size(group)
         self.copied: torch.cuda.Event | None = None
-        if at.type != "cuda":
-            self.rows = torch.empty((world, len(words)), dtype=torch.int64, device=at)
-            all_gather(self.rows.view(-1), copy_from_host(words, at), group)
+        if device.type != "cuda":
+            self.rows = torch.empty((world, len(words)), dtype=torch.int64, device=device)
+            all_gather(self.rows.view(-1), copy_from_host(words, device), group)
             return
-        with torch.cuda.stream(_make_side_stream(at, id(group))):
-            sent = copy_from_host(words, at)
-            received = torch.empty(world * len(words), dtype=torch.int64, device=at)
-            all_gather(received, sent, group)
+        with torch.cuda.stream(_make_side_stream(device, id(group))):
+            message = copy_from_host(words, device)
+            messages = torch.empty(world * len(words), dtype=torch.int64, device=device)
+            all_gather(messages, message, group)
             self.rows = torch.empty((world, len(words)), dtype=torch.int64, device="cpu", pin_memory=True)
-            self.rows.view(-1).copy_(received, non_blocking=True)
-            self.copied = torch.cuda.current_stream(at).record_event()
+            self.rows.view(-1).copy_(messages, non_blocking=True)
+            self.copied = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> list[list[int]]:
         """Return the numbers of each rank.
@@ -185,7 +185,7 @@ class Agreement:
         if self.copied is not None:
             self.copied.synchronize()
         rows = self.rows.tolist()
-        if any(failed or digest != rows[0][1] for failed, digest, *_ in rows):
+        if any(has_failed or digest != rows[0][1] for has_failed, digest, *_ in rows):
             self.compare(self.alike)
             raise RuntimeError(f"{self.op}: the ranks were called with different arguments")
         return [numbers[: self.count] for _, _, *numbers in rows]
@@ -195,21 +195,21 @@ class Agreement:
 
         All ranks must call this function.
         """
-        told: list[Any] = [None] * dist.get_world_size(self.group)
+        descriptions: list[Any] = [None] * dist.get_world_size(self.group)
         error = None if self.error is None else str(self.error)
-        dist.all_gather_object(told, (self.op, described, error), group=self.group)
-        functions = [op for op, _, _ in told]
+        dist.all_gather_object(descriptions, (self.op, described, error), group=self.group)
+        functions = [op for op, _, _ in descriptions]
         if len(set(functions)) > 1:
             raise ValueError(f"{self.op}: function: expected the same on all ranks, got {functions}") from self.error
         if self.error is not None:
             raise self.error
-        for rank, (_, _, other) in enumerate(told):
+        for rank, (_, _, other) in enumerate(descriptions):
             if other is not None:
                 raise ValueError(f"{self.op}: rank {rank}: {other}")
         for name in described:
-            found = [other.get(name) for _, other, _ in told]
-            if any(x != found[0] for x in found):
-                raise ValueError(f"{self.op}: {name}: expected the same on all ranks, got {found}")
+            values = [other.get(name) for _, other, _ in descriptions]
+            if any(x != values[0] for x in values):
+                raise ValueError(f"{self.op}: {name}: expected the same on all ranks, got {values}")
 
 
 def view_as_bytes(x: Tensor) -> Tensor:

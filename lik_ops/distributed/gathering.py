@@ -57,24 +57,24 @@ def broadcast_queries(
     Returns:
         The queries on `device`. Rank 0 gets its own tensors.
     """
-    dim, *sizes, code, masked, weighted = about
+    dim, *sizes, code, has_mask, has_weight = about
     shape, dtype = sizes[:dim], DTYPES[code]
-    kinds = [(shape, dtype)] + [(shape[:-1], torch.bool)] * masked + [(shape[:-1], score_dtype(dtype))] * weighted
+    kinds = [(shape, dtype)] + [(shape[:-1], torch.bool)] * has_mask + [(shape[:-1], score_dtype(dtype))] * has_weight
     room = [-(-prod(size) * kind.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size, kind in kinds]
     message = torch.empty(sum(room), dtype=torch.uint8, device=choose_wire_device(group, device, everywhere))
     parts = []
     for (size, kind), begin in zip(kinds, accumulate(room, initial=0), strict=False):
         parts.append(message[begin : begin + prod(size) * kind.itemsize].view(kind).view(size))
     if queries is not None:
-        given = (queries.Q, as_bool(queries.q_mask), queries.q_weight)
-        for target, x in zip(parts, (x for x in given if x is not None), strict=True):
+        inputs = (queries.Q, as_bool(queries.q_mask), queries.q_weight)
+        for target, x in zip(parts, (x for x in inputs if x is not None), strict=True):
             target.copy_(x.detach())
     if message.numel():
         dist.broadcast(message, group=group, group_src=0)
     if queries is not None:
         return queries
-    received = iter([x.to(device) for x in parts])
-    return SearchQueries(next(received), next(received) if masked else None, next(received) if weighted else None)
+    tensors = iter([x.to(device) for x in parts])
+    return SearchQueries(next(tensors), next(tensors) if has_mask else None, next(tensors) if has_weight else None)
 
 
 def merge_best(
@@ -101,14 +101,14 @@ def merge_best(
         ``(scores, indices)`` of all processes, with global indices.
     """
     scores, indices = best
-    device, integers = scores.device, torch.int64 if scores.dtype == torch.float64 else torch.int32
+    device, int_dtype = scores.device, torch.int64 if scores.dtype == torch.float64 else torch.int32
     counts = [min(top_k, n) for n in documents]
     message = torch.empty((2, len(scores), max(counts)), dtype=torch.int64, device=device)
-    message[0, :, : scores.shape[1]].copy_(scores.view(integers))
+    message[0, :, : scores.shape[1]].copy_(scores.view(int_dtype))
     torch.add(indices, first, out=message[1, :, : scores.shape[1]])
     message = message.to(choose_wire_device(group, device, everywhere))
-    received = message.new_empty((len(counts), *message.shape))
+    messages = message.new_empty((len(counts), *message.shape))
     if message.numel():
-        all_gather(received.view(-1), message.view(-1), group)
+        all_gather(messages.view(-1), message.view(-1), group)
     # Ranks are merged in the order of documents, because ties go to the lowest document.
-    return topk.merge_messages(received.to(device), counts, top_k, scores.dtype, missing)
+    return topk.merge_messages(messages.to(device), counts, top_k, scores.dtype, missing)

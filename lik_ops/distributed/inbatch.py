@@ -29,8 +29,10 @@ def _describe_call(op: str, given: tuple, normalize: bool, backward: str) -> tup
             raise ValueError(f"{op}: Q, D: expected [Nq, Lq, d], [Nd, Ld, d], got {list(Q.shape)}, {list(D.shape)}")
     except (TypeError, ValueError) as error:
         return {}, error
-    of_Q, of_D, of_weight = (torch.is_grad_enabled() and x is not None and x.requires_grad for x in (Q, D, q_weight))
-    gradients = dict(zip(_GRADIENTS, (of_Q or of_weight, of_D), strict=True))
+    needs_grad_Q, needs_grad_D, needs_grad_weight = (
+        torch.is_grad_enabled() and x is not None and x.requires_grad for x in (Q, D, q_weight)
+    )
+    gradients = dict(zip(_GRADIENTS, (needs_grad_Q or needs_grad_weight, needs_grad_D), strict=True))
     return {"d": D.shape[2], "dtype": D.dtype, "normalize": normalize, **gradients}, None
 
 
@@ -59,16 +61,16 @@ def _agree_on_args(
     `error` is a known error in the arguments of this rank.
     """
     Q, D, q_mask, d_mask, q_weight = given
-    alike, error = _describe_call(op, given, normalize, backward) if error is None else ({}, error)
+    shared_args, error = _describe_call(op, given, normalize, backward) if error is None else ({}, error)
     numbers = [0] * 5 if error is not None else [int(d_mask is not None), get_device_code(D.device), *D.shape]
-    told = Agreement(op, group, (D, Q), alike, numbers, error).wait()
-    if d_mask is None and any(masked for masked, *_ in told):
+    rank_numbers = Agreement(op, group, (D, Q), shared_args, numbers, error).wait()
+    if d_mask is None and any(has_mask for has_mask, *_ in rank_numbers):
         d_mask = D.new_ones(D.shape[:2], dtype=torch.bool)
-    everywhere = len({kind for _, kind, *_ in told}) == 1
-    ring = ProcessRing(group, choose_wire_device(group, D.device, everywhere), D.device)
-    needs_grad = any(alike[name] for name in _GRADIENTS)
-    around = RingPass(ring, [tuple(shape) for _, _, *shape in told])
-    return _RingArgs(around, Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), needs_grad)
+    is_same_device_type = len({kind for _, kind, *_ in rank_numbers}) == 1
+    ring = ProcessRing(group, choose_wire_device(group, D.device, is_same_device_type), D.device)
+    needs_grad = any(shared_args[name] for name in _GRADIENTS)
+    ring_pass = RingPass(ring, [tuple(shape) for _, _, *shape in rank_numbers])
+    return _RingArgs(ring_pass, Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), needs_grad)
 
 
 def maxsim_inbatch(
@@ -136,9 +138,9 @@ def maxsim_inbatch(
         check_flag(op, "recompute", recompute)
     except TypeError as wrong:
         error = wrong
-    ready = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward, error)
-    options = RingScoreOptions(ready.round, normalize, backward, ready.needs_grad and not recompute)
-    return RingMaxSim.apply(*ready.tensors, options)
+    ring_args = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward, error)
+    options = RingScoreOptions(ring_args.round, normalize, backward, ring_args.needs_grad and not recompute)
+    return RingMaxSim.apply(*ring_args.tensors, options)
 
 
 def maxsim_cross_entropy(
@@ -215,9 +217,9 @@ def maxsim_cross_entropy(
             q_weight, temperature = loss_ops.divide_weights(temperature, Q, as_bool(q_mask), q_weight), 1.0
     except (TypeError, ValueError) as wrong:
         error = wrong
-    ready = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, error=error)
+    ring_args = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, error=error)
     if labels is None:
-        labels = ready.round.columns(0).start + loss_ops.make_default_labels(Q, D)
-    options = RingLossOptions(ready.round, float(temperature), ignore_index, normalize)
-    losses = RingCrossEntropy.apply(*ready.tensors, labels.long(), options)  # int32 would wrap, see `count_labels`
+        labels = ring_args.round.columns(0).start + loss_ops.make_default_labels(Q, D)
+    options = RingLossOptions(ring_args.round, float(temperature), ignore_index, normalize)
+    losses = RingCrossEntropy.apply(*ring_args.tensors, labels.long(), options)  # int32 would wrap, see `count_labels`
     return loss_ops.reduce_losses(losses, labels, ignore_index, reduction)

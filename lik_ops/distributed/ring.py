@@ -43,8 +43,8 @@ class RingExchange:
         """
         for work in self.works:
             work.wait()
-        received, self.sent, self.received = self.received, [], []
-        return [x.to(self.device) for x in received]
+        buffers, self.sent, self.received = self.received, [], []
+        return [x.to(self.device) for x in buffers]
 
 
 class ProcessRing:
@@ -61,8 +61,8 @@ class ProcessRing:
 
     def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> RingExchange:
         """Start sending `sent` to the next process and receiving tensors of `shapes` from the previous one."""
-        received = [torch.empty(s, dtype=x.dtype, device=self.wire) for x, s in zip(sent, shapes, strict=True)]
-        return RingExchange(self, sent, received)
+        buffers = [torch.empty(s, dtype=x.dtype, device=self.wire) for x, s in zip(sent, shapes, strict=True)]
+        return RingExchange(self, sent, buffers)
 
 
 @dataclass
@@ -105,9 +105,9 @@ class RingPass:
         """
         block = [D] if d_mask is None else [D, d_mask]
         for step in range(self.ring.world):
-            coming = self._next_block(step, block)
+            exchange = self._next_block(step, block)
             block_at(step, block[0], block[1] if len(block) > 1 else None)
-            block = coming.wait() if coming is not None else []
+            block = exchange.wait() if exchange is not None else []
 
     def gradients(self, like: tuple, d_mask: Tensor | None, needs: list[bool], of_block: Callable) -> tuple:
         """Return the gradients of Q, D and `q_weight` from the gradients of each block.
@@ -133,10 +133,10 @@ class RingPass:
                 if needs[i]:
                     sums[i] = _accumulate(sums[i], grads[i])
             if needs[1]:
-                sums[1] = of_D = _accumulate(None if carried is None else carried.wait()[0], grads[1])
+                sums[1] = grad_D = _accumulate(None if carried is None else carried.wait()[0], grads[1])
                 # Also sent after the last step, when the gradient returns to its owner.
                 if self.ring.world > 1:
-                    carried = self.ring.shift([of_D], [self.shapes[self.ring.owner(step + 1)]])
+                    carried = self.ring.shift([grad_D], [self.shapes[self.ring.owner(step + 1)]])
 
         self.visit(like[1], d_mask, add)
         if carried is not None:
@@ -189,9 +189,9 @@ class RingMaxSim(torch.autograd.Function):
 
         def score(step, block, mask):
             dtype = choose_argmax_dtype(block.shape[1]) if options.keeps_argmax else None
-            found = lik.maxsim_fwd(Q, block, q_mask, mask, q_weight, options.normalize, dtype, "auto")
-            scores[:, options.round.columns(step)] = found[0]
-            argmax.append(found[1])
+            results = lik.maxsim_fwd(Q, block, q_mask, mask, q_weight, options.normalize, dtype, "auto")
+            scores[:, options.round.columns(step)] = results[0]
+            argmax.append(results[1])
 
         options.round.visit(D, d_mask, score)
         ctx.options = options
@@ -209,11 +209,11 @@ class RingMaxSim(torch.autograd.Function):
     def gradients(ctx, grad_scores):
         """Compute the gradients of the inputs in one pass around the ring."""
         options, needs = ctx.options, list(ctx.needs_input_grad[:3])
-        Q, D, q_weight, q_mask, d_mask, *argmax_found = ctx.saved_tensors
+        Q, D, q_weight, q_mask, d_mask, *saved_argmax = ctx.saved_tensors
         op = choose_backward(options.backward)
 
         def of_block(step, block, mask):
-            argmax = argmax_found[step] if argmax_found else Q.new_empty(0, dtype=torch.int32)
+            argmax = saved_argmax[step] if saved_argmax else Q.new_empty(0, dtype=torch.int32)
             upstream = grad_scores[:, options.round.columns(step)].contiguous()
             return op(upstream, Q, block, argmax, q_mask, mask, q_weight, options.normalize, needs)
 
@@ -243,18 +243,18 @@ class RingCrossEntropy(torch.autograd.Function):
         def score(step, block, mask):
             nonlocal found
             if len(block):
-                here = _localize_labels(labels, options, step)
+                block_labels = _localize_labels(labels, options, step)
                 # A label in another block is replaced by 0. The loss at that label is not used.
-                tensors = Q, block, q_mask, mask, q_weight, here.clamp(min=0)
+                tensors = Q, block, q_mask, mask, q_weight, block_labels.clamp(min=0)
                 losses, lse = lik.maxsim_cross_entropy_fwd(*tensors, options.temperature, _IGNORED, options.normalize)
-                found = found.joined(_RunningLoss.of(losses, lse), here >= 0)
+                found = found.joined(_RunningLoss.of(losses, lse), block_labels >= 0)
 
         options.round.visit(D, d_mask, score)
         losses, lse = found.results()
-        ignored = labels == options.ignore_index
-        wrong = (labels < 0) | (labels >= options.round.documents)
-        losses.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0)
-        lse.masked_fill_(wrong[:, None], torch.nan).masked_fill_(ignored[:, None], 0)
+        is_ignored = labels == options.ignore_index
+        is_invalid = (labels < 0) | (labels >= options.round.documents)
+        losses.masked_fill_(is_invalid, torch.nan).masked_fill_(is_ignored, 0)
+        lse.masked_fill_(is_invalid[:, None], torch.nan).masked_fill_(is_ignored[:, None], 0)
         ctx.options = options
         ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, labels, lse)
         return losses
@@ -274,8 +274,8 @@ class RingCrossEntropy(torch.autograd.Function):
 
         def of_block(step, block, mask):
             tensors = Q, block, q_mask, mask, q_weight, _localize_labels(labels, options, step), lse
-            rest = options.temperature, _IGNORED, options.normalize, needs
-            return lik.maxsim_cross_entropy_bwd(grad_losses, *tensors, *rest)
+            settings = options.temperature, _IGNORED, options.normalize, needs
+            return lik.maxsim_cross_entropy_bwd(grad_losses, *tensors, *settings)
 
         return *options.round.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None, None
 
@@ -283,9 +283,9 @@ class RingCrossEntropy(torch.autograd.Function):
 def _localize_labels(labels: Tensor, options: RingLossOptions, step: int) -> Tensor:
     """Return the labels as documents of the block of a step."""
     columns = options.round.columns(step)
-    here = (labels >= columns.start) & (labels < columns.stop)
-    ignored = labels == options.ignore_index
-    return torch.where(ignored, _IGNORED, torch.where(here, labels - columns.start, _LABEL_ELSEWHERE))
+    is_in_block = (labels >= columns.start) & (labels < columns.stop)
+    is_ignored = labels == options.ignore_index
+    return torch.where(is_ignored, _IGNORED, torch.where(is_in_block, labels - columns.start, _LABEL_ELSEWHERE))
 
 
 class _RunningLoss(NamedTuple):
@@ -312,13 +312,15 @@ class _RunningLoss(NamedTuple):
     def joined(self, block: _RunningLoss, here: Tensor) -> _RunningLoss:
         """Return the loss over these blocks and another one, which has the positive documents of the queries `here`."""
         best = torch.maximum(self.best, block.best)
-        equal, first = self.best == block.best, self.best >= block.best  # -inf may equal -inf
-        shrunk = torch.where(equal, 0, -(self.best - block.best).abs()).exp()
-        more, less = (torch.where(first, a, b) for a, b in ((self.others, block.others), (block.others, self.others)))
-        nearest = torch.where(here, block.at_label, self.at_label)
-        of_label = torch.where(here, block.best, self.best)
-        lowered = torch.where(of_label == best, 0, of_label - best)
-        return _RunningLoss(best, more + (1 + less) * shrunk, nearest + lowered)
+        is_equal, is_larger = self.best == block.best, self.best >= block.best  # -inf may equal -inf
+        scale = torch.where(is_equal, 0, -(self.best - block.best).abs()).exp()
+        large_sum, small_sum = (
+            torch.where(is_larger, a, b) for a, b in ((self.others, block.others), (block.others, self.others))
+        )
+        label_term = torch.where(here, block.at_label, self.at_label)
+        label_best = torch.where(here, block.best, self.best)
+        shift = torch.where(label_best == best, 0, label_best - best)
+        return _RunningLoss(best, large_sum + (1 + small_sum) * scale, label_term + shift)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return losses, and log-sum-exps as two numbers, in the form of ``lik::maxsim_cross_entropy_fwd``."""

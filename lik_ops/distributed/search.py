@@ -76,15 +76,15 @@ class _RankArgs(NamedTuple):
         """Return the best documents of this rank's part."""
         shard = self.shard
         if shard is None:
-            nothing = queries.Q.new_empty((0, 1, queries.Q.shape[-1]))
-            shard = shards.make_target(_RETRIEVE, nothing, None, None, _NO_STAGES)
+            empty_documents = queries.Q.new_empty((0, 1, queries.Q.shape[-1]))
+            shard = shards.make_target(_RETRIEVE, empty_documents, None, None, _NO_STAGES)
         return shard.best(queries, top_k, self.begin, self.end, options)
 
     def numbers(self) -> list[int]:
         """Return the integers that the other ranks need."""
-        about = NO_QUERIES if self.queries is None else describe_queries(self.queries)
+        description = NO_QUERIES if self.queries is None else describe_queries(self.queries)
         sizes = (0, 0) if self.shard is None else (self.shard.documents, self.shard.width)
-        return [self.begin, self.end, get_device_code(self.device), *self.kind, *about, *sizes]
+        return [self.begin, self.end, get_device_code(self.device), *self.kind, *description, *sizes]
 
 
 def _prepare_rank(
@@ -101,8 +101,8 @@ def _prepare_rank(
         check_strided(op, "D", corpus)
     if queries[0] is not None:
         check_has_values(op, "Q", queries[0])
-    at = get_current_device(group) if device is None else as_device(op, device)
-    if at.type == "meta":
+    target_device = get_current_device(group) if device is None else as_device(op, device)
+    if target_device.type == "meta":
         raise ValueError(f"{op}: device: expected one with values, got meta")
     if subset is not None:
         subset = as_mask_or_integers(op, "subset", subset)
@@ -111,16 +111,16 @@ def _prepare_rank(
         alike["documents"] = None if alike["sharded"] else 0
         if subset is not None:
             resolve_subset(op, subset, queries[0], 0, torch.device("cpu"))
-        return _RankArgs(None, 0, 0, None, at)
+        return _RankArgs(None, 0, 0, None, target_device)
     shard = shards.make_target(op, corpus, d_mask, cu_seqlens_d, stages, queries[0], subset)
     D, d_mask, cu_seqlens_d = shard.sample()
     Q, q_mask, q_weight = queries if queries[0] is not None else (D.new_empty((0, 1, D.shape[-1])), None, None)
     if isinstance(shard, shards.StreamedTarget):
         D, d_mask = D.to(Q.device), None if d_mask is None else d_mask.to(Q.device)
-    Q, like, q_weight = autocast.cast_to_autocast(Q, D[:0], q_weight)
-    sources.check_dtype(op, Q, like.dtype)
+    Q, empty_D, q_weight = autocast.cast_to_autocast(Q, D[:0], q_weight)
+    sources.check_dtype(op, Q, empty_D.dtype)
     # A placeholder of the same shape in the dtype of the autocast region.
-    D = D if like.dtype == D.dtype else like.new_empty(()).expand(D.shape)
+    D = D if empty_D.dtype == D.dtype else empty_D.new_empty(()).expand(D.shape)
     tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
     topk.check_search_args(op, topk.SearchArgs(*tensors, normalize=False, top_k=top_k, chunk=None))
     begin, end = 0, shard.size
@@ -129,10 +129,10 @@ def _prepare_rank(
         alike["documents"] = shard.documents
         if subset is not None:
             alike["subset"] += f", {shard.size} documents"
-    of_documents = D.shape[-1], DTYPES.index(D.dtype)
+    document_kind = D.shape[-1], DTYPES.index(D.dtype)
     if queries[0] is not None:
-        return _RankArgs(shard, begin, end, SearchQueries(Q, q_mask, q_weight), Q.device, of_documents)
-    return _RankArgs(shard, begin, end, None, shard.device or at, of_documents)
+        return _RankArgs(shard, begin, end, SearchQueries(Q, q_mask, q_weight), Q.device, document_kind)
+    return _RankArgs(shard, begin, end, None, shard.device or target_device, document_kind)
 
 
 def _is_document_only(Q: Any, d_mask: Any, cu_seqlens_d: Any, stages: dict) -> bool:
@@ -142,12 +142,12 @@ def _is_document_only(Q: Any, d_mask: Any, cu_seqlens_d: Any, stages: dict) -> b
 
 def _check_kinds(agreement: Agreement, kinds: list[list[int]]) -> None:
     """Raise unless all ranks that know d and dtype of the documents agree on them."""
-    known = [x for x in kinds if x != [-1, -1]]
+    known_kinds = [x for x in kinds if x != [-1, -1]]
     d, dtype = kinds[dist.get_rank(agreement.group)]
-    mine = {"d": d if d >= 0 else None, "dtype": DTYPES[dtype] if dtype >= 0 else None}
-    unlike = {name: mine[name] for n, name in enumerate(mine) if len({x[n] for x in known}) > 1}
-    if unlike:
-        agreement.compare(unlike)
+    own_kind = {"d": d if d >= 0 else None, "dtype": DTYPES[dtype] if dtype >= 0 else None}
+    differences = {name: own_kind[name] for n, name in enumerate(own_kind) if len({x[n] for x in known_kinds}) > 1}
+    if differences:
+        agreement.compare(differences)
 
 
 def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about: list[list[int]]) -> bool:
@@ -155,11 +155,11 @@ def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about:
 
     Raise if the queries of the ranks do not fit together.
     """
-    given = [rank for rank, x in enumerate(about) if x != NO_QUERIES]
-    if given == [0] and len(about) > 1:
+    query_ranks = [rank for rank, x in enumerate(about) if x != NO_QUERIES]
+    if query_ranks == [0] and len(about) > 1:
         return True
-    if len(given) < len(about):
-        raise ValueError(f"{_RETRIEVE}: Q: expected it on rank 0 alone or on all ranks, got it on {given}")
+    if len(query_ranks) < len(about):
+        raise ValueError(f"{_RETRIEVE}: Q: expected it on rank 0 alone or on all ranks, got it on {query_ranks}")
     if any(x != about[0] for x in about):
         assert queries is not None
         kinds = {n: None if x is None else (tuple(x.shape), x.dtype) for n, x in queries._asdict().items()}
@@ -267,7 +267,7 @@ def retrieve(
     """
     check_group(_RETRIEVE, group)
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
-    alike: dict[str, Any] = {
+    shared_args: dict[str, Any] = {
         "sharded": sharded is True,
         "documents": None,
         "normalize": normalize is True,
@@ -277,8 +277,8 @@ def retrieve(
     stages = {"n_candidates": n_candidates, "n_probe": n_probe}
     # Sent to the other ranks even if a value is not a count and the call raises.
     counts = {"top_k": top_k} | stages
-    alike |= {name: x if x is None or isinstance(x, int) else describe_type(x) for name, x in counts.items()}
-    call, found, error = None, None, None
+    shared_args |= {name: x if x is None or isinstance(x, int) else describe_type(x) for name, x in counts.items()}
+    call, early_result, error = None, None, None
     try:
         flags = {"normalize": normalize, "sharded": sharded, "return_argmax": return_argmax}
         for name, flag in {**flags, "progress": progress or False}.items():
@@ -289,16 +289,16 @@ def retrieve(
         topk.check_counts(_RETRIEVE, top_k, chunk)
         documents = corpus, d_mask, cu_seqlens_d
         stages |= {"chunk": chunk}
-        call = _prepare_rank(alike, (Q, q_mask, q_weight), documents, subset, stages, group, device)
+        call = _prepare_rank(shared_args, (Q, q_mask, q_weight), documents, subset, stages, group, device)
         if is_host_group(group):
-            found = _launch_early(call, top_k, group, options)
+            early_result = _launch_early(call, top_k, group, options)
     except Exception as failure:  # any error, because the other ranks wait for this one
         error = failure
     numbers = [0, 0, 0, -1, -1, *NO_QUERIES, 0, 0] if call is None else call.numbers()
-    agreement = Agreement(_RETRIEVE, group, (corpus, Q), alike, numbers, error)
+    agreement = Agreement(_RETRIEVE, group, (corpus, Q), shared_args, numbers, error)
     if call is not None and not is_host_group(group):
-        found = _launch_early(call, top_k, group, options)
-    results = _finish_search(call, found, agreement, top_k, sharded, group, options)
+        early_result = _launch_early(call, top_k, group, options)
+    results = _finish_search(call, early_result, agreement, top_k, sharded, group, options)
     if not return_argmax:
         return results[:2]
     return *results[:2], _find_argmax(results, (corpus, d_mask, cu_seqlens_d), sharded, normalize, group)
@@ -331,20 +331,20 @@ def _find_argmax(found: _Results, documents: tuple, sharded: bool, normalize: bo
     rank, indices, (corpus, d_mask, cu_seqlens_d) = dist.get_rank(group), found.indices, documents
     if sharded:
         begin, end = found.ranges[rank]
-        own = torch.where((indices >= begin) & (indices < end), indices - begin, -1)
+        own_indices = torch.where((indices >= begin) & (indices < end), indices - begin, -1)
     else:
         column = torch.arange(indices.shape[-1], device=indices.device)
-        own = torch.where(column % dist.get_world_size(group) == rank, indices, -1)
+        own_indices = torch.where(column % dist.get_world_size(group) == rank, indices, -1)
     Q, q_mask, q_weight = found.queries
     if isinstance(corpus, Index):
         corpus, cu_seqlens_d = inputs.unpack_index(_RETRIEVE, corpus, cu_seqlens_d)
     if sharded and begin == end:
-        argmax = own.new_full((*own.shape, Q.shape[-2]), -1)
+        argmax = own_indices.new_full((*own_indices.shape, Q.shape[-2]), -1)
     else:
         if not isinstance(corpus, Quantized):
             corpus, cu_seqlens_d = sources.pack_documents(_RETRIEVE, corpus, d_mask, cu_seqlens_d, Q)
         tensors = Q, corpus, q_mask, d_mask, cu_seqlens_d, q_weight
-        argmax = find_argmax(_RETRIEVE, topk.SearchArgs(*tensors, normalize, 0, None), own)
+        argmax = find_argmax(_RETRIEVE, topk.SearchArgs(*tensors, normalize, 0, None), own_indices)
     message = argmax.to(choose_wire_device(group, argmax.device, found.everywhere)).contiguous()
     if message.numel():
         dist.all_reduce(message, dist.ReduceOp.MAX, group)  # -1 on all ranks but one
@@ -361,29 +361,32 @@ def _finish_search(
     options: dict,
 ) -> _Results:
     """Run the search unless it was launched early, and merge the best documents of all ranks."""
-    told = agreement.wait()
+    rank_numbers = agreement.wait()
     assert call is not None, "or waiting had raised what is wrong"
     rank, all_ranks = dist.get_rank(group), resolve_group(group)
-    _check_kinds(agreement, [x[3:5] for x in told])
-    documents, everywhere = _count_documents([x[:2] for x in told], sharded), len({x[2] for x in told}) == 1
+    _check_kinds(agreement, [x[3:5] for x in rank_numbers])
+    documents, is_same_device_type = (
+        _count_documents([x[:2] for x in rank_numbers], sharded),
+        len({x[2] for x in rank_numbers}) == 1,
+    )
     queries = call.queries
-    about = [x[5 : 5 + len(NO_QUERIES)] for x in told]
-    if _needs_broadcast(agreement, queries, about):
+    descriptions = [x[5 : 5 + len(NO_QUERIES)] for x in rank_numbers]
+    if _needs_broadcast(agreement, queries, descriptions):
         _groups_with_queries.discard(all_ranks)
-        queries = broadcast_queries(queries, about[0], group, call.device, everywhere)
+        queries = broadcast_queries(queries, descriptions[0], group, call.device, is_same_device_type)
     else:
         _groups_with_queries.add(all_ranks)
     assert queries is not None
     if found is None:
         found = call.best(queries, top_k, options)
-    first = found.first + (sum(x[-2] for x in told[:rank]) if sharded else 0)
+    first = found.first + (sum(x[-2] for x in rank_numbers[:rank]) if sharded else 0)
     has_subset = agreement.alike["subset"] is not None
     if has_subset or (isinstance(call.shard, shards.ResidentTarget) and call.shard.is_staged):
         values, indices = found.best
         found.best = values, indices.where(indices >= 0, -1 - first)  # becomes -1 when `first` is added
-    scores, indices = merge_best(found.best, first, documents, top_k, group, everywhere, has_subset)
+    scores, indices = merge_best(found.best, first, documents, top_k, group, is_same_device_type, has_subset)
     if has_subset:
-        width = sum(x[-1] for x in told) if sharded else told[rank][-1]
+        width = sum(x[-1] for x in rank_numbers) if sharded else rank_numbers[rank][-1]
         scores, indices = pad_results((scores, indices), min(top_k, width))
-    ends = [0, *accumulate(x[-2] for x in told)]
-    return _Results(*drop_query_axis(queries.Q, (scores, indices)), queries, [*pairwise(ends)], everywhere)
+    ends = [0, *accumulate(x[-2] for x in rank_numbers)]
+    return _Results(*drop_query_axis(queries.Q, (scores, indices)), queries, [*pairwise(ends)], is_same_device_type)

@@ -66,9 +66,9 @@ def _check_all_replaced(name: str, program: torch.export.ExportedProgram, but: t
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = {str(node.target) for graph in graphs for node in graph.nodes}.difference(but)
     for prefix, expected in _EXPECTED:
-        left = sorted(target for target in targets if target.startswith(prefix))
-        if left:
-            raise NotImplementedError(f"{name}: expected {expected}, found {', '.join(left)}")
+        op_names = sorted(target for target in targets if target.startswith(prefix))
+        if op_names:
+            raise NotImplementedError(f"{name}: expected {expected}, found {', '.join(op_names)}")
 
 
 def open_operators(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -95,9 +95,9 @@ def open_operators(program: torch.export.ExportedProgram) -> torch.export.Export
         >>> lik_ops.export.open_operators(program).module()(Q, D).shape
         torch.Size([4, 50])
     """
-    opened = _replace_operators(program, _compute_blocked)
-    _check_all_replaced("open_operators: program", opened)
-    return opened
+    open_program = _replace_operators(program, _compute_blocked)
+    _check_all_replaced("open_operators: program", open_program)
+    return open_program
 
 
 def package(
@@ -147,7 +147,7 @@ def package(
         raise ValueError(f"package: path: expected a name that ends in .pt2, got {path!r}")
     with torch.no_grad():
         program = torch.export.export(module, example_inputs, dynamic_shapes=dynamic_shapes)
-    opened = _replace_operators(program, _compute_packaged)
-    opens = f"{lik.name}.maxsim_packaged.default"  # the compiler does
-    _check_all_replaced("package: module", opened, but=(opens,))
-    return torch._inductor.aoti_compile_and_package(opened, package_path=path, inductor_configs=inductor_configs)
+    open_program = _replace_operators(program, _compute_packaged)
+    packaged_op = f"{lik.name}.maxsim_packaged.default"  # the compiler does
+    _check_all_replaced("package: module", open_program, but=(packaged_op,))
+    return torch._inductor.aoti_compile_and_package(open_program, package_path=path, inductor_configs=inductor_configs)

@@ -42,7 +42,7 @@ def onnx_translations() -> dict[Any, Callable]:
 def _translate_maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weight: Any, normalize: bool) -> Any:
     """Build the ONNX graph of `lik::maxsim`."""
     q_flat, d_flat, candidates = len(Q.shape) == 2, len(D.shape) == 2, len(D.shape) == 4
-    result = 11 if Q.dtype.name == "DOUBLE" else 1  # onnx.TensorProto.DOUBLE, FLOAT
+    score_type = 11 if Q.dtype.name == "DOUBLE" else 1  # onnx.TensorProto.DOUBLE, FLOAT
 
     def axis(n: int) -> Any:
         return op.Constant(value_ints=[n])
@@ -54,10 +54,10 @@ def _translate_maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weigh
         return None if mask is None else op.Cast(mask, to=9)
 
     def number(value: float) -> Any:
-        return op.Cast(op.Constant(value_float=value), to=result)
+        return op.Cast(op.Constant(value_float=value), to=score_type)
 
     def rows(x: Any) -> Any:
-        x = op.Cast(x, to=result)
+        x = op.Cast(x, to=score_type)
         if not normalize:
             return x
         norm = op.ReduceL2(x, axis(-1), keepdims=1)

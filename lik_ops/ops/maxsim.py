@@ -113,8 +113,8 @@ def _compute_gradients(op: str, args: tuple) -> tuple[Tensor, Tensor, Tensor]:
     options = normalize, *needs, make_metadata_key(Q, D, q_mask, d_mask, q_weight)
     run = lookup_once(op, (grad_scores, argmax), options, _make_backward_call, op, args)
     functional.reject_forward_ad(grad_scores, Q, D, q_weight)
-    argmax_found = argmax if argmax.dim() != 1 else None
-    return run(grad_scores, Q, D, argmax_found, q_mask, d_mask, q_weight, normalize, needs)
+    saved_argmax = argmax if argmax.dim() != 1 else None
+    return run(grad_scores, Q, D, saved_argmax, q_mask, d_mask, q_weight, normalize, needs)
 
 
 def _make_backward_call(op: str, args: tuple) -> Callable[..., tuple]:
@@ -156,9 +156,9 @@ def _fake_gradients(op: str, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _call_backward(grad_scores, tensors, argmax, options, needs):
-    Q, D, *rest = tensors
+    Q, D, *per_token = tensors
     normalize, _, backward = options
-    return choose_backward(backward)(grad_scores, Q, D, argmax, *rest, normalize, needs)
+    return choose_backward(backward)(grad_scores, Q, D, argmax, *per_token, normalize, needs)
 
 
 register_autograd(maxsim_fwd, DenseArgs, _call_backward)
@@ -201,8 +201,8 @@ def _composite(
     scores = eager.try_maxsim(Q, D, q_mask, d_mask, q_weight, normalize, backward, recompute)
     if scores is not None:
         return scores
-    given = Q, D, q_mask, d_mask, q_weight
-    return call_dispatched("maxsim", lik.maxsim_fwd, given, normalize, backward, recompute)[0]
+    tensors = Q, D, q_mask, d_mask, q_weight
+    return call_dispatched("maxsim", lik.maxsim_fwd, tensors, normalize, backward, recompute)[0]
 
 
 def call_dispatched(
@@ -240,12 +240,12 @@ def call_dispatched(
         argmax_dtype = choose_argmax_dtype(D.shape[-2])
     tensors = add_batch_axes(Q, D, as_bool(q_mask), as_bool(d_mask), q_weight)
     scores, argmax = forward(*tensors, normalize, argmax_dtype, backward)
-    found = [scores]
+    results = [scores]
     if with_argmax:
-        found.append((argmax if D.dim() == 4 else argmax.transpose(0, 1)).long())
+        results.append((argmax if D.dim() == 4 else argmax.transpose(0, 1)).long())
     if D.dim() == 2:
-        found = [x.squeeze(1) for x in found]
-    return [x.squeeze(0) for x in found] if Q.dim() == 2 else found
+        results = [x.squeeze(1) for x in results]
+    return [x.squeeze(0) for x in results] if Q.dim() == 2 else results
 
 
 _LIBRARY = torch.library.Library(lik.name, "FRAGMENT")

@@ -78,9 +78,9 @@ def make_tokens_like(Q: Tensor, shape: Any) -> Tensor:
 def _unpack_args(args: tuple) -> tuple[tuple, EncodedTokens]:
     """Return the tensors of the ragged call, with a placeholder for D, and the encoded tokens with one token axis."""
     Q, data = args[:2]
-    stored = EncodedTokens(data.flatten(0, -2), *args[2 : _ENCODED_SLICE.stop])
+    encoded_tokens = EncodedTokens(data.flatten(0, -2), *args[2 : _ENCODED_SLICE.stop])
     D = make_tokens_like(Q, (*data.shape[:-1], Q.shape[-1]))
-    return (Q, D, *args[_ENCODED_SLICE.stop : _FIRST_OPTION]), stored
+    return (Q, D, *args[_ENCODED_SLICE.stop : _FIRST_OPTION]), encoded_tokens
 
 
 def _check_forward_args(tensors: tuple, stored: EncodedTokens, argmax_dtype: Any) -> None:
@@ -103,25 +103,25 @@ def _check_backward_args(
 def _check_encoded_tokens(op: str, Q: Tensor, stored: EncodedTokens) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the encoded documents fit Q."""
     check_choice(op, "format", stored.format, tuple(OPERAND_FORMATS))
-    kept = OPERAND_FORMATS[stored.format]
-    expected = -(-Q.shape[-1] // kept.each)
-    if stored.data.dtype != kept.bytes:
-        raise TypeError(f"{op}: data: expected {kept.bytes} for {stored.format}, got {stored.data.dtype}")
+    operand_format = OPERAND_FORMATS[stored.format]
+    expected = -(-Q.shape[-1] // operand_format.each)
+    if stored.data.dtype != operand_format.bytes:
+        raise TypeError(f"{op}: data: expected {operand_format.bytes} for {stored.format}, got {stored.data.dtype}")
     require(
         stored.data.shape[1] == expected,
         lambda: f"{op}: data: expected [Td, {expected}] for d = {Q.shape[-1]}, got {list(stored.data.shape)}",
     )
     for name, x in (("scale", stored.scale), ("minimum", stored.minimum)):
-        check_tensor(op, name, x, or_none=name == "minimum" and not kept.affine)
+        check_tensor(op, name, x, or_none=name == "minimum" and not operand_format.affine)
         if x is None:
             continue
-        if name == "minimum" and not kept.affine:
+        if name == "minimum" and not operand_format.affine:
             raise TypeError(f"{op}: minimum: expected None for {stored.format}, got a Tensor")
         fits = x.dim() == 1 and (x.shape[0] == 1 or x.shape[0] == stored.data.shape[0])
-        dtype = kept.scale if name == "scale" else torch.float32
+        dtype = operand_format.scale if name == "scale" else torch.float32
         if x.dtype != dtype or not fits:
             raise ValueError(f"{op}: {name}: expected {dtype} [Td] or [1], got {x.dtype} {list(x.shape)}")
-    _check_code_tensors(op, stored, kept, Q.shape[-1])
+    _check_code_tensors(op, stored, operand_format, Q.shape[-1])
     for name, x in stored._asdict().items():
         if isinstance(x, Tensor) and x.device != Q.device:
             raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {x.device}")
@@ -131,7 +131,7 @@ def _check_code_tensors(op: str, stored: EncodedTokens, kept: Format, d: Any) ->
     """Raise ValueError or TypeError unless the tensors of residual codes fit `kept`, and are None for other formats."""
     dtypes = {"codes": INDEX_DTYPES, "centroids": DTYPES[:3], "weights": (torch.float32,)}
     shapes = {"codes": (stored.data.shape[0],), "centroids": (None, d), "weights": (2**kept.nbits,)}
-    for name, of in dtypes.items():
+    for name, allowed_dtypes in dtypes.items():
         x = getattr(stored, name)
         if not kept.nbits:
             if x is not None:
@@ -139,8 +139,8 @@ def _check_code_tensors(op: str, stored: EncodedTokens, kept: Format, d: Any) ->
             continue
         check_tensor(op, name, x)
         expected = shapes[name]
-        if x.dtype not in of:
-            raise TypeError(f"{op}: {name}: expected {' or '.join(map(str, of))}, got {x.dtype}")
+        if x.dtype not in allowed_dtypes:
+            raise TypeError(f"{op}: {name}: expected {' or '.join(map(str, allowed_dtypes))}, got {x.dtype}")
         fits = x.dim() == len(expected) and all(n is None or n == m for n, m in zip(expected, x.shape, strict=True))
         if not fits:
             raise ValueError(f"{op}: {name}: expected {list(expected)}, got {list(x.shape)}")
@@ -171,18 +171,20 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     Returns:
         ``(scores, argmax)`` with the shapes and dtypes of ``lik::maxsim_ragged_fwd``.
     """
-    (tensors, stored), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
-    given, options = args[:_FIRST_OPTION], args[_FIRST_OPTION:]
-    backend = lookup_backend(_FWD, given, options, args[0], _check_forward_args, tensors, stored, argmax_dtype)
+    (tensors, encoded_tokens), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
+    lookup_args, options = args[:_FIRST_OPTION], args[_FIRST_OPTION:]
+    backend = lookup_backend(
+        _FWD, lookup_args, options, args[0], _check_forward_args, tensors, encoded_tokens, argmax_dtype
+    )
     values.check_ragged(_FWD, tensors, max_seqlen_q)
     functional.reject_forward_ad(args[0], tensors[8])
-    return backend.forward_quantized(tensors, stored, normalize, argmax_dtype, max_seqlen_q)
+    return backend.forward_quantized(tensors, encoded_tokens, normalize, argmax_dtype, max_seqlen_q)
 
 
 @maxsim_quantized_fwd.register_fake
 def _(*args):
-    (tensors, stored), (_, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
-    _check_forward_args(tensors, stored, argmax_dtype)
+    (tensors, encoded_tokens), (_, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
+    _check_forward_args(tensors, encoded_tokens, argmax_dtype)
     c = PackedArgs.of(tensors, max_seqlen_q)
     return fake_forward(c, c.argmax_shape(), argmax_dtype)
 
@@ -202,21 +204,23 @@ def maxsim_quantized_bwd(*args: Any) -> tuple[Tensor, Tensor]:
         The gradients of Q and q_weight, each with the dtype of its input, or with size [0] if not needed.
     """
     grad_scores, (argmax, normalize, needs) = args[0], args[_FIRST_OPTION + 1 :]
-    tensors, stored = _unpack_args(args[1 : _FIRST_OPTION + 1])
-    given = grad_scores, tensors, stored, argmax, needs
-    backend = lookup_backend(_BWD, args[:-1], tuple(needs), args[1], _check_backward_args, *given)
+    tensors, encoded_tokens = _unpack_args(args[1 : _FIRST_OPTION + 1])
+    check_args = grad_scores, tensors, encoded_tokens, argmax, needs
+    backend = lookup_backend(_BWD, args[:-1], tuple(needs), args[1], _check_backward_args, *check_args)
     functional.reject_forward_ad(grad_scores, args[1], tensors[8])
     # Rotated documents multiply rotated queries, and their gradients rotate back.
-    tensors = (stored.transform_queries(tensors[0]), *tensors[1:])
-    grad_Q, grad_weight = backend.backward_quantized(grad_scores, tensors, stored, argmax, normalize, list(needs))
-    return stored.transform_queries(grad_Q, inverse=True) if needs[0] else grad_Q, grad_weight
+    tensors = (encoded_tokens.transform_queries(tensors[0]), *tensors[1:])
+    grad_Q, grad_weight = backend.backward_quantized(
+        grad_scores, tensors, encoded_tokens, argmax, normalize, list(needs)
+    )
+    return encoded_tokens.transform_queries(grad_Q, inverse=True) if needs[0] else grad_Q, grad_weight
 
 
 @maxsim_quantized_bwd.register_fake
 def _(*args):
     grad_scores, (argmax, _, needs) = args[0], args[_FIRST_OPTION + 1 :]
-    tensors, stored = _unpack_args(args[1 : _FIRST_OPTION + 1])
-    _check_backward_args(grad_scores, tensors, stored, argmax, needs)
+    tensors, encoded_tokens = _unpack_args(args[1 : _FIRST_OPTION + 1])
+    _check_backward_args(grad_scores, tensors, encoded_tokens, argmax, needs)
     return fake_gradient(PackedArgs.of(tensors, argmax.shape[-1]), [needs[0], False, needs[1]])[::2]
 
 

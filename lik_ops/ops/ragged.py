@@ -79,8 +79,8 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         none. Without `argmax_dtype` it has size [0].
     """
     tensors, (normalize, argmax_dtype, max_seqlen_q, backward) = args[:9], args[9:]
-    given = tensors, normalize, argmax_dtype, max_seqlen_q, backward
-    run = lookup_once(_FWD, tensors, args[9:], _make_forward, *given)
+    forward_args = tensors, normalize, argmax_dtype, max_seqlen_q, backward
+    run = lookup_once(_FWD, tensors, args[9:], _make_forward, *forward_args)
     values.check_ragged(_FWD, tensors, max_seqlen_q)
     functional.reject_forward_ad(args[0], args[1], args[8])
     return run(tensors)
@@ -93,10 +93,10 @@ def _make_forward(
     _check_forward(tensors, argmax_dtype, max_seqlen_q, backward)
     backend = backends.select_backend(tensors[0].device, tensors[0].dtype)
     if hasattr(backend, "ragged_plan"):
-        given = PackedArgs.of(tensors, max_seqlen_q)
-        c, sizes = given.for_kernel(), given.sizes
+        packed_args = PackedArgs.of(tensors, max_seqlen_q)
+        c, sizes = packed_args.for_kernel(), packed_args.sizes
         run = backend.ragged_plan(c, normalize, argmax_dtype).forward_ragged
-        if all(x is y for x, y in zip(given.tensors, c.tensors, strict=True)):
+        if all(x is y for x, y in zip(packed_args.tensors, c.tensors, strict=True)):
             return lambda tensors: run(PackedArgs._make((*tensors[:6], None, *tensors[6:], *sizes)))
         return lambda tensors: run(PackedArgs.of(tensors, max_seqlen_q).for_kernel())
     return lambda tensors: backend.forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
@@ -133,8 +133,8 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         The gradients of Q, D and q_weight, each with the dtype of its input, or with size [0] if not needed.
     """
     grad_scores, tensors, (argmax, normalize, unified, needs) = args[0], args[1:10], args[10:]
-    given = grad_scores, tensors, argmax, needs
-    backend = lookup_backend(_BWD, args[:11], tuple(needs), args[1], _check_gradient, *given)
+    check_args = grad_scores, tensors, argmax, needs
+    backend = lookup_backend(_BWD, args[:11], tuple(needs), args[1], _check_gradient, *check_args)
     functional.reject_forward_ad(grad_scores, args[1], args[2], args[9])
     return backend.backward_ragged(grad_scores, tensors, argmax, normalize, list(needs), unified)
 

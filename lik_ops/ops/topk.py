@@ -94,8 +94,8 @@ def warm_up(device: torch.device, dtype: torch.dtype, top_k: int) -> None:
         select_first(torch.zeros((1, count), dtype=dtype, device=device), top_k)
     width = min(top_k, WARMUP_COLUMNS[1])  # larger messages would only cost memory
     for processes in (2, 8):
-        received = torch.zeros((processes, 2, 1, width), dtype=torch.int64, device=device)
-        merge_messages(received, [width] * processes, top_k, dtype)
+        messages = torch.zeros((processes, 2, 1, width), dtype=torch.int64, device=device)
+        merge_messages(messages, [width] * processes, top_k, dtype)
 
 
 def merge_parts(parts: list[ScoresAndIndices], top_k: int, missing: bool = False) -> ScoresAndIndices:
@@ -155,15 +155,15 @@ def locate_documents(chosen: Tensor, documents: Any, length: Any, cu_seqlens_d: 
     Returns:
         ``(offsets, lengths)``. The length is 0 for index -1, and -1 for an index out of range, which is invalid.
     """
-    inside, other = (chosen >= 0) & (chosen < documents), torch.where(chosen < 0, 0, -1)
+    is_inside, default_lengths = (chosen >= 0) & (chosen < documents), torch.where(chosen < 0, 0, -1)
     if cu_seqlens_d is None:
-        return torch.where(inside, chosen, 0) * length, torch.where(inside, length, other)
+        return torch.where(is_inside, chosen, 0) * length, torch.where(is_inside, length, default_lengths)
     bounds = cu_seqlens_d.to(chosen.device, non_blocking=True).long()
     if bounds.shape[0] < 2:
-        return torch.zeros_like(chosen), other
-    at = torch.where(inside, chosen, 0)
-    offsets = bounds[at]
-    return offsets, torch.where(inside, bounds[at + 1] - offsets, other)
+        return torch.zeros_like(chosen), default_lengths
+    index = torch.where(is_inside, chosen, 0)
+    offsets = bounds[index]
+    return offsets, torch.where(is_inside, bounds[index + 1] - offsets, default_lengths)
 
 
 def check_search_args(op: str, s: SearchArgs, whole: bool = True) -> None:
@@ -222,9 +222,9 @@ def choose_workspace_bytes(device: torch.device) -> int:
     # Memory that torch has cached but not allocated is free too. Neither query synchronizes with the GPU. The nested
     # statistics cost less, because `torch.cuda.memory_reserved` and `memory_allocated` each flatten and sort all of
     # them.
-    free, held = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
-    if held:
-        free += held["reserved_bytes"]["all"]["current"] - held["allocated_bytes"]["all"]["current"]
+    free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
+    if stats:
+        free += stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
     return min(max(free // 8, WORKSPACE_BYTES), LARGE_WORKSPACE_BYTES)
 
 
@@ -273,21 +273,25 @@ def _iterate_dense_scores(s: SearchArgs) -> Iterator[Tensor]:
     """Yield the scores ``[Nq, n]`` of dense documents in chunks of n."""
     chunk = _choose_chunk(s)
     backend = backends.select_backend(s.Q.device, s.Q.dtype)
-    whole = chunk >= s.documents  # skip the views, which would cost the host more time than all other work
+    is_single_chunk = chunk >= s.documents  # skip the views, which would cost the host more time than all other work
     for begin in range(0, s.documents, chunk):
         part = slice(begin, begin + chunk)
-        mask = s.d_mask if whole or s.d_mask is None else s.d_mask[part]
-        yield backend.forward(s.Q, s.D if whole else s.D[part], s.q_mask, mask, s.q_weight, s.normalize, None)[0]
+        mask = s.d_mask if is_single_chunk or s.d_mask is None else s.d_mask[part]
+        yield backend.forward(
+            s.Q, s.D if is_single_chunk else s.D[part], s.q_mask, mask, s.q_weight, s.normalize, None
+        )[0]
 
 
 def _run_search(s: SearchArgs) -> ScoresAndIndices:
     """Score all chunks and keep the best documents of each query."""
     best: ScoresAndIndices | None = None
-    seen = 0
+    offset = 0
     for scores in _iterate_dense_scores(s) if s.cu_seqlens_d is None else _iterate_packed_scores(s, s.cu_seqlens_d):
-        found, columns = select_first(scores, s.top_k)
-        best = (found, columns) if best is None else merge_parts([best, (found, columns.add_(seen))], s.top_k)
-        seen += scores.shape[1]
+        top_scores, columns = select_first(scores, s.top_k)
+        best = (
+            (top_scores, columns) if best is None else merge_parts([best, (top_scores, columns.add_(offset))], s.top_k)
+        )
+        offset += scores.shape[1]
     if best is None:
         empty = s.Q.new_empty((s.Q.shape[0], 0), dtype=score_dtype(s.Q.dtype))
         best = empty, empty.long()
@@ -336,11 +340,13 @@ def reject_derivatives(op: str, *given: Any) -> None:
     """
     tensors = [t for t in given if isinstance(t, Tensor)]
     if torch.compiler.is_dynamo_compiling():
-        derived = functional.is_taking_derivatives()  # of any tensor: Dynamo cannot inspect these tensors
+        is_differentiated = functional.is_taking_derivatives()  # of any tensor: Dynamo cannot inspect these tensors
     else:
-        derived = functional.has_tangents(*tensors)
-        derived = derived or (torch.is_grad_enabled() and functional.is_any_differentiated(*tensors))
-    if derived:
+        is_differentiated = functional.has_tangents(*tensors)
+        is_differentiated = is_differentiated or (
+            torch.is_grad_enabled() and functional.is_any_differentiated(*tensors)
+        )
+    if is_differentiated:
         raise NotImplementedError(
             f"{op} has no derivatives, not with torch.func or forward-mode AD either: detach its arguments, and score"
             " the documents that it returns with lik_ops.maxsim"

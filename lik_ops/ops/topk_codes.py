@@ -57,8 +57,8 @@ class CodeSearchArgs(NamedTuple):
 
     def of_queries(self, some: slice) -> CodeSearchArgs:
         """Return the arguments of some queries."""
-        masked, weighted = (None if x is None else x[some] for x in (self.q_mask, self.q_weight))
-        return self._replace(Q=self.Q[some], q_mask=masked, q_weight=weighted)
+        q_mask, q_weight = (None if x is None else x[some] for x in (self.q_mask, self.q_weight))
+        return self._replace(Q=self.Q[some], q_mask=q_mask, q_weight=q_weight)
 
     def of_documents(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the codes, and the offsets and lengths of documents `begin` to `end` in them.
@@ -80,10 +80,10 @@ class CodeSearchArgs(NamedTuple):
             return self.codes, *topk.locate_documents(chosen, self.documents, 0, self.cu_seqlens_d)
         length = self.codes.shape[1]
         _, lengths = topk.locate_documents(chosen, self.documents, length, None)
-        at = torch.where(lengths == length, chosen, 0)
-        codes = self.codes[at] if self.documents else self.codes.new_empty((len(chosen), length))
+        index = torch.where(lengths == length, chosen, 0)
+        codes = self.codes[index] if self.documents else self.codes.new_empty((len(chosen), length))
         if self.d_mask is not None and self.documents:
-            codes = torch.where(self.d_mask[at], codes, SKIPPED_CODE)
+            codes = torch.where(self.d_mask[index], codes, SKIPPED_CODE)
         return codes.flatten(), torch.arange(len(chosen), device=codes.device) * length, lengths
 
 
@@ -106,8 +106,8 @@ def _check_operator_args(s: CodeSearchArgs) -> None:
         lambda: f"{_NAME}: centroids: expected [C, {s.Q.shape[-1]}], as Q has, got {list(s.centroids.shape)}",
     )
     D = make_tokens_like(s.Q, (*s.codes.shape, s.Q.shape[-1]))
-    like = SearchArgs(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
-    topk.check_search_args(_NAME, like, whole=False)
+    search_args = SearchArgs(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
+    topk.check_search_args(_NAME, search_args, whole=False)
     check_dense_batched(_NAME, s.Q, D if s.cu_seqlens_d is None else D.unsqueeze(0), s.q_mask, s.d_mask)
     if s.n_probe is not None:
         check_count(_NAME, "n_probe", s.n_probe, 1)
@@ -119,8 +119,8 @@ def _run_search(s: CodeSearchArgs) -> ScoresAndIndices:
         s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
     step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
     parts = [slice(begin, begin + step) for begin in range(0, max(len(s.Q), 1), step)]
-    found = [_search_queries(s.of_queries(some)) for some in parts]
-    return found[0] if len(found) == 1 else (torch.cat([x[0] for x in found]), torch.cat([x[1] for x in found]))
+    results = [_search_queries(s.of_queries(part)) for part in parts]
+    return results[0] if len(results) == 1 else (torch.cat([x[0] for x in results]), torch.cat([x[1] for x in results]))
 
 
 def _search_queries(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAndIndices:
@@ -129,17 +129,19 @@ def _search_queries(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAn
     With ``chosen [K]``, the indices count from its first column.
     """
     backend, documents = backends.select_backend(s.Q.device, s.Q.dtype), s.documents if chosen is None else len(chosen)
-    (table, weight, probed), broken = _make_score_table(s)
-    none = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)
-    best, chunk = (none, none.long()), topk.count_fitting_documents(s.Q, s.top_k, documents)
+    (table, weight, probe_mask), is_nonfinite = _make_score_table(s)
+    empty = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)
+    best, chunk = (empty, empty.long()), topk.count_fitting_documents(s.Q, s.top_k, documents)
     for begin in range(0, documents, chunk):
         end = min(begin + chunk, documents)
-        of_documents = s.of_documents(begin, end) if chosen is None else s.of_chosen(chosen[begin:end])
-        scores = backend.code_scores(table, weight, probed, *of_documents).masked_fill_(broken, torch.inf)
+        document_codes = s.of_documents(begin, end) if chosen is None else s.of_chosen(chosen[begin:end])
+        scores = backend.code_scores(table, weight, probe_mask, *document_codes).masked_fill_(is_nonfinite, torch.inf)
         if chosen is not None:
             scores.masked_fill_(chosen[begin:end] < 0, -torch.inf)
-        found, columns = topk.select_first(scores, s.top_k)
-        best = topk.merge_parts([best, (found, columns.add_(begin))] if begin else [(found, columns)], s.top_k)
+        top_scores, columns = topk.select_first(scores, s.top_k)
+        best = topk.merge_parts(
+            [best, (top_scores, columns.add_(begin))] if begin else [(top_scores, columns)], s.top_k
+        )
     return best
 
 
@@ -159,13 +161,13 @@ def search_chosen(s: CodeSearchArgs, chosen: Tensor) -> ScoresAndIndices:
     if s.cu_seqlens_d is not None:
         s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
     step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1)) if chosen.dim() == 1 else 1
-    found = []
+    results = []
     for begin in range(0, max(len(s.Q), 1), step):
-        some = chosen if chosen.dim() == 1 or not len(chosen) else chosen[begin]
-        some = some.flatten()
-        scores, columns = _search_queries(s.of_queries(slice(begin, begin + step)), some)
-        found.append((scores, some[columns]))
-    return torch.cat([x[0] for x in found]), torch.cat([x[1] for x in found])
+        candidates = chosen if chosen.dim() == 1 or not len(chosen) else chosen[begin]
+        candidates = candidates.flatten()
+        scores, columns = _search_queries(s.of_queries(slice(begin, begin + step)), candidates)
+        results.append((scores, candidates[columns]))
+    return torch.cat([x[0] for x in results]), torch.cat([x[1] for x in results])
 
 
 def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
@@ -179,14 +181,14 @@ def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor |
     Q = torch.where(keep.unsqueeze(-1), s.Q, 0).contiguous()
     Q = (_normalize_rows(Q.float()) if s.normalize else Q).to(s.centroids.dtype)
     products = multiply_by_rows(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
-    probed = None
+    probe_mask = None
     if s.n_probe is not None and s.n_probe < s.centroids.shape[0]:
         nearest = products.topk(s.n_probe, dim=2).indices
-        probed = torch.zeros(products.shape, dtype=torch.bool, device=Q.device)
-        probed = (probed.scatter_(2, nearest, True) & keep.unsqueeze(-1)).any(1)
+        probe_mask = torch.zeros(products.shape, dtype=torch.bool, device=Q.device)
+        probe_mask = (probe_mask.scatter_(2, nearest, True) & keep.unsqueeze(-1)).any(1)
     weight = keep.float() if s.q_weight is None else torch.where(keep, s.q_weight.float(), 0)
-    broken = ((Q * 0).sum((1, 2)) + (weight * 0).sum(1)).isnan().unsqueeze(1)
-    return (products.transpose(1, 2), weight.contiguous(), probed), broken
+    is_nonfinite = ((Q * 0).sum((1, 2)) + (weight * 0).sum(1)).isnan().unsqueeze(1)
+    return (products.transpose(1, 2), weight.contiguous(), probe_mask), is_nonfinite
 
 
 def _normalize_rows(rows: Tensor) -> Tensor:

@@ -80,11 +80,13 @@ def chamfer_distance(
         if n is not None and values.needs_value_checks(n):
             values.check_lengths(_OP, name, n, X.shape[-2])
     sharding.register_if_needed()
-    single = P.dim() == 2
-    lifted = [x if x is None or not single else x.unsqueeze(0) for x in (*clouds, p_weight, r_weight)]
-    of_P, _, of_R, _ = lik.chamfer_fwd(*lifted[:4], metric)
-    distance = _mean_distance(of_P, lifted[2], lifted[4]) + _mean_distance(of_R, lifted[3], lifted[5])
-    return distance.squeeze(0) if single else distance
+    is_single = P.dim() == 2
+    batch_args = [x if x is None or not is_single else x.unsqueeze(0) for x in (*clouds, p_weight, r_weight)]
+    distances_P, _, distances_R, _ = lik.chamfer_fwd(*batch_args[:4], metric)
+    distance = _mean_distance(distances_P, batch_args[2], batch_args[4]) + _mean_distance(
+        distances_R, batch_args[3], batch_args[5]
+    )
+    return distance.squeeze(0) if is_single else distance
 
 
 def _check_weight(name: str, w: Tensor, X: Tensor) -> None:

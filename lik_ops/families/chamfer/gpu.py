@@ -183,15 +183,15 @@ class _ChamferCall(NamedTuple):
         self, X: PointArgs, launch: LaunchConfig, batch: int, clouds: int, first: int, count: int, width: int
     ) -> PointTermArgs:
         """Return the terms of `count` points from `first` on, for some clouds."""
-        each = cdiv(count, _TERM_ROW_MULTIPLE) * _TERM_ROW_MULTIPLE
-        rows, split = clouds * each, X.ptr.dtype == torch.float32
-        dtype = torch.float16 if split else X.ptr.dtype
-        terms = torch.empty(((1 + split) * rows, width), dtype=dtype, device=X.ptr.device)
+        cloud_rows = cdiv(count, _TERM_ROW_MULTIPLE) * _TERM_ROW_MULTIPLE
+        rows, is_split = clouds * cloud_rows, X.ptr.dtype == torch.float32
+        dtype = torch.float16 if is_split else X.ptr.dtype
+        terms = torch.empty(((1 + is_split) * rows, width), dtype=dtype, device=X.ptr.device)
         norms, scales = torch.empty((2, rows), dtype=torch.float32, device=X.ptr.device)
-        found = PointTermArgs(terms, norms, scales, rows, width, each, batch, first)
-        own = configure_terms(self.arch, launch)
-        self.run(chamfer_terms, cdiv(rows, own.config.BM), (X, found, rows, X.ptr.shape[2]), own)
-        return found
+        term_args = PointTermArgs(terms, norms, scales, rows, width, cloud_rows, batch, first)
+        term_launch = configure_terms(self.arch, launch)
+        self.run(chamfer_terms, cdiv(rows, term_launch.config.BM), (X, term_args, rows, X.ptr.shape[2]), term_launch)
+        return term_args
 
     def _launch_products(self, launch: LaunchConfig, p: PointTermArgs, r: PointTermArgs, clouds: int) -> None:
         """Launch `chamfer_products` for some points of both clouds."""

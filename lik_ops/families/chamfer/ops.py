@@ -112,10 +112,10 @@ def _check_forward_args(x: ChamferArgs, metric: str) -> None:
 def _(*args):
     x, metric = ChamferArgs(*args[:4]), args[4]
     _check_forward_args(x, metric)
-    dtype, found = score_dtype(x.P.dtype), []
+    dtype, outputs = score_dtype(x.P.dtype), []
     for X in (x.P, x.R):
-        found += [X.new_empty(X.shape[:2], dtype=dtype), X.new_empty(X.shape[:2], dtype=torch.int32)]
-    return tuple(found)
+        outputs += [X.new_empty(X.shape[:2], dtype=dtype), X.new_empty(X.shape[:2], dtype=torch.int32)]
+    return tuple(outputs)
 
 
 class _ChamferBackwardArgs(NamedTuple):
@@ -186,8 +186,8 @@ def _call_backward(ctx, of_P, _, of_R, __):
     grads: list[Tensor | None] = [None, None]
     if any(needs) and not (of_P is None and of_R is None):
         with use_backend(ctx.backend):
-            found = lik.chamfer_bwd(of_P, of_R, *ctx.saved_tensors, ctx.metric, needs)
-        grads = [x if need else None for x, need in zip(found, needs, strict=True)]
+            results = lik.chamfer_bwd(of_P, of_R, *ctx.saved_tensors, ctx.metric, needs)
+        grads = [x if need else None for x, need in zip(results, needs, strict=True)]
     return *grads, None, None, None
 
 

@@ -31,21 +31,21 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
     Returns:
         Distances and int32 indices ``[B, N]`` of P, then ``[B, M]`` of R.
     """
-    ok, keeps = _mask_lengths((P, R), (p_lengths, r_lengths))
+    ok, masks = _mask_lengths((P, R), (p_lengths, r_lengths))
     P, R = (X.to(score_dtype(X.dtype)).contiguous() for X in (P, R))
-    P, R = (X if keep is None else torch.where(keep[:, :, None], X, 0) for X, keep in zip((P, R), keeps, strict=True))
-    of_P, of_R = _NearestPoints(P), _NearestPoints(R)
+    P, R = (X if mask is None else torch.where(mask[:, :, None], X, 0) for X, mask in zip((P, R), masks, strict=True))
+    nearest_P, nearest_R = _NearestPoints(P), _NearestPoints(R)
     products = metric == "sqeuclidean" and P.shape[2] >= MIN_PRODUCT_FEATURES
     p, r = (_compute_terms(X) if products else (X,) for X in (P, R))
-    for own, rows, columns in _iterate_blocks(P, R, products):
-        x, y = [t[own, rows] for t in p], [t[own, columns] for t in r]
+    for batches, rows, columns in _iterate_blocks(P, R, products):
+        x, y = [t[batches, rows] for t in p], [t[batches, columns] for t in r]
         S = _approximate_distances(*x, *y) if products else _compute_distances(x[0], y[0], metric)
-        of_P.take(S, own, rows, columns, keeps[1])
-        of_R.take(S.mT, own, columns, rows, keeps[0])
+        nearest_P.take(S, batches, rows, columns, masks[1])
+        nearest_R.take(S.mT, batches, columns, rows, masks[0])
     if products:
-        of_P.measure(P, R, metric)
-        of_R.measure(R, P, metric)
-    return *of_P.found(keeps[0], ok), *of_R.found(keeps[1], ok)
+        nearest_P.measure(P, R, metric)
+        nearest_R.measure(R, P, metric)
+    return *nearest_P.found(masks[0], ok), *nearest_R.found(masks[1], ok)
 
 
 def backward_chamfer(tensors: Sequence, metric: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
@@ -75,21 +75,21 @@ def sum_point_gradients(
     Returns:
         The two gradients, each ``[0]`` if it is not wanted.
     """
-    of, clouds, nearest = tensors[:2], tensors[2:4], tensors[4:]
+    upstream, clouds, nearest = tensors[:2], tensors[2:4], tensors[4:]
     sides = (clouds[0], clouds[1], nearest[0]), (clouds[1], clouds[0], nearest[1])
-    slopes = [None if g is None else slopes_of(g, *side, metric) for g, side in zip(of, sides, strict=True)]
+    slopes = [None if g is None else slopes_of(g, *side, metric) for g, side in zip(upstream, sides, strict=True)]
     grads = []
     for n, X in enumerate(clouds):
-        own, other = slopes[n], slopes[1 - n]
+        own_slopes, other_slopes = slopes[n], slopes[1 - n]
         if not needs[n]:
             grads.append(X.new_empty(0))
             continue
-        total = own
-        if other is not None:
-            like, argmax = X.to(other.dtype).unsqueeze(1), nearest[1 - n].contiguous().unsqueeze(1)
-            ones = other.new_ones((len(other), 1))
-            found = lowmem(ones, other, like, argmax, None, None, None, False, [False, True, False])[1].squeeze(1)
-            total = found.neg_() if own is None else torch.sub(own, found, out=found)
+        total = own_slopes
+        if other_slopes is not None:
+            D, argmax = X.to(other_slopes.dtype).unsqueeze(1), nearest[1 - n].contiguous().unsqueeze(1)
+            ones = other_slopes.new_ones((len(other_slopes), 1))
+            sums = lowmem(ones, other_slopes, D, argmax, None, None, None, False, [False, True, False])[1].squeeze(1)
+            total = sums.neg_() if own_slopes is None else torch.sub(own_slopes, sums, out=sums)
         grads.append(X.new_zeros(X.shape) if total is None else total.to(X.dtype))
     return grads[0], grads[1]
 
@@ -99,8 +99,8 @@ def _compute_slopes(grad: Tensor, X: Tensor, Y: Tensor, nearest: Tensor, metric:
     if Y.shape[1] == 0:
         return X.new_zeros(X.shape, dtype=grad.dtype)
     is_unmatched = (nearest < 0)[:, :, None]
-    at = nearest.clamp_min(0).long()[:, :, None].expand(-1, -1, Y.shape[2])
-    x = X.to(grad.dtype).contiguous() - Y.gather(1, at).to(grad.dtype)
+    index = nearest.clamp_min(0).long()[:, :, None].expand(-1, -1, Y.shape[2])
+    x = X.to(grad.dtype).contiguous() - Y.gather(1, index).to(grad.dtype)
     slope = x.sign_() if metric == "l1" else x.mul_(2)
     return slope.mul_(grad[:, :, None]).masked_fill_(is_unmatched, 0)
 
@@ -116,11 +116,11 @@ def _mask_lengths(
     if not oks:
         return None, [None, None]
     ok = torch.stack(oks).all(0)
-    keeps: list[Tensor | None] = []
+    masks: list[Tensor | None] = []
     for X, n in zip(clouds, lengths, strict=True):
-        places = torch.arange(X.shape[1], device=X.device)
-        keeps.append(ok[:, None] & (places < (X.shape[1] if n is None else n[:, None])))
-    return ok, keeps
+        positions = torch.arange(X.shape[1], device=X.device)
+        masks.append(ok[:, None] & (positions < (X.shape[1] if n is None else n[:, None])))
+    return ok, masks
 
 
 def _iterate_blocks(P: Tensor, R: Tensor, products: bool) -> Iterator[tuple[slice, slice, slice]]:
@@ -147,8 +147,10 @@ def _apply_metric(x: Tensor, metric: str) -> Tensor:
 
 def _compute_distances(P: Tensor, R: Tensor, metric: str) -> Tensor:
     """Compute distances ``[B, N, M]``, one coordinate after the other."""
-    S, *rest = (_apply_metric(x[..., None] - y[:, None], metric) for x, y in zip(P.unbind(2), R.unbind(2), strict=True))
-    for x in rest:
+    S, *terms = (
+        _apply_metric(x[..., None] - y[:, None], metric) for x, y in zip(P.unbind(2), R.unbind(2), strict=True)
+    )
+    for x in terms:
         S += x
     return S
 
@@ -176,25 +178,25 @@ class _NearestPoints:
 
     def take(self, S: Tensor, own: slice, rows: slice, columns: slice, keep: Tensor | None) -> None:
         """Merge the distances of `rows` to the kept `columns`; NaN comes before all, and the lowest index wins ties."""
-        kept = None if keep is None else keep[own, None, columns]
-        S = S if kept is None else torch.where(kept, S, torch.inf)
+        is_kept = None if keep is None else keep[own, None, columns]
+        S = S if is_kept is None else torch.where(is_kept, S, torch.inf)
         m = S.amin(2)
-        places = torch.arange(columns.start, columns.start + S.shape[2], dtype=torch.int32, device=S.device)
-        hit = (m.unsqueeze(2) == S) | S.isnan()
-        first = torch.where(hit if kept is None else hit & kept, places, _NO_POINT).amin(2)
-        best, where = self.best[own, rows], self.where[own, rows]
-        better = (m < best) | (m.isnan() & ~best.isnan()) | ((m == best) & (where == _NO_POINT))
-        where.copy_(torch.where(better, first, where))
-        best.copy_(torch.where(better, m, best))
+        positions = torch.arange(columns.start, columns.start + S.shape[2], dtype=torch.int32, device=S.device)
+        is_hit = (m.unsqueeze(2) == S) | S.isnan()
+        first_hit = torch.where(is_hit if is_kept is None else is_hit & is_kept, positions, _NO_POINT).amin(2)
+        best, indices = self.best[own, rows], self.where[own, rows]
+        is_better = (m < best) | (m.isnan() & ~best.isnan()) | ((m == best) & (indices == _NO_POINT))
+        indices.copy_(torch.where(is_better, first_hit, indices))
+        best.copy_(torch.where(is_better, m, best))
 
     def measure(self, X: Tensor, Y: Tensor, metric: str) -> None:
         """Recompute the distances from differences, because products are not exact. NaN stays NaN."""
         if Y.shape[1] == 0:
             return
-        found = self.where != _NO_POINT
-        nearest = torch.where(found, self.where, 0).long()[:, :, None].expand(-1, -1, Y.shape[2])
+        has_nearest = self.where != _NO_POINT
+        nearest = torch.where(has_nearest, self.where, 0).long()[:, :, None].expand(-1, -1, Y.shape[2])
         distances = _apply_metric(X - Y.gather(1, nearest), metric).sum(2)
-        self.best = torch.where(found & ~self.best.isnan(), distances, self.best)
+        self.best = torch.where(has_nearest & ~self.best.isnan(), distances, self.best)
 
     def found(self, keep: Tensor | None, ok: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return distances and indices.

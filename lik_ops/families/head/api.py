@@ -76,11 +76,11 @@ def maxsim_from_hidden(
     functional.reject_forward_ad(*x[:4], q_weight)
     functional.reject_transforms(_OP)
     sharding.register_if_needed()
-    keeps = functional.is_recording_gradients(*x[:4], q_weight)
+    needs_argmax = functional.is_recording_gradients(*x[:4], q_weight)
     q_flat, h_flat = Q.dim() == 2, H.dim() == 2
     q_keep, weight = add_batch_axis(as_bool(q_mask), q_flat), add_batch_axis(q_weight, q_flat)
     Q, H, d_keep = add_batch_axis(Q, q_flat), add_batch_axis(H, h_flat), add_batch_axis(as_bool(d_mask), h_flat)  # type: ignore[assignment]
-    dtype = choose_argmax_dtype(x.H.shape[-2]) if keeps else None
+    dtype = choose_argmax_dtype(x.H.shape[-2]) if needs_argmax else None
     scores = lik.maxsim_from_hidden_fwd(Q, H, *x[2:4], q_keep, d_keep, weight, normalize, dtype)[0]
     scores = scores.squeeze(1) if h_flat else scores
     return scores.squeeze(0) if q_flat else scores

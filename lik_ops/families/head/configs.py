@@ -114,11 +114,11 @@ def configure_scores(
     arch: Architecture, dtype: torch.dtype, Nq: int, Lq: int, d: int, width: int, normalize: bool, wide: int
 ) -> HeadLaunchConfig:
     """Return the launch that scores few query rows: the tile of tokens with space for the rows."""
-    found = configure_tokens(arch, dtype, d, width, normalize, wide, False)
+    launch = configure_tokens(arch, dtype, d, width, normalize, wide, False)
     slot = next_power_of_2(max(Lq, 1))
     rows = max(next_power_of_2(Nq * slot), 16)
     BM = min(rows, _ROW_TILE_ROWS)
-    return found.change(BM=BM, ROW_TILES=rows // BM, ROWS_PER_QUERY=slot, walkers=count_programs(arch))
+    return launch.change(BM=BM, ROW_TILES=rows // BM, ROWS_PER_QUERY=slot, walkers=count_programs(arch))
 
 
 def configure_slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, int, dict[str, int]]:
@@ -141,14 +141,14 @@ def is_fused(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, 
     launches, so the choice may depend on the sizes of a batch.
     """
     slot = next_power_of_2(max(Lq, 1))
-    few = slot <= _ROW_TILE_ROWS and Nq * slot <= MAX_QUERY_ROWS and d <= MAX_FEATURES
-    many = Nd >= _MIN_DOCUMENTS_PER_PROGRAM * count_programs(arch)
+    has_few_rows = slot <= _ROW_TILE_ROWS and Nq * slot <= MAX_QUERY_ROWS and d <= MAX_FEATURES
+    has_many_documents = Nd >= _MIN_DOCUMENTS_PER_PROGRAM * count_programs(arch)
     rows_fit = 0 < Nd * Ld < 2**31 - 2 * MAX_FEATURES
     return (
         arch.name in _FUSED_ARCHITECTURES
         and dtype != torch.float32
-        and few
-        and many
+        and has_few_rows
+        and has_many_documents
         and rows_fit
         and Ld >= MIN_DOCUMENT_TOKENS
     )

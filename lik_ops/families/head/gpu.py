@@ -88,13 +88,13 @@ def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
     elif norms is None:
         _launch_parts(H, head, out, None)
     else:
-        for own in split_to_fit(n, 4 * L * d, _MAX_PART_BYTES):
-            sums = out[own].new_empty(out[own].shape, dtype=torch.float32)
-            squares = sums.new_empty((cdiv(d, head_configs.MAX_FEATURES), *norms[own].shape))
-            _launch_parts(H[own], head, sums, squares)
+        for documents in split_to_fit(n, 4 * L * d, _MAX_PART_BYTES):
+            sums = out[documents].new_empty(out[documents].shape, dtype=torch.float32)
+            squares = sums.new_empty((cdiv(d, head_configs.MAX_FEATURES), *norms[documents].shape))
+            _launch_parts(H[documents], head, sums, squares)
             total = functools.reduce(torch.add, squares.unbind())  # in order
-            torch.clamp(total.sqrt_(), min=NORM_EPS, out=norms[own])
-            out[own] = sums.mul_(norms[own].reciprocal())
+            torch.clamp(total.sqrt_(), min=NORM_EPS, out=norms[documents])
+            out[documents] = sums.mul_(norms[documents].reciprocal())
     return out, norms
 
 
@@ -103,9 +103,9 @@ def _launch_parts(H: Tensor, head: HeadArgs, out: Tensor, squares: Tensor | None
 
     With `squares` ``[parts, ...]``, `out` is fp32, and each part has its sums of squares.
     """
-    for n, own in enumerate(split_range(0, out.shape[-1], head_configs.MAX_FEATURES)):
-        part = HeadArgs(head.W[own], None if head.b is None else head.b[own], False)
-        _launch_tokens(H, part, out[..., own], None, None if squares is None else squares[n])
+    for n, features in enumerate(split_range(0, out.shape[-1], head_configs.MAX_FEATURES)):
+        part = HeadArgs(head.W[features], None if head.b is None else head.b[features], False)
+        _launch_tokens(H, part, out[..., features], None, None if squares is None else squares[n])
 
 
 def _launch_tokens(H: Tensor, head: HeadArgs, out: Tensor, norms: Tensor | None, squares: Tensor | None = None) -> None:

@@ -61,9 +61,9 @@ def check_hidden_args(op: str, x: HiddenArgs) -> None:
         if t is None:
             continue
         check_strided(op, name, t)
-        rank, spelled = ranks[name]
+        rank, shape_text = ranks[name]
         if t.dim() not in rank:
-            raise ValueError(f"{op}: {name}: expected {spelled}, got {format_shape(t)}")
+            raise ValueError(f"{op}: {name}: expected {shape_text}, got {format_shape(t)}")
         if t.dtype != Q.dtype:
             raise TypeError(f"{op}: {name}: expected the dtype of Q, {Q.dtype}, got {t.dtype}")
         if t.device != Q.device:
@@ -169,8 +169,8 @@ def maxsim_from_hidden_bwd(*args: Any) -> tuple[Tensor, ...]:
     (x, needs), grad_scores, argmax, normalize = _unpack_backward_args(args), args[0], args[5], args[9]
     backend = lookup_backend(_BWD, args[:9], tuple(needs), x.Q, _check_backward, args)
     functional.reject_forward_ad(grad_scores, x.Q, x.H, x.W, x.b, x.q_weight)
-    argmax_found = argmax if argmax.dim() != 1 else None
-    return backend.backward_head(grad_scores, x, argmax_found, normalize, list(needs))
+    saved_argmax = argmax if argmax.dim() != 1 else None
+    return backend.backward_head(grad_scores, x, saved_argmax, normalize, list(needs))
 
 
 @maxsim_from_hidden_bwd.register_fake

@@ -97,24 +97,24 @@ def project_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
     (n, L, width), d = H.shape, head.W.shape[0]
     dtype = score_dtype(H.dtype)
     row_step, step, _ = STEPS[dtype]
-    most = _MAX_BLOCK_BYTES // (width * dtype.itemsize) // (16 * row_step) * 16 * row_step
-    rows = max(_MIN_ROWS, min(_MAX_ROWS, most))
+    max_rows = _MAX_BLOCK_BYTES // (width * dtype.itemsize) // (16 * row_step) * 16 * row_step
+    rows = max(_MIN_ROWS, min(_MAX_ROWS, max_rows))
     columns = H.new_zeros((width, round_up(d, step)), dtype=dtype)
     columns[:, :d] = head.W.t()
     bias = None if head.b is None else head.b.to(dtype)
-    block, found = H.new_zeros((rows, width), dtype=dtype), H.new_empty((rows, columns.shape[1]), dtype=dtype)
+    block, products = H.new_zeros((rows, width), dtype=dtype), H.new_empty((rows, columns.shape[1]), dtype=dtype)
     flat, tokens = H.reshape(-1, width), H.new_empty((n * L, d))
     norms = H.new_empty((n * L, 1), dtype=dtype) if head.normalize else None
-    for own in split_range(0, n * L, rows):
-        count = own.stop - own.start
-        block[:count] = flat[own]
+    for row_slice in split_range(0, n * L, rows):
+        count = row_slice.stop - row_slice.start
+        block[:count] = flat[row_slice]
         block[count:] = 0
-        torch.mm(block, columns, out=found)
-        u = found[:count, :d] if bias is None else found[:count, :d] + bias
+        torch.mm(block, columns, out=products)
+        u = products[:count, :d] if bias is None else products[:count, :d] + bias
         if norms is not None:
-            norms[own] = compute_row_norms(u.contiguous())
-            u = u / norms[own]
-        tokens[own] = u
+            norms[row_slice] = compute_row_norms(u.contiguous())
+            u = u / norms[row_slice]
+        tokens[row_slice] = u
     return tokens.view(n, L, d), None if norms is None else norms.view(n, L, 1)
 
 
@@ -135,8 +135,8 @@ def project_gradients(
     """
     dtype = score_dtype(D.dtype)
     g, unit = G.to(dtype), D.to(dtype)
-    along = (unit * g).sum(-1, keepdim=True).masked_fill_(norms <= NORM_EPS, 0)
-    g = (g - unit * along) / norms
+    projection = (unit * g).sum(-1, keepdim=True).masked_fill_(norms <= NORM_EPS, 0)
+    g = (g - unit * projection) / norms
     if keep is not None:
         g = torch.where(keep.unsqueeze(-1), g, 0)
     g = g.reshape(-1, g.shape[-1])
@@ -151,9 +151,9 @@ def _sum_bias_gradient(grad_scores: Tensor, x: HiddenArgs) -> Tensor:
     contiguous tensors, because their order depends on strides.
     """
     g = grad_scores if x.d_mask is None else torch.where(x.d_mask.any(-1), grad_scores, 0)
-    each = g.contiguous().sum(-1, keepdim=True)
-    each = each if x.q_weight is None else each * x.q_weight
-    terms = each.unsqueeze(-1) * x.Q.to(each.dtype)
+    token_grads = g.contiguous().sum(-1, keepdim=True)
+    token_grads = token_grads if x.q_weight is None else token_grads * x.q_weight
+    terms = token_grads.unsqueeze(-1) * x.Q.to(token_grads.dtype)
     terms = terms if x.q_mask is None else torch.where(x.q_mask.unsqueeze(-1), terms, 0)
     return terms.contiguous().sum((0, 1))
 
@@ -182,15 +182,15 @@ def score_by_slices(
     if is_trivial:
         return scores, argmax
     head, (Nd, Ld, _) = HeadArgs(x.W, x.b, normalize), x.H.shape
-    for own in split_to_fit(Nd, Ld * x.W.shape[0] * x.H.element_size(), parts.token_bytes):
-        H, d_mask = x.documents(own)
+    for documents in split_to_fit(Nd, Ld * x.W.shape[0] * x.H.element_size(), parts.token_bytes):
+        H, d_mask = x.documents(documents)
         D, _ = parts.tokens(H, head)
-        found = parts.forward(x.Q, D, x.q_mask, d_mask, x.q_weight, False, argmax_dtype)
-        if own.stop - own.start == Nd:
-            return found
-        scores[:, own] = found[0]
+        results = parts.forward(x.Q, D, x.q_mask, d_mask, x.q_weight, False, argmax_dtype)
+        if documents.stop - documents.start == Nd:
+            return results
+        scores[:, documents] = results[0]
         if argmax_dtype is not None:
-            argmax[own] = found[1]
+            argmax[documents] = results[1]
     return scores, argmax
 
 
@@ -223,18 +223,20 @@ class HeadBackward:
             return tuple(grad.zero_() for grad in grads)
         if needs[3] and not self.head.normalize:
             grads[3] = _sum_bias_gradient(self.grad_scores, x).to(x.W.dtype)
-        of_queries, into_head = needs[0] or needs[4], any(needs[1:3]) or self._sums_slopes
-        whole = self.parts.tokens(x.H, self.head) if of_queries else None
-        slices = list(self._slices(whole is not None)) if into_head else []
+        needs_queries, needs_head = needs[0] or needs[4], any(needs[1:3]) or self._sums_slopes
+        all_tokens = self.parts.tokens(x.H, self.head) if needs_queries else None
+        slices = list(self._slices(all_tokens is not None)) if needs_head else []
         G: Tensor | None = None
-        if whole is not None:
-            at_once = self.parts.rounds and len(slices) == 1
-            of_Q, of_D, of_weight = self._argmax(slice(0, x.H.shape[0]), x.Q, whole[0], [needs[0], at_once, needs[4]])
-            G = of_D if at_once else None
-            for n, found in ((0, of_Q), (4, of_weight)):
-                grads[n] = found if needs[n] else grads[n]
-        if into_head:
-            self._add_head_gradients(whole, slices, G, grads)
+        if all_tokens is not None:
+            is_single_pass = self.parts.rounds and len(slices) == 1
+            grad_Q, grad_D, grad_weight = self._argmax(
+                slice(0, x.H.shape[0]), x.Q, all_tokens[0], [needs[0], is_single_pass, needs[4]]
+            )
+            G = grad_D if is_single_pass else None
+            for n, gradient in ((0, grad_Q), (4, grad_weight)):
+                grads[n] = gradient if needs[n] else grads[n]
+        if needs_head:
+            self._add_head_gradients(all_tokens, slices, G, grads)
         return tuple(grads)
 
     def _argmax(self, own: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,9 +260,9 @@ class HeadBackward:
     def _slices(self, has_tokens: bool) -> Iterator[slice]:
         """Split documents such that the gradients of their tokens, and tokens not computed yet, fit the budget."""
         (Nd, Ld, _), parts = self.x.H.shape, self.parts
-        each = parts.copies * self.multiplied.itemsize + (0 if has_tokens else self.x.H.dtype.itemsize)
+        bytes_per_feature = parts.copies * self.multiplied.itemsize + (0 if has_tokens else self.x.H.dtype.itemsize)
         room = MAX_GRADIENT_BYTES // 2 if self._needs_copy else MAX_GRADIENT_BYTES
-        return split_to_fit(Nd, Ld * self.head.W.shape[0] * each, room)
+        return split_to_fit(Nd, Ld * self.head.W.shape[0] * bytes_per_feature, room)
 
     def _add_head_gradients(
         self, whole: tuple[Tensor, Tensor | None] | None, slices: list[slice], G: Tensor | None, grads: list[Tensor]
@@ -268,39 +270,39 @@ class HeadBackward:
         """Compute the gradients of H, W and b, given G, the gradient of tokens, or None to compute it."""
         x, needs = self.x, self.needs
         Q = x.Q if self.parts.rounds else x.Q.to(self.dtype)
-        of_W: Tensor | None = None
-        of_b: Tensor | None = None
-        for own in slices:
-            H, keep = x.documents(own)
+        grad_W: Tensor | None = None
+        grad_b: Tensor | None = None
+        for documents in slices:
+            H, keep = x.documents(documents)
             if whole is None:
                 D, norms = self.parts.tokens(H, self.head)
             else:
-                D, norms = whole[0][own], None if whole[1] is None else whole[1][own]
+                D, norms = whole[0][documents], None if whole[1] is None else whole[1][documents]
             if G is None:
-                G = self._argmax(own, Q, D.to(Q.dtype), [False, True, False])[1]
+                G = self._argmax(documents, Q, D.to(Q.dtype), [False, True, False])[1]
             g, sum_b = G.reshape(-1, G.shape[-1]), None  # without `normalize`, masked tokens have zeros already
             if norms is not None:
                 g, sum_b = self.parts.slopes(G, D, norms, keep, self._sums_slopes)
             G = None
             if needs[1]:
-                self._write(g, grads[1][own].view(-1, H.shape[-1]))
+                self._write(g, grads[1][documents].view(-1, H.shape[-1]))
             if needs[2]:
-                of_W = self._add_weights(of_W, g, H, keep)
+                grad_W = self._add_weights(grad_W, g, H, keep)
             if sum_b is not None:
-                of_b = sum_b if of_b is None else of_b + sum_b
-        for n, total in ((2, of_W), (3, of_b)):
+                grad_b = sum_b if grad_b is None else grad_b + sum_b
+        for n, total in ((2, grad_W), (3, grad_b)):
             if total is not None:
                 grads[n] = total.to(x.W.dtype)
 
     def _add_weights(self, total: Tensor | None, g: Tensor, H: Tensor, keep: Tensor | None) -> Tensor:
         """Add the gradient of W to `total`; masked hidden states become zeros, because they may hold NaN."""
         n, Ld, width = H.shape
-        copied = Ld * width * self.multiplied.itemsize if self._needs_copy else 0
-        for own in split_to_fit(n, copied, MAX_GRADIENT_BYTES // 2):
-            h = H[own] if keep is None else torch.where(keep[own].unsqueeze(-1), H[own], 0)
-            of_own = g[own.start * Ld : own.stop * Ld].t()
-            found = self._product(of_own, h.reshape(-1, width))
-            total = found if total is None else total.add_(found)
+        bytes_per_document = Ld * width * self.multiplied.itemsize if self._needs_copy else 0
+        for documents in split_to_fit(n, bytes_per_document, MAX_GRADIENT_BYTES // 2):
+            h = H[documents] if keep is None else torch.where(keep[documents].unsqueeze(-1), H[documents], 0)
+            g_part = g[documents.start * Ld : documents.stop * Ld].t()
+            product = self._product(g_part, h.reshape(-1, width))
+            total = product if total is None else total.add_(product)
         assert total is not None
         return total
 

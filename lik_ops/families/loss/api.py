@@ -80,9 +80,9 @@ def maxsim_cross_entropy(
     if loss is not None:
         return loss
     (labels,) = share_arrays(_OP, labels=labels)
-    given = Q, D, q_mask, d_mask, q_weight = make_dense(_OP, Q, D, *per_token)
-    check_types(_OP, *given)
-    check_temperature(_OP, temperature, given[0])
+    dense_args = Q, D, q_mask, d_mask, q_weight = make_dense(_OP, Q, D, *per_token)
+    check_types(_OP, *dense_args)
+    check_temperature(_OP, temperature, dense_args[0])
     check_count(_OP, "ignore_index", ignore_index, -(2**63))
     sharding.register_if_needed()
     Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)

@@ -52,8 +52,8 @@ def label_gradients(
     gradients = torch.empty_like(scores)
     programs = rows * cdiv(columns, BLOCK_SCORES)
     if programs:
-        of_rows = labels, labels.stride(0), upstream, upstream.stride(0), kept.divisor, kept.lse
-        args = scores, gradients, *of_rows, columns, begin, options.temperature, options.ignore_index, BLOCK_SCORES
+        row_args = labels, labels.stride(0), upstream, upstream.stride(0), kept.divisor, kept.lse
+        args = scores, gradients, *row_args, columns, begin, options.temperature, options.ignore_index, BLOCK_SCORES
         with use_device(scores.device):
             launcher.launch(maxsim_label_gradients, check_grid(programs), args, LAUNCH_OPTIONS)
     return gradients

@@ -87,9 +87,9 @@ class LossArgs(NamedTuple):
         """Return the arguments of some queries and, in the cross product, of some documents."""
         if (queries.stop - queries.start, documents.stop - documents.start) == self.dense.scores_shape():
             return self  # the part is the whole call, so no views are needed
-        of_documents = queries if self.D.dim() == 4 else documents
-        parts = queries, of_documents, queries, of_documents, queries, queries
-        return LossArgs(*(None if t is None else t[own] for t, own in zip(self, parts, strict=True)))  # type: ignore
+        document_slice = queries if self.D.dim() == 4 else documents
+        parts = queries, document_slice, queries, document_slice, queries, queries
+        return LossArgs(*(None if t is None else t[i] for t, i in zip(self, parts, strict=True)))  # type: ignore
 
 
 def check_labels(op: str, labels: Any, Q: Tensor) -> None:
@@ -215,18 +215,18 @@ class LossCall(EagerCall):
         """Return the loss and the fields of `SavedLoss`."""
         x, options = self._arguments(given)
         counts = self.reduction == "mean"
-        losses, lse, *more = self.computed.losses(x, options, self.keeps, counts)
-        count = more.pop() if counts else None
+        losses, lse, *extras = self.computed.losses(x, options, self.keeps, counts)
+        count = extras.pop() if counts else None
         loss = losses if self.reduction == "none" else losses.sum()
-        return loss if count is None else loss / count, *SavedLoss(lse, count, *more)
+        return loss if count is None else loss / count, *SavedLoss(lse, count, *extras)
 
     def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple[Tensor, ...]:
         """Return the gradients of Q, D and q_weight."""
-        (x, options), found = self._arguments(given), SavedLoss(*kept)
+        (x, options), saved_loss = self._arguments(given), SavedLoss(*kept)
         if is_backward_direct(grad, x.Q, x.D):
-            return self.computed.gradients(grad, x, found, options, needs)
-        grad = (grad if found.divisor is None else grad / found.divisor).expand(x.labels.shape)
-        return lik.maxsim_cross_entropy_bwd(grad, *x, found.lse, *options, needs)
+            return self.computed.gradients(grad, x, saved_loss, options, needs)
+        grad = (grad if saved_loss.divisor is None else grad / saved_loss.divisor).expand(x.labels.shape)
+        return lik.maxsim_cross_entropy_bwd(grad, *x, saved_loss.lse, *options, needs)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_cross_entropy_fwd"), _FWD_SCHEMA)
@@ -247,9 +247,9 @@ def maxsim_cross_entropy_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         NaN.
     """
     x = LossArgs(*args[:6])
-    computed = lookup_once(_FWD, x, (), _select_runner, x.check, x, _FWD)
+    runner = lookup_once(_FWD, x, (), _select_runner, x.check, x, _FWD)
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
-    return computed.losses(x, LossOptions(*args[6:]))  # type: ignore[return-value]
+    return runner.losses(x, LossOptions(*args[6:]))  # type: ignore[return-value]
 
 
 def _compute_losses(
@@ -259,13 +259,13 @@ def _compute_losses(
     Nq, columns = x.dense.scores_shape()
     losses, lse = _fake_outputs(x)
     dtype = choose_argmax_dtype(x.D.shape[-2]) if keeps else None
-    kept: tuple[Tensor, ...] = ()
+    results: tuple[Tensor, ...] = ()
     for i in (slice(0, Nq),) if keeps else split_to_fit(Nq, losses.element_size() * columns, _MAX_SCORE_BYTES):
         part = x.part(i, slice(0, columns))
-        kept = backend.forward(*part.dense, options.normalize, dtype)
-        backend.label_losses(kept[0], part.labels, options, losses[i], lse[i])
+        results = backend.forward(*part.dense, options.normalize, dtype)
+        backend.label_losses(results[0], part.labels, options, losses[i], lse[i])
     count = (backend.count_labels(x.labels, options.ignore_index),) if counts else ()
-    return losses, lse, *(kept if keeps else ()), *count
+    return losses, lse, *(results if keeps else ()), *count
 
 
 def _fake_outputs(x: LossArgs) -> tuple[Tensor, Tensor]:
@@ -310,9 +310,9 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     """
     grad_losses, *tensors, lse = args[:8]
     x, needs = LossArgs(*tensors), args[11]
-    computed = lookup_once(_BWD, args[:8], tuple(needs), _select_runner, _unpack_backward_args, x, args)
+    runner = lookup_once(_BWD, args[:8], tuple(needs), _select_runner, _unpack_backward_args, x, args)
     functional.reject_forward_ad(grad_losses, x.Q, x.D, x.q_weight)
-    return computed.gradients(grad_losses, x, SavedLoss(lse), LossOptions(*args[8:11]), needs)
+    return runner.gradients(grad_losses, x, SavedLoss(lse), LossOptions(*args[8:11]), needs)
 
 
 def _compute_gradients(
@@ -325,8 +325,8 @@ def _compute_gradients(
         part, scores, argmax = x.part(i, j), kept.scores, kept.argmax
         if scores is None:
             scores, argmax = backend.forward(*part.dense, options.normalize, choose_argmax_dtype(x.D.shape[-2]))
-        of_queries = SavedLoss(kept.lse[i].contiguous(), kept.divisor)
-        gradient = backend.label_gradients(scores, part.labels, options, upstream[i], of_queries, j.start)
+        query_loss = SavedLoss(kept.lse[i].contiguous(), kept.divisor)
+        gradient = backend.label_gradients(scores, part.labels, options, upstream[i], query_loss, j.start)
         Q, D, *masks = part.dense
         return backend.backward_lowmem(gradient, Q, D, argmax, *masks, options.normalize, wanted)
 
@@ -337,9 +337,9 @@ def _compute_gradients(
     grads = fake_gradient(x.dense, needs)
     for i, j, wanted in parts:
         places = i, i if candidates else j, i
-        for grad, place, found, want in zip(grads, places, of_part(i, j, wanted), wanted, strict=True):
-            if want:
-                grad[place] = found
+        for grad, place, block_grad, is_needed in zip(grads, places, of_part(i, j, wanted), wanted, strict=True):
+            if is_needed:
+                grad[place] = block_grad
     return grads
 
 

@@ -46,8 +46,8 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
     """
     columns, labels = scores.shape[1], labels.long()
     index = labels.clamp(0, max(columns - 1, 0))
-    wrong = index != labels if columns else torch.ones_like(index, dtype=torch.bool)
-    ignored = labels == options.ignore_index
+    is_invalid = index != labels if columns else torch.ones_like(index, dtype=torch.bool)
+    is_ignored = labels == options.ignore_index
     if columns:
         best, log_sum = lse.unbind(1)
         scores = scores / options.temperature
@@ -58,8 +58,8 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
         # The order of torch.sum depends on the number of queries.
         torch.log1p(sum_pairwise(scores.exp_()), out=log_sum)
         torch.sub(log_sum, at_label, out=losses)
-    losses.masked_fill_(wrong, torch.nan).masked_fill_(ignored, 0)
-    lse.masked_fill_(wrong[:, None], torch.nan).masked_fill_(ignored[:, None], 0)
+    losses.masked_fill_(is_invalid, torch.nan).masked_fill_(is_ignored, 0)
+    lse.masked_fill_(is_invalid[:, None], torch.nan).masked_fill_(is_ignored[:, None], 0)
 
 
 def count_labels(labels: Tensor, ignore_index: int) -> Tensor:

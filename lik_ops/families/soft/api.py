@@ -58,8 +58,8 @@ def maxsim_soft(
     for name, x in (("Q", Q), ("D", D)):
         if isinstance(x, (Quantized, Index)):
             raise TypeError(f"maxsim_soft: {name}: expected a dense Tensor, got {type(x).__name__}")
-    given: Any = make_dense("maxsim_soft", Q, D, q_mask, d_mask, q_weight)
-    check_types("maxsim_soft", *given)
+    dense_args: Any = make_dense("maxsim_soft", Q, D, q_mask, d_mask, q_weight)
+    check_types("maxsim_soft", *dense_args)
     check_flag("maxsim_soft", "normalize", normalize)
-    soft_ops.check_temperature("maxsim_soft", temperature, given[0])
-    return soft_ops.score_soft(given, temperature, normalize)
+    soft_ops.check_temperature("maxsim_soft", temperature, dense_args[0])
+    return soft_ops.score_soft(dense_args, temperature, normalize)

@@ -71,10 +71,10 @@ def configure_soft_forward(kind: KernelKey, Nq: int, Lq: int, *, tf32: bool) -> 
     arch, dtype, d, candidates, _, wide = kind
     tiles = select_tiles(arch, dtype, 1, d, True, wide)
     tiles = tuple(tile for tile in tiles if not tile.tokens_first and tile.rows <= _MAX_TILE_ROWS)
-    most = tiles[-1]
-    slot = min(next_power_of_2(max(Lq, 1)), most.rows)
-    rows = slot if candidates else min(Nq * slot, most.rows)
-    tile = next(t for t in tiles if t.rows >= rows) if arch.unit == "wgmma" else most
+    largest_tile = tiles[-1]
+    slot = min(next_power_of_2(max(Lq, 1)), largest_tile.rows)
+    rows = slot if candidates else min(Nq * slot, largest_tile.rows)
+    tile = next(t for t in tiles if t.rows >= rows) if arch.unit == "wgmma" else largest_tile
     config = make_forward_config(kind, tile, slot, tf32=tf32)
     config = config._replace(LONG_QUERIES=Lq > slot or arch.unit == "mma", SHORT_DOCUMENTS=True, SOFT=True)
     registers = tile.registers or arch.registers
@@ -96,8 +96,8 @@ def configure_soft_sm90_backward(d: int, Ld: int | None) -> Sm90SoftConfig:
     """
     tile, in_registers = _TOKEN_TILE, True
     if Ld is not None:
-        small, large = (cdiv(Ld, t.tokens) * t.tokens for t in (_SMALL_ROW_TILE, _LARGE_ROW_TILE))
-        tile = _SMALL_ROW_TILE if large > small * _MAX_PADDING_RATIO else _LARGE_ROW_TILE
+        small_tokens, large_tokens = (cdiv(Ld, t.tokens) * t.tokens for t in (_SMALL_ROW_TILE, _LARGE_ROW_TILE))
+        tile = _SMALL_ROW_TILE if large_tokens > small_tokens * _MAX_PADDING_RATIO else _LARGE_ROW_TILE
         # With rows in registers ptxas spills, unlike the ptxas of Triton 3.6.
         in_registers = tile is _SMALL_ROW_TILE or triton_versions.get_triton_release() < (3, 9)
     return Sm90SoftConfig(
@@ -141,6 +141,6 @@ def configure_soft_backward(kind: KernelKey, *, tf32: bool, flat: bool) -> Launc
     A program owns BM rows and reads BN rows of the other side in a step.
     """
     step, products = select_for(_BACKWARD_TABLE, kind), choose_precision(kind.dtype, kind.arch, tf32)
-    located = kind._replace(wide=max(kind.wide, 1))
-    launch = step.launch(located, kind.arch.registers, PRECISION=products, EVEN_ROW_STRIDE=flat)
+    launch_kind = kind._replace(wide=max(kind.wide, 1))
+    launch = step.launch(launch_kind, kind.arch.registers, PRECISION=products, EVEN_ROW_STRIDE=flat)
     return apply_overrides(_BACKWARD_OVERRIDES, kind, launch)

@@ -73,12 +73,12 @@ def _run_forward(x: DenseArgs, temperature: Temperature, normalize: bool, keep: 
     if Nq * K == 0 or Lq == 0:
         return scores.zero_(), lse
     out = OutputArgs(scores, lse if keep else None)
-    each = soft_configs.choose_split_tokens(D.shape[-2])
+    split_tokens = soft_configs.choose_split_tokens(D.shape[-2])
     with use_device(Q.device):
-        if each is None:
+        if split_tokens is None:
             _launch_forward(x, out, temperature, normalize)
         else:
-            _score_in_splits(x, out, temperature, normalize, each)
+            _score_in_splits(x, out, temperature, normalize, split_tokens)
     return scores, lse
 
 
@@ -89,8 +89,8 @@ def _launch_forward(x: DenseArgs, out: OutputArgs | SoftSplitArgs, temperature: 
     launch = soft_configs.configure_soft_forward(kind, sizes.Nq, sizes.Lq, tf32=is_tf32_allowed(Q.dtype))
     if isinstance(out, SoftSplitArgs):
         launch, sizes = launch.change(SPLIT_DOCUMENTS=True), sizes._replace(K=sizes.K * out.count)
-    reads = arch.has_descriptors and supports_descriptor(D)
-    tiles = make_descriptor(D, launch.config) if reads else None
+    has_descriptor = arch.has_descriptors and supports_descriptor(D)
+    tiles = make_descriptor(D, launch.config) if has_descriptor else None
     tokens = make_query_args(Q, x.q_mask, x.q_weight), make_document_args(D, x.d_mask), tiles
     args = *tokens, out, temperature, sizes, Q.shape[-1], launch.config
     launcher.launch(maxsim_forward_soft, check_grid(launch.programs(sizes.Nq, sizes.K)), args, launch.options(arch))
@@ -104,14 +104,14 @@ def _score_in_splits(x: DenseArgs, out: OutputArgs, temperature: Temperature, no
     sizes, candidates = make_size_args(x.Q, x.D), x.D.dim() == 4
     count = cdiv(sizes.Ld, each)
     groups, bytes_each = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
-    for own in split_to_fit(groups, 4 * bytes_each * sizes.Lq * count, _MAX_SPLIT_BYTES):
-        lse = None if out.argmax is None else out.argmax[own]
-        d_mask = None if x.d_mask is None else x.d_mask[own]
+    for group in split_to_fit(groups, 4 * bytes_each * sizes.Lq * count, _MAX_SPLIT_BYTES):
+        lse = None if out.argmax is None else out.argmax[group]
+        d_mask = None if x.d_mask is None else x.d_mask[group]
         if candidates:
-            q_mask, q_weight = (None if t is None else t[own] for t in (x.q_mask, x.q_weight))
-            part, scores = DenseArgs(x.Q[own], x.D[own], q_mask, d_mask, q_weight), out.scores[own]
+            q_mask, q_weight = (None if t is None else t[group] for t in (x.q_mask, x.q_weight))
+            part, scores = DenseArgs(x.Q[group], x.D[group], q_mask, d_mask, q_weight), out.scores[group]
         else:
-            part, scores = x._replace(D=x.D[own], d_mask=d_mask), out.scores[:, own]
+            part, scores = x._replace(D=x.D[group], d_mask=d_mask), out.scores[:, group]
         _merge_splits(part, OutputArgs(scores, lse), temperature, normalize, each, count)
 
 
@@ -123,11 +123,11 @@ def _merge_splits(
     documents, candidates = math.prod(x.D.shape[:-2]), x.D.dim() == 4
     rows = documents * count * sizes.Lq * (1 if candidates else sizes.Nq)
     maxima = torch.empty(rows, dtype=torch.float32, device=x.Q.device)
-    kept = None if x.d_mask is None else torch.empty(documents * count, dtype=torch.int32, device=x.Q.device)
-    cut = SoftSplitArgs(maxima, kept, each, count)
-    _launch_forward(x, cut, temperature, normalize)
+    kept_counts = None if x.d_mask is None else torch.empty(documents * count, dtype=torch.int32, device=x.Q.device)
+    splits = SoftSplitArgs(maxima, kept_counts, each, count)
+    _launch_forward(x, splits, temperature, normalize)
     queries = make_query_args(x.Q, x.q_mask, x.q_weight)
-    args = queries, cut, *out, temperature, sizes, out.scores.stride(0)
+    args = queries, splits, *out, temperature, sizes, out.scores.stride(0)
     choices = (*soft_configs.configure_soft_merge(sizes.Lq), candidates)
     launcher.launch(maxsim_soft_splits, check_grid(sizes.Nq * sizes.K), (*args, *choices), {"num_warps": 4})
 
@@ -177,9 +177,9 @@ class SoftCall(NamedTuple):
         zeros after the end of a document.
         """
         x, config = (self.Q if of_queries else self.D), self.launch().config
-        masked = self.q_mask if of_queries else self.d_mask
-        readable = supports_descriptor(x) and x.data_ptr() % 16 == 0 and config.SINGLE_STEP and masked is None
-        if not (architecture(x.device).has_descriptors and readable) or (of_queries and self.candidates):
+        mask = self.q_mask if of_queries else self.d_mask
+        is_readable = supports_descriptor(x) and x.data_ptr() % 16 == 0 and config.SINGLE_STEP and mask is None
+        if not (architecture(x.device).has_descriptors and is_readable) or (of_queries and self.candidates):
             return None
         *_, L, d = x.shape
         if of_queries:
@@ -242,11 +242,11 @@ def _write_gradient(
 ) -> None:
     """Write the gradient of `rows` ``[N, K, L, d]`` from parts of their sums."""
     N, K, L, d = rows.shape
-    found = RowSumArgs(sums, K, L) if parts == 1 else RowSumArgs(sums, K, L, None, parts, rows.numel())
+    row_sums = RowSumArgs(sums, K, L) if parts == 1 else RowSumArgs(sums, K, L, None, parts, rows.numel())
     wide = choose_offset_width(rows, rows)
     launch = configure_gather(KernelKey(architecture(rows.device), rows.dtype, d, False, normalize, wide))
     queries = make_query_args(rows[:, 0], None, weight)
-    args = make_document_args(rows, None), queries, found, grad, None, d, launch.config
+    args = make_document_args(rows, None), queries, row_sums, grad, None, d, launch.config
     grid = check_grid(N * K * cdiv(L, launch.config.BM))
     launcher.launch(maxsim_finish, grid, args, launch.options(architecture(rows.device)))
 
@@ -277,25 +277,25 @@ def allocate_sum_workspace(count: int, bytes_each: int, own: int, unwritten: Ten
         own: bytes of the gradients and soft maxima.
         unwritten: a gradient that is written later, or None.
     """
-    most = max(_MIN_SUM_BYTES, min(own // 20, _MAX_SUM_BYTES))
-    if unwritten is not None and unwritten.nbytes >= max(min(count * bytes_each, most), bytes_each):
+    max_bytes = max(_MIN_SUM_BYTES, min(own // 20, _MAX_SUM_BYTES))
+    if unwritten is not None and unwritten.nbytes >= max(min(count * bytes_each, max_bytes), bytes_each):
         return SumWorkspace(unwritten.nbytes, unwritten)
-    return SumWorkspace(most, None)
+    return SumWorkspace(max_bytes, None)
 
 
 def _write_query_gradients(c: SoftCall, needs: list[bool], grads: list[Tensor], room: SumWorkspace) -> None:
     """Write the gradients of Q and q_weight for the queries of `c`, and add the gradient of the temperature."""
     Nq, K, Lq, Ld = make_size_args(c.Q, c.D)
-    parts, each = _count_parts(K, Ld), cdiv(K, _count_parts(K, Ld))
-    new = functools.partial(c.Q.new_empty, dtype=torch.float32)
+    parts, documents_per_part = _count_parts(K, Ld), cdiv(K, _count_parts(K, Ld))
+    new_empty = functools.partial(c.Q.new_empty, dtype=torch.float32)
     sums = room.sums((parts, *c.Q.shape), c.Q) if needs[0] else None
-    weights, spreads = (new((parts, Nq, Lq)) if need else None for need in needs[2:])
-    made = sums is not None and soft_sm90.try_sum_rows(c, sums, parts, each)
+    weights, spreads = (new_empty((parts, Nq, Lq)) if need else None for need in needs[2:])
+    has_sums = sums is not None and soft_sm90.try_sum_rows(c, sums, parts, documents_per_part)
     grid = c.count_owner_programs(Lq, Nq) if c.candidates else c.count_owner_programs(Nq * Lq, 1), parts
-    if not made or weights is not None:
-        c.run(maxsim_soft_queries, grid, None if made else sums, weights, None, each)
+    if not has_sums or weights is not None:
+        c.run(maxsim_soft_queries, grid, None if has_sums else sums, weights, None, documents_per_part)
     if spreads is not None:  # a separate launch, because a joint one spills
-        c.run(maxsim_soft_queries, grid, None, None, spreads, each)
+        c.run(maxsim_soft_queries, grid, None, None, spreads, documents_per_part)
     if sums is not None:
         _write_gradient(c.Q.unsqueeze(1), c.q_weight, sums, grads[0], c.normalize, parts)
     if weights is not None:
@@ -329,8 +329,8 @@ def backward_soft(
     if Q.shape[0] * Q.shape[1] > _INT32_MAX:
         raise ValueError(f"maxsim_soft_bwd: Q: expected at most {_INT32_MAX} tokens, got {list(Q.shape)}")
     grads = [
-        torch.empty(like.shape if need else (0,), dtype=dtype, device=Q.device)
-        for like, dtype, need in zip((Q, D, Q[..., 0]), (Q.dtype, Q.dtype, torch.float32), needs, strict=False)
+        torch.empty(t.shape if need else (0,), dtype=dtype, device=Q.device)
+        for t, dtype, need in zip((Q, D, Q[..., 0]), (Q.dtype, Q.dtype, torch.float32), needs, strict=False)
     ]
     grads.append(torch.zeros(() if needs[3] else (0,), dtype=torch.float32, device=Q.device))
     if Q.numel() == 0 or D.numel() == 0:
@@ -338,9 +338,9 @@ def backward_soft(
             grad.zero_()
         return tuple(grads)  # type: ignore[return-value]
     call = SoftCall(grad_scores, Q, D, lse.contiguous(), *x[2:], temperature, normalize)
-    given = grad_scores, x, lse, temperature, normalize, needs
+    args = grad_scores, x, lse, temperature, normalize, needs
     with use_device(Q.device):
-        launcher.run_first(functools.partial(backward_soft, *given), _run_in_parts, call, needs, grads)
+        launcher.run_first(functools.partial(backward_soft, *args), _run_in_parts, call, needs, grads)
     return tuple(grads)  # type: ignore[return-value]
 
 
@@ -348,16 +348,16 @@ def _run_in_parts(call: SoftCall, needs: list[bool], grads: list[Tensor]) -> Non
     """Write the gradients for as many queries, then documents, at a time as the workspace holds sums for."""
     Nq, K, Lq, Ld = make_size_args(call.Q, call.D)
     d, candidates = call.Q.shape[-1], call.candidates
-    kept = sum(x.nbytes for x in (*grads, call.lse))
+    output_bytes = sum(x.nbytes for x in (*grads, call.lse))
     if needs[0] or needs[2] or needs[3]:
         bytes_each = 4 * d * Lq * _count_parts(K, Ld) if needs[0] else 0
-        room = allocate_sum_workspace(Nq, bytes_each, kept, grads[1] if needs[1] else None)
-        for own in split_to_fit(Nq, bytes_each, room.size):
-            mine = [g[own] if n < 3 and needs[n] else g for n, g in enumerate(grads)]
-            _write_query_gradients(call.part(own), needs, mine, room)
+        room = allocate_sum_workspace(Nq, bytes_each, output_bytes, grads[1] if needs[1] else None)
+        for group in split_to_fit(Nq, bytes_each, room.size):
+            part_grads = [g[group] if n < 3 and needs[n] else g for n, g in enumerate(grads)]
+            _write_query_gradients(call.part(group), needs, part_grads, room)
     if needs[1]:
         documents = call.D.shape[0]
         bytes_each = 4 * d * Ld * (K if candidates else 1) if call.has_document_sums else 0
-        room = allocate_sum_workspace(documents, bytes_each, kept)
-        for own in split_to_fit(documents, bytes_each, room.size):
-            _write_document_gradients(call.part(own) if candidates else call.select_documents(own), grads[1][own])
+        room = allocate_sum_workspace(documents, bytes_each, output_bytes)
+        for group in split_to_fit(documents, bytes_each, room.size):
+            _write_document_gradients(call.part(group) if candidates else call.select_documents(group), grads[1][group])

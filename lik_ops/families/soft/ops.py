@@ -117,9 +117,9 @@ def _resolve_temperature(tau: Tensor | None, temperature: float, dtype: torch.dt
 def _(*args):
     tensors, keep = SoftArgs(*args[:6]), args[8]
     tensors.check(_FWD)
-    new, dtype = tensors.Q.new_empty, score_dtype(tensors.Q.dtype)
-    kept = new(tensors.dense.argmax_shape() if keep else (0,), dtype=dtype)
-    return new(tensors.dense.scores_shape(), dtype=dtype), kept
+    new_empty, dtype = tensors.Q.new_empty, score_dtype(tensors.Q.dtype)
+    lse = new_empty(tensors.dense.argmax_shape() if keep else (0,), dtype=dtype)
+    return new_empty(tensors.dense.scores_shape(), dtype=dtype), lse
 
 
 def _unpack_backward_args(args: tuple) -> SoftArgs:
@@ -161,14 +161,14 @@ def maxsim_soft_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @maxsim_soft_bwd.register_fake
 def _(*args):
     tensors, needs = _unpack_backward_args(args), args[10]
-    of_tau = tensors.Q.new_empty(() if needs[3] else (0,), dtype=score_dtype(tensors.Q.dtype))
-    return *fake_gradient(tensors.dense, needs[:3]), of_tau
+    grad_tau = tensors.Q.new_empty(() if needs[3] else (0,), dtype=score_dtype(tensors.Q.dtype))
+    return *fake_gradient(tensors.dense, needs[:3]), grad_tau
 
 
 def _call_backward(grad_scores, tensors, lse, options, needs):
-    Q, D, *rest = tensors
+    Q, D, *optional_tensors = tensors
     temperature, normalize, _ = options
-    return lik.maxsim_soft_bwd(grad_scores, Q, D, lse, *rest, temperature, normalize, needs)
+    return lik.maxsim_soft_bwd(grad_scores, Q, D, lse, *optional_tensors, temperature, normalize, needs)
 
 
 register_autograd(maxsim_soft_fwd, SoftArgs, _call_backward, wanted=(0, 1, 4, 5))
@@ -199,7 +199,7 @@ def score_soft(given: tuple, temperature: Any, normalize: bool) -> Tensor:
         keep = argmax_dtype is not None or functional.is_recording_gradients(tau)
         return lik.maxsim_soft_fwd(*tensors, tau, number, normalized, keep)
 
-    found = operators.call_dispatched("maxsim_soft", forward, given, normalize, "auto")[0]
+    scores = operators.call_dispatched("maxsim_soft", forward, given, normalize, "auto")[0]
     Q, D, q_mask, d_mask, _ = given
     hints.inspect_tokens("maxsim_soft", Q, D, q_mask, d_mask, normalize)
-    return found
+    return scores

@@ -36,8 +36,8 @@ def forward_soft(x: DenseArgs, temperature: Temperature, normalize: bool, keep: 
 def _mask_wrong_temperature(temperature: Temperature) -> Temperature:
     """Replace a temperature tensor that is not above 0 by NaN, without reading its value on the host."""
     if isinstance(temperature, Tensor):
-        least = torch.finfo(temperature.dtype).tiny
-        return torch.where(temperature > 0, temperature.clamp_min(least), torch.nan)
+        tiny = torch.finfo(temperature.dtype).tiny
+        return torch.where(temperature > 0, temperature.clamp_min(tiny), torch.nan)
     return temperature
 
 
@@ -62,15 +62,15 @@ class SoftForward(SliceForward):
             S = S[:, : shape.documents * tokens]
         if shape.documents > 1:
             S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
-        top = _replace_infinities(S.amax(-2))
-        found = S.sub_(top.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(top)
-        best.copy_(found if start == 0 else self._joined(best, found))
+        m = _replace_infinities(S.amax(-2))
+        lse = S.sub_(m.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(m)
+        best.copy_(lse if start == 0 else self._joined(best, lse))
 
     def _joined(self, a: Tensor, b: Tensor) -> Tensor:
         """Combine the soft maxima of two parts of a document."""
         high, low = torch.maximum(a, b), torch.minimum(a, b)
-        more = ((low - high) / self.temperature).exp_().log1p_().mul_(self.temperature).add_(high)
-        return torch.where(high.isinf() | (low == NEG_INF), high, more)
+        lse = ((low - high) / self.temperature).exp_().log1p_().mul_(self.temperature).add_(high)
+        return torch.where(high.isinf() | (low == NEG_INF), high, lse)
 
     def _finish(self, b: slice, x: slice, u: slice) -> None:
         if self.kept is not None:
@@ -114,19 +114,19 @@ class _Entropies:
             g: upstream gradients ``[batches, rows, documents, 1]``.
             is_last: whether this block has the last tokens of its documents.
         """
-        small = torch.where(P > _PEAK_PROBABILITY, 0, P)
-        terms = torch.where(small == 0, 0, small * log_P)  # log P may be -inf
-        sums = small.sum(-1), terms.sum(-1)
+        small_P = torch.where(P > _PEAK_PROBABILITY, 0, P)
+        terms = torch.where(small_P == 0, 0, small_P * log_P)  # log P may be -inf
+        sums = small_P.sum(-1), terms.sum(-1)
         if self._sums:
             sums = sums[0] + self._sums[0], sums[1] + self._sums[1]
         self._sums = () if is_last else sums
         if not is_last:
             return
-        rest, spread = sums
-        of_peak = torch.where(rest < 0.5, (1 - rest) * torch.log1p(-rest), 0)  # without a peak `rest` is 1
+        mass, spread = sums
+        peak_term = torch.where(mass < 0.5, (1 - mass) * torch.log1p(-mass), 0)  # without a peak `mass` is 1
         g = g.squeeze(-1)
-        found = torch.where(g == 0, 0, g * -(spread + of_peak)).sum(-1)
-        self.total = found if self.total is None else self.total + found
+        entropy = torch.where(g == 0, 0, g * -(spread + peak_term)).sum(-1)
+        self.total = entropy if self.total is None else self.total + entropy
 
 
 class SoftBackward:
@@ -153,10 +153,10 @@ class SoftBackward:
 
     def _pieces(self) -> tuple[list[Piece], list[Piece]]:
         """Cut queries and documents into pieces, and set `batches`, the slices of batches."""
-        most = max(1, MAX_PIECE_BYTES // (self.d * self.dtype.itemsize))
-        rows = max(1, min(most, 512, self.Y * self.Lq))
-        tokens = max(1, min(most, MAX_BLOCK_BYTES // (rows * self.dtype.itemsize)))
-        batches = max(1, min(self.B, tokens // max(self.X * self.Ld, 1), most // (self.Y * self.Lq)))
+        max_tokens = max(1, MAX_PIECE_BYTES // (self.d * self.dtype.itemsize))
+        rows = max(1, min(max_tokens, 512, self.Y * self.Lq))
+        tokens = max(1, min(max_tokens, MAX_BLOCK_BYTES // (rows * self.dtype.itemsize)))
+        batches = max(1, min(self.B, tokens // max(self.X * self.Ld, 1), max_tokens // (self.Y * self.Lq)))
         self.batches = list(split_range(0, self.B, batches))
         return list(cut_pieces((1, self.Y, self.Lq), rows)), list(cut_pieces((1, self.X, self.Ld), tokens))
 
@@ -172,9 +172,9 @@ class SoftBackward:
 
     def _load_rows(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor]:
         """Return soft maxima and gradients of scores, ``[batches, items, rows]``, 0 if there is no maximum."""
-        kept = self.layout.argmax
-        assert kept is not None
-        lse = kept[query.batches, documents, query.items, query.tokens]
+        maxima = self.layout.argmax
+        assert maxima is not None
+        lse = maxima[query.batches, documents, query.items, query.tokens]
         g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
         exists = lse != NEG_INF
         return tuple(torch.where(exists, x, 0).flatten(2).contiguous() for x in (lse, g))  # type: ignore[return-value]
@@ -230,8 +230,8 @@ class SoftBackward:
 
     def _differentiate_maxima(self, query: Piece, documents: list[Piece]) -> Tensor:
         """Return the gradients of q_weight, which sum ``g * lse`` over documents."""
-        whole = (self._load_rows(query, document.items) for document in documents if document.tokens.start == 0)
-        return sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in whole)
+        blocks = (self._load_rows(query, document.items) for document in documents if document.tokens.start == 0)
+        return sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in blocks)
 
     def _backpropagate_norms(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
         """Propagate `total` through the norms of its tokens; 0 for tokens with zero gradient, which may hold NaN."""
@@ -240,8 +240,8 @@ class SoftBackward:
         tokens = (
             (self.layout.Q if of_queries else self.layout.D)[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
         )
-        live = (total != 0).any(-1, keepdim=True)
-        return torch.where(live, backpropagate_norm(total, torch.where(live, tokens, 0)), 0)
+        has_gradient = (total != 0).any(-1, keepdim=True)
+        return torch.where(has_gradient, backpropagate_norm(total, torch.where(has_gradient, tokens, 0)), 0)
 
     @staticmethod
     def _write(target: Tensor, shape: torch.Size, piece: Piece, found: Tensor) -> None:

@@ -65,7 +65,7 @@ def maxsim_token_topk(
     check_flag(_OP, "normalize", normalize)
     check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     functional.reject_transforms(_OP)
-    given = _, documents, _, keep, _ = make_dense(_OP, Q, D, q_mask, d_mask, q_weight)
+    dense_args = _, documents, _, keep, _ = make_dense(_OP, Q, D, q_mask, d_mask, q_weight)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         *tensors, normalized, argmax_dtype, _ = args
@@ -74,11 +74,11 @@ def maxsim_token_topk(
             ranks = min(top_k, max(tokens, 1))  # each rank stores an argmax; a traced size would add a guard
         return lik.maxsim_token_topk_fwd(*tensors, ranks, normalized, argmax_dtype is not None)
 
-    scores = call_dispatched(_OP, forward, given, normalize, "auto")[0]
+    scores = call_dispatched(_OP, forward, dense_args, normalize, "auto")[0]
     if reduction == "sum":
         return scores
     if keep is not None:
         return scores / keep.bool().sum(-1).clamp(1, top_k)
-    most: Any = clamp_to_at_least_one(documents.shape[-2])
+    length: Any = clamp_to_at_least_one(documents.shape[-2])
     # Dynamo of torch 2.11 cannot trace `sym_min` of plain integers.
-    return scores / (min(most, top_k) if isinstance(most, int) else torch.sym_min(most, top_k))
+    return scores / (min(length, top_k) if isinstance(length, int) else torch.sym_min(length, top_k))

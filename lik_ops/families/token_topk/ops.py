@@ -73,10 +73,10 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
     if argmax.dim() == 1:
         raise ValueError(f"{_FWD}: keep: expected True where gradients are wanted, got False")
     Q, D, *per_token = tensors
-    wide = Q.to(score_dtype(Q.dtype)), D.to(score_dtype(D.dtype))
+    operands = Q.to(score_dtype(Q.dtype)), D.to(score_dtype(D.dtype))
     sums: list[Tensor] = []
-    for of_rank in argmax.unbind(0):
-        grads = lik.maxsim_bwd_lowmem(grad_scores, *wide, of_rank, *per_token, options[1], needs)
+    for rank_argmax in argmax.unbind(0):
+        grads = lik.maxsim_bwd_lowmem(grad_scores, *operands, rank_argmax, *per_token, options[1], needs)
         sums = [a.add_(g) for a, g in zip(sums, grads, strict=True)] if sums else list(grads)
     return sums[0].to(Q.dtype), sums[1].to(D.dtype), sums[2]
 

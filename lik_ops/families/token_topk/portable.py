@@ -31,13 +31,13 @@ def forward_token_topk(x: DenseArgs, top_k: int, normalize: bool, keep: bool) ->
         Scores ``[Nq, Nd]`` (``[Nq, K]``), and argmax int32 ``[top_k, Nd, Nq, Lq]`` (``[top_k, Nq, K, Lq]``), or ``[0]``
         unless `keep`. It is -1 after the last kept token of a document and for similarities of -inf.
     """
-    scores, one, is_trivial = allocate_outputs(x.Q, x.D, x.q_mask, torch.int32, keep, -1)
-    argmax = one.new_full((top_k, *one.shape), -1) if keep else one
+    scores, single_argmax, is_trivial = allocate_outputs(x.Q, x.D, x.q_mask, torch.int32, keep, -1)
+    argmax = single_argmax.new_full((top_k, *single_argmax.shape), -1) if keep else single_argmax
     if not is_trivial:
-        most = min(top_k, x.D.shape[-2])
-        layouts = [make_batched_args(*x, scores, of_rank) for of_rank in argmax[:most]] if keep else []
+        count = min(top_k, x.D.shape[-2])
+        layouts = [make_batched_args(*x, scores, rank_argmax) for rank_argmax in argmax[:count]] if keep else []
         layout = make_batched_args(*x, scores, None)
-        TokenTopkForward(layout, normalize, most, [ranked.argmax for ranked in layouts]).run()
+        TokenTopkForward(layout, normalize, count, [rank_layout.argmax for rank_layout in layouts]).run()
     return scores, argmax
 
 
@@ -49,12 +49,12 @@ def extract_best(S: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count > _MAX_ROUNDS:
         values, indices = S.sort(dim=-2, descending=True, stable=True)
         return values[..., :count, :], indices[..., :count, :]
-    found = []
+    rounds = []
     for rank in range(count):
-        found.append(S.max(-2, keepdim=True))
+        rounds.append(S.max(-2, keepdim=True))
         if rank + 1 < count:
-            S.scatter_(-2, found[-1].indices, NEG_INF)
-    return torch.cat([x.values for x in found], -2), torch.cat([x.indices for x in found], -2)
+            S.scatter_(-2, rounds[-1].indices, NEG_INF)
+    return torch.cat([x.values for x in rounds], -2), torch.cat([x.indices for x in rounds], -2)
 
 
 class TokenTopkForward(SliceForward):
@@ -73,9 +73,9 @@ class TokenTopkForward(SliceForward):
         batches, documents, units = self.slab
         block = self.tiling.block_slices * self.shape.documents
         parts = 2 * self.count
-        fewer = max(min(block, documents), documents // parts // block * block)
-        parts = -(-parts * fewer // documents)
-        self.slab = batches, fewer, max(1, units // parts)
+        slab_documents = max(min(block, documents), documents // parts // block * block)
+        parts = -(-parts * slab_documents // documents)
+        self.slab = batches, slab_documents, max(1, units // parts)
 
     def _view_as_maxima(self, x: Tensor, best: Tensor) -> Tensor:
         """Return the view of the lists `x` that corresponds to the view `best` of the maxima, ``[count, ...]``."""
@@ -89,38 +89,38 @@ class TokenTopkForward(SliceForward):
         S = S[:, : shape.documents * tokens].unflatten(1, (-1, tokens)).flatten(0, 1)  # [documents, tokens, columns]
         values, indices = extract_best(S, min(self.count, tokens))
         values, indices = values.transpose(0, 1), indices.transpose(0, 1).to(torch.int32).add_(start)
-        of_values, of_indices = self._view_as_maxima(self.values, best), self._view_as_maxima(self.indices, best)
+        best_values, best_indices = self._view_as_maxima(self.values, best), self._view_as_maxima(self.indices, best)
         if start == 0:
-            of_values[len(values) :] = NEG_INF
-            of_values[: len(values)], of_indices[: len(values)] = values, indices
+            best_values[len(values) :] = NEG_INF
+            best_values[: len(values)], best_indices[: len(values)] = values, indices
             return
-        both = torch.cat([of_values, values]).transpose(0, 1)
-        more = torch.cat([of_indices, indices])
-        values, order = extract_best(both.contiguous(), self.count)
-        of_values.copy_(values.transpose(0, 1))
-        of_indices.copy_(more.gather(0, order.transpose(0, 1)))
+        all_values = torch.cat([best_values, values]).transpose(0, 1)
+        all_indices = torch.cat([best_indices, indices])
+        values, order = extract_best(all_values.contiguous(), self.count)
+        best_values.copy_(values.transpose(0, 1))
+        best_indices.copy_(all_indices.gather(0, order.transpose(0, 1)))
 
     def _finish(self, b: slice, x: slice, u: slice) -> None:
         part = slice(0, b.stop - b.start), slice(0, x.stop - x.start), slice(0, u.stop - u.start)
         best = self.best[part]
-        kept = None if self.layout.d_mask is None else self.layout.d_mask[b, x].sum(-1)[..., None, None]
+        kept_tokens = None if self.layout.d_mask is None else self.layout.d_mask[b, x].sum(-1)[..., None, None]
         best.zero_()
         for rank in range(self.count):
             values = self.values[rank][part]
-            best += values if kept is None else torch.where(kept > rank, values, 0)
+            best += values if kept_tokens is None else torch.where(kept_tokens > rank, values, 0)
             if self.argmax:
-                self._write_argmax(rank, b, x, u, values, kept)
+                self._write_argmax(rank, b, x, u, values, kept_tokens)
         super()._finish(b, x, u)
 
     def _write_argmax(self, rank: int, b: slice, x: slice, u: slice, values: Tensor, kept: Tensor | None) -> None:
         """Write the argmax of a rank in a slab, whose similarities are `values`."""
         layout, q = self.layout, self.queries
         y = slice(u.start * q, min(u.stop * q, self.Y))
-        won = self.indices[rank, : values.shape[0], : values.shape[1], : values.shape[2]]
-        won = torch.where(values == NEG_INF if kept is None else (values == NEG_INF) | (kept <= rank), -1, won)
-        won = won[..., : q * self.Lq].unflatten(-1, (q, self.Lq)).flatten(2, 3)[:, :, : y.stop - y.start]
+        indices = self.indices[rank, : values.shape[0], : values.shape[1], : values.shape[2]]
+        indices = torch.where(values == NEG_INF if kept is None else (values == NEG_INF) | (kept <= rank), -1, indices)
+        indices = indices[..., : q * self.Lq].unflatten(-1, (q, self.Lq)).flatten(2, 3)[:, :, : y.stop - y.start]
         if layout.q_mask is not None:
-            won = won.masked_fill(~layout.q_mask[b, None, y], -1)
+            indices = indices.masked_fill(~layout.q_mask[b, None, y], -1)
         argmax = self.argmax[rank]
         assert argmax is not None
-        argmax[b, x, y] = won
+        argmax[b, x, y] = indices

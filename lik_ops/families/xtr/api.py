@@ -66,13 +66,13 @@ def maxsim_xtr(
     """
     check_count(_OP, "top_k", top_k, 1)
     check_choice(_OP, "normalizer", normalizer, NORMALIZERS)
-    given = make_dense(_OP, Q, D, q_mask, d_mask, q_weight)
-    check_tensor(_OP, "D", given[1])
-    check_strided(_OP, "D", given[1])
-    check_no_candidates(_OP, given[1])
+    dense_args = make_dense(_OP, Q, D, q_mask, d_mask, q_weight)
+    check_tensor(_OP, "D", dense_args[1])
+    check_strided(_OP, "D", dense_args[1])
+    check_no_candidates(_OP, dense_args[1])
     functional.reject_transforms(_OP)
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         return lik.maxsim_xtr_fwd(*args[:5], top_k, normalizer)[:2]
 
-    return call_dispatched(_OP, forward, given, False, "auto")[0]
+    return call_dispatched(_OP, forward, dense_args, False, "auto")[0]

@@ -33,15 +33,15 @@ def forward_xtr(x: DenseArgs, top_k: int, positive: bool) -> tuple[Tensor, Tenso
     argmax = torch.empty(Nd, Nq, Lq, dtype=torch.int32, device=Q.device)
     for i in split_to_fit(Nq, 8 * Nd * Lq, _MAX_BLOCK_BYTES):
         rows = Q[i].to(dtype).masked_fill(~keep[i, :, None], 0).flatten(0, 1)
-        best, where, least = _find_best(rows, D, d_mask, top_k)
-        retrieved = ((best >= least[:, None]) | best.isnan()) & (best > -torch.inf).logical_or(best.isnan())
+        best, indices, thresholds = _find_best(rows, D, d_mask, top_k)
+        is_retrieved = ((best >= thresholds[:, None]) | best.isnan()) & (best > -torch.inf).logical_or(best.isnan())
         if positive:
-            retrieved &= ~(best <= 0)
-        best, where, retrieved = (t.unflatten(0, (len(keep[i]), Lq)) for t in (best, where, retrieved))
-        retrieved &= keep[i, :, None]
-        argmax[:, i] = torch.where(retrieved, where, -1).permute(2, 0, 1).to(torch.int32)
-        terms = torch.where(retrieved, best * torch.where(keep[i], weight[i], 0)[..., None], 0)
-        count[i] = retrieved.sum(1).to(dtype).clamp_min_(1e-3 if positive else 1)
+            is_retrieved &= ~(best <= 0)
+        best, indices, is_retrieved = (t.unflatten(0, (len(keep[i]), Lq)) for t in (best, indices, is_retrieved))
+        is_retrieved &= keep[i, :, None]
+        argmax[:, i] = torch.where(is_retrieved, indices, -1).permute(2, 0, 1).to(torch.int32)
+        terms = torch.where(is_retrieved, best * torch.where(keep[i], weight[i], 0)[..., None], 0)
+        count[i] = is_retrieved.sum(1).to(dtype).clamp_min_(1e-3 if positive else 1)
         scores[i] = sum_pairwise(terms.transpose(1, 2)) / count[i]
     empty = D.new_full((Nd,), D.shape[1] == 0, dtype=torch.bool) if d_mask is None else ~d_mask.any(1)
     return scores.masked_fill_(keep.any(1)[:, None] & empty, -torch.inf), argmax, count
@@ -54,18 +54,18 @@ def _find_best(rows: Tensor, D: Tensor, d_mask: Tensor | None, top_k: int) -> tu
     """
     (count, _), (Nd, Ld, _) = rows.shape, D.shape
     best = rows.new_full((count, Nd), -torch.inf)
-    where = torch.zeros(count, Nd, dtype=torch.int64, device=rows.device)
+    indices = torch.zeros(count, Nd, dtype=torch.int64, device=rows.device)
     highest = rows.new_empty(count, 0)
     if Ld == 0 or count == 0:
-        return best, where, rows.new_full((count,), -torch.inf)
+        return best, indices, rows.new_full((count,), -torch.inf)
     for j in split_to_fit(Nd, rows.element_size() * count * Ld, _MAX_BLOCK_BYTES):
         S = multiply_by_rows(rows, D[j].to(rows.dtype).flatten(0, 1).T).unflatten(1, (-1, Ld))
         if d_mask is not None:
             S = S.masked_fill_(~d_mask[j], -torch.inf)
-        best[:, j], where[:, j] = S.max(2)
+        best[:, j], indices[:, j] = S.max(2)
         highest = torch.cat([highest, S.flatten(1)], 1)
         highest = highest.topk(min(top_k, highest.shape[1]), dim=1, sorted=False).values
     if highest.shape[1] < top_k:  # all are among the best
-        return best, where, rows.new_full((count,), -torch.inf)
+        return best, indices, rows.new_full((count,), -torch.inf)
     # topk with largest=False puts NaN last, so the threshold is NaN only if all of the best are NaN.
-    return best, where, highest.topk(1, dim=1, largest=False).values.squeeze(1)
+    return best, indices, highest.topk(1, dim=1, largest=False).values.squeeze(1)

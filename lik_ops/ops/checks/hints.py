@@ -69,18 +69,18 @@ def inspect_tokens(
     """Warn once per process about tokens that look unnormalized, and log calls in which every score is -inf."""
     if torch.compiler.is_compiling():  # first, because the counter would become a guard, and each eager call recompile
         return
-    looked = _inspected_calls.get(op, 0)
-    given = [x for x in (Q, D, q_mask, d_mask) if x is not None]
-    if looked >= _MAX_INSPECTED_CALLS or not (
-        is_readable(*given) or (values.needs_value_checks(*given) and all(map(is_ordinary_tensor, given)))
+    count = _inspected_calls.get(op, 0)
+    tensors = [x for x in (Q, D, q_mask, d_mask) if x is not None]
+    if count >= _MAX_INSPECTED_CALLS or not (
+        is_readable(*tensors) or (values.needs_value_checks(*tensors) and all(map(is_ordinary_tensor, tensors)))
     ):
         return
-    _inspected_calls[op] = looked + 1
+    _inspected_calls[op] = count + 1
     if Q.dim() == D.dim() == 2:
         _log.info("%s: one score of one query %s and one document %s", op, format_shape(Q), format_shape(D))
     if _has_no_kept_document(Q, D, q_mask, d_mask):
-        found = f"D {format_shape(D)}" if d_mask is None else f"d_mask {format_shape(d_mask)}, where True keeps a token"
-        _log.info("%s: every score is -inf: no document keeps a token of %s", op, found)
+        text = f"D {format_shape(D)}" if d_mask is None else f"d_mask {format_shape(d_mask)}, where True keeps a token"
+        _log.info("%s: every score is -inf: no document keeps a token of %s", op, text)
     if normalize or "norms" in _issued_warnings or not is_warning_of_norms():
         return
     for name, x, mask in (("Q", Q, q_mask), ("D", D, d_mask)):
@@ -112,5 +112,5 @@ def _find_unusual_norm(x: Tensor, mask: Tensor | None) -> float | None:
         return None
     norms = torch.linalg.vector_norm(rows.float(), dim=-1)
     norms = norms[(norms > 0) & norms.isfinite() & (True if mask is None else mask[:_MAX_INSPECTED_TOKENS] != 0)]
-    far = (norms - 1).abs() > 0.1
-    return float(norms.median()) if 2 * int(far.sum()) > len(norms) else None
+    is_unusual = (norms - 1).abs() > 0.1
+    return float(norms.median()) if 2 * int(is_unusual.sum()) > len(norms) else None

@@ -23,8 +23,8 @@ def needs_value_checks(*tensors: Tensor | None) -> bool:
         return False
     from torch._subclasses.fake_tensor import FakeTensor
 
-    given = [t for t in tensors if t is not None]
-    return not any(t.is_meta or isinstance(t, FakeTensor) or _is_wrapped(t) for t in given)
+    present_tensors = [t for t in tensors if t is not None]
+    return not any(t.is_meta or isinstance(t, FakeTensor) or _is_wrapped(t) for t in present_tensors)
 
 
 def _find_first(bad: Tensor) -> list[int] | None:
@@ -69,9 +69,9 @@ def check_segments(op: str, names: tuple[str, str], offsets: Tensor, lengths: Te
         _raise_wrong_value(op, offset_name, f"rows of {of_name} {format_shape(of)}", offsets, at)
     # The sum of offsets and lengths may overflow.
     if (at := _find_first((lengths < 0) | (lengths > rows - offsets.long()))) is not None:
-        rest = rows - int(offsets[tuple(at)])
+        limit = rows - int(offsets[tuple(at)])
         _raise_wrong_value(
-            op, length_name, f"0 to {rest} rows, as many as {of_name} {format_shape(of)} has from there", lengths, at
+            op, length_name, f"0 to {limit} rows, as many as {of_name} {format_shape(of)} has from there", lengths, at
         )
 
 
@@ -89,19 +89,19 @@ def check_labels(op: str, labels: Tensor, documents: int, ignore_index: int) -> 
 
 def check_pairs(op: str, pairs: Tensor, queries: int, documents: int) -> None:
     """Raise ValueError unless the pairs are indices of queries and documents."""
-    most = torch.tensor([queries, documents], device=pairs.device)
-    if (at := _find_first((pairs < 0) | (pairs >= most))) is not None:
-        what = f"a query, 0 <= i < {queries}" if at[1] == 0 else f"a document, 0 <= j < {documents}"
-        _raise_wrong_value(op, "pairs", what, pairs, at)
+    limits = torch.tensor([queries, documents], device=pairs.device)
+    if (at := _find_first((pairs < 0) | (pairs >= limits))) is not None:
+        expected = f"a query, 0 <= i < {queries}" if at[1] == 0 else f"a document, 0 <= j < {documents}"
+        _raise_wrong_value(op, "pairs", expected, pairs, at)
 
 
 def check_max_seqlen(op: str, cu_seqlens_q: Tensor, pairs: Tensor, max_seqlen_q: int) -> None:
     """Raise ValueError if the query of a pair is longer than `max_seqlen_q`. The pairs and segments must be valid."""
     lengths = cu_seqlens_q.diff()[pairs[:, 0].long()] if pairs.shape[0] else cu_seqlens_q.new_empty(0)
     if (at := _find_first(lengths > max_seqlen_q)) is not None:
-        found = f"{lengths[at[0]].tolist()} tokens of the query at pairs[{at[0]}]"
+        actual = f"{lengths[at[0]].tolist()} tokens of the query at pairs[{at[0]}]"
         raise ValueError(
-            f"{op}: max_seqlen_q: expected a bound on the tokens of every query, got {max_seqlen_q}, {found}"
+            f"{op}: max_seqlen_q: expected a bound on the tokens of every query, got {max_seqlen_q}, {actual}"
         )
 
 

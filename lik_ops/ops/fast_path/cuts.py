@@ -19,18 +19,18 @@ def infer_sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seql
     if cu_seqlens_q is None:
         if len(q_shape) != 3:
             return None
-        queries, most, _ = q_shape
-        Tq = queries * most
+        queries, max_tokens, _ = q_shape
+        Tq = queries * max_tokens
     else:
         bounds = cu_seqlens_q.shape
         if len(q_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
             return None
         queries, Tq = bounds[0] - 1, q_shape[0]
-        most = Tq
+        max_tokens = Tq
     if max_seqlen_q is not None:
         if type(max_seqlen_q) is not int or max_seqlen_q < 0:
             return None
-        most = min(most, max_seqlen_q)  # no query has more tokens
+        max_tokens = min(max_tokens, max_seqlen_q)  # no query has more tokens
     q_mask, d_mask, q_weight = per_token
     if (
         (q_mask is not None and q_mask.shape != q_shape[:-1])
@@ -40,15 +40,15 @@ def infer_sizes(Q: Tensor, D: Tensor, indices: tuple, per_token: tuple, max_seql
         return None
     if lengths is not None:
         columns, Td = _infer_candidate_sizes(queries, q_shape, d_shape, offsets, lengths.shape, q_lengths)
-        return None if columns is None else (queries, columns, True, Tq, Td, most)
+        return None if columns is None else (queries, columns, True, Tq, Td, max_tokens)
     if q_lengths is not None:
         return None
     if offsets is None:
-        return (queries, d_shape[0], False, Tq, d_shape[0] * d_shape[1], most) if len(d_shape) == 3 else None
+        return (queries, d_shape[0], False, Tq, d_shape[0] * d_shape[1], max_tokens) if len(d_shape) == 3 else None
     bounds = offsets.shape
     if len(d_shape) != 2 or len(bounds) != 1 or bounds[0] < 1:
         return None
-    return queries, bounds[0] - 1, False, Tq, d_shape[0], most
+    return queries, bounds[0] - 1, False, Tq, d_shape[0], max_tokens
 
 
 def _infer_candidate_sizes(

@@ -56,16 +56,16 @@ def try_maxsim(
     """
     if _is_compiling():
         return None
-    given, options = (Q, D, q_mask, d_mask, q_weight), (normalize, backward, recompute)
-    key = make_dense_key("maxsim", given, options)
-    call = plans.get(key) or _find_call("maxsim", key, given, options)
+    args, options = (Q, D, q_mask, d_mask, q_weight), (normalize, backward, recompute)
+    key = make_dense_key("maxsim", args, options)
+    call = plans.get(key) or _find_call("maxsim", key, args, options)
     if call is None:
         return None
     if call.converts:
-        given = _convert_masks(given)
+        args = _convert_masks(args)
     if call.differentiable:
-        return None if is_below_autograd() else record(Q, D, q_weight, call, given)
-    return call.forward(given)[0]
+        return None if is_below_autograd() else record(Q, D, q_weight, call, args)
+    return call.forward(args)[0]
 
 
 def try_maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor] | None:
@@ -108,8 +108,8 @@ def _find_call(name: str, key: tuple | None, given: tuple, options: tuple) -> De
 
 def _make_call(name: str, *arguments: Any) -> DenseCall | None:
     """Validate a dense call and return the decisions for its dispatch key, or None if it must use the operator."""
-    given, (normalize, backward, recompute) = arguments[:5], arguments[5:]
-    Q, D, q_mask, d_mask, q_weight = given
+    tensors, (normalize, backward, recompute) = arguments[:5], arguments[5:]
+    Q, D, q_mask, d_mask, q_weight = tensors
     check_dense(name, Q, D, q_mask, d_mask, q_weight, backward)
     hints.inspect_tokens(name, Q, D, q_mask, d_mask, normalize)
     differentiable = needs_gradients(Q, D, q_weight)
@@ -119,7 +119,7 @@ def _make_call(name: str, *arguments: Any) -> DenseCall | None:
             return None
         argmax_dtype = torch.int64
     backend = backends.select_backend(Q.device, Q.dtype)
-    return DenseCall(given, backend, normalize, backward, argmax_dtype, differentiable)
+    return DenseCall(tensors, backend, normalize, backward, argmax_dtype, differentiable)
 
 
 def needs_gradients(*tensors: Tensor | None) -> bool:
@@ -145,18 +145,18 @@ def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
         return None
     if type(ignore_index) is not int or not -(2**63) <= ignore_index < 2**63:
         return None
-    given = Q, D, q_mask, d_mask, q_weight, labels, normalize, reduction
-    key = make_call_key("maxsim_cross_entropy", given[:6], given[6:])
+    key_args = Q, D, q_mask, d_mask, q_weight, labels, normalize, reduction
+    key = make_call_key("maxsim_cross_entropy", key_args[:6], key_args[6:])
     if key is None:
         return None
-    call = plans.get(key) or plans.store(key, _make_loss_call(given))
+    call = plans.get(key) or plans.store(key, _make_loss_call(key_args))
     if call.differentiable and is_below_autograd():
         return None
     if labels is None:
         labels = make_default_labels(Q, D)
     tensors = Q, D, as_bool(q_mask), as_bool(d_mask), labels, q_weight
-    found = *tensors, float(temperature), ignore_index
-    return record(Q, D, q_weight, call, found) if call.differentiable else call.forward(found)[0]
+    call_args = *tensors, float(temperature), ignore_index
+    return record(Q, D, q_weight, call, call_args) if call.differentiable else call.forward(call_args)[0]
 
 
 def _make_loss_call(given: tuple) -> LossCall:
@@ -176,7 +176,7 @@ def _make_packed_call(c: PackedArgs, options: tuple, argmax_dtype: Any) -> Packe
     """
     Q, D, device = c.Q, c.D, c.Q.device
     normalize, backward, recompute, with_argmax, is_bounded = options
-    ordinary = (
+    is_supported = (
         all(isinstance(x, bool) for x in (normalize, recompute, with_argmax))
         and backward in BACKWARDS
         and Q.dtype in DTYPES
@@ -192,18 +192,20 @@ def _make_packed_call(c: PackedArgs, options: tuple, argmax_dtype: Any) -> Packe
         and all(has_even_rows(x, 1) for x in (Q, D))
         and all(x is None or has_even_rows(x, 0) for x in c.per_token)
     )
-    if not ordinary:
+    if not is_supported:
         return None
     differentiable = needs_gradients(Q, D, c.q_weight)
-    keeps = with_argmax or (differentiable and not recompute)
-    if keeps and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
+    needs_argmax = with_argmax or (differentiable and not recompute)
+    if needs_argmax and c.pairs is not None and c.cu_seqlens_q is not None and not is_bounded:
         return None  # the argmax of a pair has an unknown number of columns
     if differentiable and c.q_lengths is not None:
         return None
     backend = backends.select_backend(Q.device, Q.dtype)
     if not hasattr(backend, "ragged_plan"):
         return None
-    return PackedCall(c, backend, normalize, backward, argmax_dtype if keeps else None, differentiable, with_argmax)
+    return PackedCall(
+        c, backend, normalize, backward, argmax_dtype if needs_argmax else None, differentiable, with_argmax
+    )
 
 
 def try_maxsim_ragged(
@@ -232,13 +234,13 @@ def try_maxsim_ragged(
     if _is_compiling() or is_checking_values():
         return None
     indices, per_token = (cu_seqlens_q, offsets, lengths, pairs, q_lengths), (q_mask, d_mask, q_weight)
-    given, is_bounded = (Q, D, *indices, *per_token), max_seqlen_q is not None
+    tensors, is_bounded = (Q, D, *indices, *per_token), max_seqlen_q is not None
     options = normalize, backward, recompute, with_argmax, is_bounded
-    key = make_rowless_key("maxsim_ragged", given, options)
+    key = make_rowless_key("maxsim_ragged", tensors, options)
     sizes = None if key is None else infer_sizes(Q, D, indices, per_token, max_seqlen_q)
     if key is None or sizes is None:
         return None
-    c = PackedArgs(*given, *sizes)
+    c = PackedArgs(*tensors, *sizes)
     argmax_dtype = choose_argmax_dtype(c.Td)
     key = argmax_dtype, key
     call = plans.get(key)
@@ -248,8 +250,8 @@ def try_maxsim_ragged(
         return None
     if not call.differentiable:
         return call.plan.forward(c)
-    found = record(Q, D, q_weight, call, c)
-    return found if with_argmax else (found, None)
+    results = record(Q, D, q_weight, call, c)
+    return results if with_argmax else (results, None)
 
 
 def try_maxsim_quantized(
@@ -280,8 +282,8 @@ def try_maxsim_quantized(
         return None
     data, tensors = stored.data, [x for x in (Q, *indices, *per_token, *stored) if isinstance(x, Tensor)]
     sizes = infer_sizes(Q, data, indices, per_token, max_seqlen_q)
-    bounded = max_seqlen_q is not None or indices[3] is None or indices[0] is None
-    if sizes is None or not (bounded or not with_argmax) or needs_gradients(*tensors):
+    is_bounded = max_seqlen_q is not None or indices[3] is None or indices[0] is None
+    if sizes is None or not (is_bounded or not with_argmax) or needs_gradients(*tensors):
         return None
     is_ordinary = (
         all(is_ordinary_tensor(x) for x in tensors)
@@ -314,10 +316,10 @@ def _make_quantized_key(stored: EncodedTokens, given: tuple, options: tuple, is_
     """
     # `data` does not determine the number of features of a token.
     name = "maxsim_quantized", stored.format, options[0]
-    encoded = stored[1:3] if stored.codes is None else (*stored[1:3], *stored[4:])
+    encoded_tensors = stored[1:3] if stored.codes is None else (*stored[1:3], *stored[4:])
     if is_dense:
-        return make_call_key(name, (*given[:2], *given[7:10], *encoded), options[1:])
-    return make_rowless_key(name, (*given[:10], *encoded), options[1:])
+        return make_call_key(name, (*given[:2], *given[7:10], *encoded_tensors), options[1:])
+    return make_rowless_key(name, (*given[:10], *encoded_tensors), options[1:])
 
 
 def repeat_maxsim_quantized(
@@ -337,20 +339,20 @@ def repeat_maxsim_quantized(
     """
     if _is_compiling() or is_checking_values():
         return None
-    stored, is_dense = D.kept(), cu_seqlens_q is None and cu_seqlens_d is None
-    given = Q, stored.data, cu_seqlens_q, cu_seqlens_d, None, None, None, *per_token
-    found = plans.get(_make_quantized_key(stored, given, (D.d, *options), is_dense))
-    if found is None:
+    encoded_tokens, is_dense = D.kept(), cu_seqlens_q is None and cu_seqlens_d is None
+    args = Q, encoded_tokens.data, cu_seqlens_q, cu_seqlens_d, None, None, None, *per_token
+    entry = plans.get(_make_quantized_key(encoded_tokens, args, (D.d, *options), is_dense))
+    if entry is None:
         return None
-    backend, plan, sizes = found
+    backend, plan, sizes = entry
     if plan:
-        scores = plan.forward(Q, stored, per_token[0], per_token[2])
+        scores = plan.forward(Q, encoded_tokens, per_token[0], per_token[2])
         if scores is not None:
             return scores
-    sizes = sizes or infer_sizes(Q, stored.data, given[2:7], per_token, None)
+    sizes = sizes or infer_sizes(Q, encoded_tokens.data, args[2:7], per_token, None)
     if sizes is None:
         return None
-    return backend.forward_quantized_cut(PackedArgs(*given, *sizes), stored, options[0], None, False)[0]
+    return backend.forward_quantized_cut(PackedArgs(*args, *sizes), encoded_tokens, options[0], None, False)[0]
 
 
 def clear_call_caches() -> None:

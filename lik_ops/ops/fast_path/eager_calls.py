@@ -45,14 +45,14 @@ class EagerCall:
 
     def record(self, ctx: Any, given: tuple) -> Any:
         """Return the scores and, if requested, the argmax, and save the tensors of the call for `run_backward`."""
-        scores, *kept = self._run_first(ctx, given) if self.is_new else self.forward(given)
+        scores, *saved_results = self._run_first(ctx, given) if self.is_new else self.forward(given)
         ctx.set_materialize_grads(False)
         ctx.sizes = given[self.tensors :]
-        ctx.save_for_backward(*given[: self.tensors], *kept)
+        ctx.save_for_backward(*given[: self.tensors], *saved_results)
         if not self.with_argmax:
             return scores
-        ctx.mark_non_differentiable(*kept)
-        return scores, *kept
+        ctx.mark_non_differentiable(*saved_results)
+        return scores, *saved_results
 
     def _run_first(self, ctx: Any, given: tuple) -> tuple:
         """Return the outputs of `forward`. Compile missing kernels of `gradients` at the same time."""
@@ -60,9 +60,9 @@ class EagerCall:
         needs = list(ctx.needs_input_grad[:3])
 
         def rehearse() -> tuple:
-            scores, *kept = self.forward(given)
-            self.gradients(torch.empty_like(scores), given, needs, *kept)
-            return scores, *kept
+            scores, *saved_results = self.forward(given)
+            self.gradients(torch.empty_like(scores), given, needs, *saved_results)
+            return scores, *saved_results
 
         return self.backend.run_first(rehearse, self.forward, given)
 
@@ -71,11 +71,11 @@ class EagerCall:
         needs = list(ctx.needs_input_grad[:3])
         if grad_scores is None or not any(needs):
             return None, None, None
-        saved = ctx.saved_tensors
-        tensors, kept = saved[: self.tensors], saved[self.tensors :]
+        saved_tensors = ctx.saved_tensors
+        tensors, saved_results = saved_tensors[: self.tensors], saved_tensors[self.tensors :]
         # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
         with _NULL_CONTEXT if get_requested_backend() == self.choice else use_backend(self.choice):
-            grads = self.gradients(grad_scores, (*tensors, *ctx.sizes), needs, *kept)
+            grads = self.gradients(grad_scores, (*tensors, *ctx.sizes), needs, *saved_results)
         leaves = tensors[0], tensors[1], tensors[-1]
         return tuple(_match_leaf_shape(g, x) if need else None for g, x, need in zip(grads, leaves, needs, strict=True))
 
@@ -112,12 +112,12 @@ class DenseCall(EagerCall):
 
     def forward(self, given: tuple) -> tuple:
         """Return the scores and, if requested, the argmax with all its axes. Masks must be bool."""
-        found = None if self.again is None else self.again(given)
-        if found is not None:
-            return found
+        results = None if self.again is None else self.again(given)
+        if results is not None:
+            return results
         if self.plan is not None:
-            found, self.again = self.plan.forward(self.shape, given, self.with_argmax)
-            return found
+            results, self.again = self.plan.forward(self.shape, given, self.with_argmax)
+            return results
         scores, argmax = self.backend.forward(*add_batch_axes(*given), self.normalize, self.argmax_dtype)
         for axis, is_flat in ((1, self.d_flat), (0, self.q_flat)):
             if is_flat:

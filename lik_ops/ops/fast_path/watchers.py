@@ -46,10 +46,10 @@ def _learn_dispatch_keys(t: Tensor) -> bool:
         return False
     for mode in (False, True):
         with torch.inference_mode(mode):
-            made = torch.empty(0, device=device)
-        if type(made) is not _Tensor or _is_wrapped(made):
+            probe = torch.empty(0, device=device)
+        if type(probe) is not _Tensor or _is_wrapped(probe):
             return False  # a mode or transform is active, so a later call learns
-        _usual_keys.add(_get_key_bits(_KEYS(made)))
+        _usual_keys.add(_get_key_bits(_KEYS(probe)))
     _known_devices.add(device)
     return _get_key_bits(_KEYS(t)) in _usual_keys
 
@@ -127,11 +127,11 @@ def make_dense_key(name: str, given: tuple, options: tuple[bool, str, bool]) -> 
     Q, D, q_mask, d_mask, q_weight = given
     if not (q_mask is None and d_mask is None and q_weight is None and type(Q) is type(D) is _Tensor):
         return make_call_key(name, given, options)
-    usual, (normalize, backward, recompute) = _usual_keys, options
+    usual_keys, (normalize, backward, recompute) = _usual_keys, options
     if (
         not is_dispatch_idle()
-        or (_get_key_bits(_KEYS(Q)) not in usual and not _learn_dispatch_keys(Q))
-        or _get_key_bits(_KEYS(D)) not in usual
+        or (_get_key_bits(_KEYS(Q)) not in usual_keys and not _learn_dispatch_keys(Q))
+        or _get_key_bits(_KEYS(D)) not in usual_keys
         or not (type(normalize) is type(recompute) is bool and type(backward) is str)
     ):
         return make_call_key(name, given, options)
@@ -149,13 +149,13 @@ def make_operator_key(arguments: Sequence) -> list:
 
     The dispatcher has validated the types and passes only plain tensors. Recorded gradients do not matter there.
     """
-    found: list = []
+    parts: list = []
     for x in arguments:
         if x is None or x is True or x is False or not isinstance(x, _Tensor):
-            found.append(x)
+            parts.append(x)
         else:
-            found += x.shape, x.stride(), x.dtype, x.get_device()
-    return found
+            parts += x.shape, x.stride(), x.dtype, x.get_device()
+    return parts
 
 
 def make_rowless_key(name: Hashable, given: tuple, options: tuple) -> tuple | None:

@@ -45,10 +45,10 @@ def custom_op(
         bare_name = name.partition("::")[2]
         op = torch.library.custom_op(name, mutates_args=(), schema=schema, tags=tags)(body)
         if _skip_in_dynamo(_run_hidden):
-            for hidden in getattr(op, "_backend_fns", {}).values():
-                bare = getattr(hidden, "__wrapped__", None)
-                if bare is not None:
-                    setattr(bare, _HIDDEN_ATTRIBUTE, partial(_run_hidden, hidden, bare))
+            for wrapper in getattr(op, "_backend_fns", {}).values():
+                function = getattr(wrapper, "__wrapped__", None)
+                if function is not None:
+                    setattr(function, _HIDDEN_ATTRIBUTE, partial(_run_hidden, wrapper, function))
             _register_directly(op, body, bare_name, record_body)
         set_docstring(bare_name, body.__doc__ or "")
         return op
@@ -87,11 +87,11 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str, record_body: 
     it.
     """
     try:
-        overload, below, guard = op._opoverload, _C._after_autograd_keyset, _C._AutoDispatchBelowAutograd
-        wants, may_record = _C._any_requires_grad, _C.is_grad_enabled
+        overload, below_autograd, guard = op._opoverload, _C._after_autograd_keyset, _C._AutoDispatchBelowAutograd
+        any_requires_grad, is_grad_enabled = _C._any_requires_grad, _C.is_grad_enabled
     except AttributeError:
         return
-    assert below is not None
+    assert below_autograd is not None
 
     def direct(*args: Any) -> Any:
         return body(*args)
@@ -106,13 +106,13 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str, record_body: 
         unusual = ~_union_keys([getattr(_C.DispatchKey, key) for key in keys])
 
         def recorded(keyset: Any, *args: Any, unusual: int = unusual) -> Any:
-            records = may_record() and wants(*args)
+            records = is_grad_enabled() and any_requires_grad(*args)
             if not keyset.raw_repr() & unusual:
                 return record_body(*args) if records else body(*args)
 
             def run(*args: Any) -> Any:
                 with guard():
-                    return overload.redispatch(keyset & below, *args)
+                    return overload.redispatch(keyset & below_autograd, *args)
 
             if functional.is_transforming():
                 return record_level(args, run, op, records)
@@ -126,7 +126,7 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str, record_body: 
 
 def _union_keys(keys: list) -> int:
     """Return the bits of the union of dispatch keys."""
-    found = 0
+    bits = 0
     for key in keys:
-        found |= _C.DispatchKeySet(key).raw_repr()
-    return found
+        bits |= _C.DispatchKeySet(key).raw_repr()
+    return bits

@@ -35,8 +35,8 @@ def lookup_once(op: str, given: Sequence, options: tuple, find: Callable[..., T]
         *arguments: the arguments of `find`.
     """
     key = (op, options, get_requested_backend(), get_fp32_precision(), *make_operator_key(given))
-    found = plans.get(key)
-    return plans.store(key, find(*arguments)) if found is None else found
+    result = plans.get(key)
+    return plans.store(key, find(*arguments)) if result is None else result
 
 
 def lookup_backend(
@@ -82,10 +82,10 @@ def fake_forward(tensors: Any, argmax_shape: Shape, argmax_dtype: torch.dtype | 
 
 def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.device) -> None:
     """Raise ValueError, naming the argument, unless `t` has the expected shape and device."""
-    same: Any = t.dim() == len(expected)
-    for found, size in zip(t.shape, expected, strict=False):
-        same = same and found == size
-    require(same, lambda: f"{op}: {name}: expected {list(expected)}, got {list(t.shape)}")
+    is_same: Any = t.dim() == len(expected)
+    for actual, size in zip(t.shape, expected, strict=False):
+        is_same = is_same and actual == size
+    require(is_same, lambda: f"{op}: {name}: expected {list(expected)}, got {list(t.shape)}")
     if t.device != device:
         raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {t.device}")
 
@@ -164,9 +164,9 @@ def register_autograd(
         ctx.options = inputs[count:]
         # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
         ctx.backend = get_requested_backend()
-        saved = kept(inputs[:count], output)
-        ctx.strings = {i: x for i, x in enumerate(saved) if isinstance(x, str)}
-        ctx.save_for_backward(*[None if isinstance(x, str) else x for x in saved])
+        saved_values = kept(inputs[:count], output)
+        ctx.strings = {i: x for i, x in enumerate(saved_values) if isinstance(x, str)}
+        ctx.save_for_backward(*[None if isinstance(x, str) else x for x in saved_values])
         ctx.mark_non_differentiable(*output[1:])
 
     def backward(ctx, grad_scores, *others):
@@ -174,9 +174,9 @@ def register_autograd(
         results: list[Tensor | None] = [None] * (count + len(ctx.options))
         if grad_scores is None or not any(needs):
             return tuple(results)
-        refused = [name for i, name in enumerate(names) if i not in wanted and ctx.needs_input_grad[i]]
-        if refused:
-            raise NotImplementedError(f"{forward._qualname} has no gradient of {', '.join(refused)}")
+        unsupported_names = [name for i, name in enumerate(names) if i not in wanted and ctx.needs_input_grad[i]]
+        if unsupported_names:
+            raise NotImplementedError(f"{forward._qualname} has no gradient of {', '.join(unsupported_names)}")
         *tensors, argmax = [ctx.strings.get(i, x) for i, x in enumerate(ctx.saved_tensors)]
         with use_backend(ctx.backend):
             grads = gradients(grad_scores, tensors, argmax, ctx.options, needs)

@@ -112,15 +112,15 @@ def vmap_topk(
     if batch.any_of(1, 3, 4):
         return batch.one_by_one(op, normalize, top_k, chunk)
     _, D, _, d_mask, cu_seqlens_d, _ = batch.args
-    found = op(batch.folded(0), D, batch.folded(2), d_mask, cu_seqlens_d, batch.folded(5), normalize, top_k, chunk)
-    return tuple(x.unflatten(0, (batch.size, batch.args[0].shape[-3])) for x in found), (0, 0)
+    results = op(batch.folded(0), D, batch.folded(2), d_mask, cu_seqlens_d, batch.folded(5), normalize, top_k, chunk)
+    return tuple(x.unflatten(0, (batch.size, batch.args[0].shape[-3])) for x in results), (0, 0)
 
 
 def _side_forward(batch: _VmapBatch, op: Any, constants: tuple, queries: bool) -> Outputs:
     """Return the outputs of a cross product whose samples share one side. The other side is folded."""
-    own, axis = ((0, 2, 4), 0) if queries else ((1, 3), 1)
+    side_args, axis = ((0, 2, 4), 0) if queries else ((1, 3), 1)
     sizes = batch.size, batch.args[axis].shape[-3]
-    scores, argmax = op(*batch.fold_only(own, (0, 1, 2, 3, 4)), *constants)
+    scores, argmax = op(*batch.fold_only(side_args, (0, 1, 2, 3, 4)), *constants)
     scores = scores.unflatten(axis, sizes)
     if argmax.dim() == 1:
         return (scores, argmax), (axis, None)
@@ -143,7 +143,7 @@ def vmap_backward(
     batch = _VmapBatch(info.batch_size, in_dims, (g, Q, D, argmax, q_mask, d_mask, q_weight))
     candidates = batch.sample_dim(2) == 4
     Nq = batch.args[1].shape[-3]
-    of_queries, of_documents = [needs[0], False, needs[2]], [False, needs[1], False]
+    query_needs, document_needs = [needs[0], False, needs[2]], [False, needs[1], False]
     if isinstance(batch.size, int) and batch.size == 0:
         dtypes = (Q.dtype, D.dtype, score_dtype(Q.dtype))
         return _unfold_gradients(tuple(Q.new_empty(0, dtype=dtype) for dtype in dtypes), needs, batch)
@@ -151,27 +151,27 @@ def vmap_backward(
         if not batch.is_too_large_to_copy(2):
             return _candidates_backward(batch, op, candidates, normalize, needs)
     elif not batch.any_of(2, 5) and not needs[1]:
-        return _side_backward(batch, op, normalize, of_queries, queries=True)
-    elif not batch.any_of(1, 4, 6) and not any(of_queries):
-        return _side_backward(batch, op, normalize, of_documents, queries=False)
+        return _side_backward(batch, op, normalize, query_needs, queries=True)
+    elif not batch.any_of(1, 4, 6) and not any(query_needs):
+        return _side_backward(batch, op, normalize, document_needs, queries=False)
     elif not batch.any_of(1, 2, 4, 5, 6):
-        (grad_Q, _, grad_w), (q_dim, _, w_dim) = _side_backward(batch, op, normalize, of_queries, queries=True)
-        (_, grad_D, _), (_, d_dim, _) = _side_backward(batch, op, normalize, of_documents, queries=False)
+        (grad_Q, _, grad_w), (q_dim, _, w_dim) = _side_backward(batch, op, normalize, query_needs, queries=True)
+        (_, grad_D, _), (_, d_dim, _) = _side_backward(batch, op, normalize, document_needs, queries=False)
         return (grad_Q, grad_D, grad_w), (q_dim, d_dim, w_dim)
     return batch.one_by_one(op, normalize, needs)
 
 
 def _unfold_gradients(grads: tuple[Tensor, ...], needs: list[bool], batch: _VmapBatch) -> Outputs:
     """Return the gradients with a batch axis, unless not needed."""
-    shaped = tuple(
+    batched_grads = tuple(
         g.unflatten(0, (batch.size, -1)) if n and g.numel() else g for g, n in zip(grads, needs, strict=True)
     )
     sizes = [batch.args[i].shape[batch.is_batched[i] :] for i in (1, 2)]
-    shaped = tuple(
+    batched_grads = tuple(
         x if not n or x.numel() else x.new_empty((batch.size, *s))
-        for x, n, s in zip(shaped, needs, (*sizes, sizes[0][:-1]), strict=True)
+        for x, n, s in zip(batched_grads, needs, (*sizes, sizes[0][:-1]), strict=True)
     )
-    return shaped, tuple(0 if n else None for n in needs)
+    return batched_grads, tuple(0 if n else None for n in needs)
 
 
 def _candidates_backward(batch: _VmapBatch, op: Any, candidates: bool, normalize: bool, needs: list[bool]) -> Outputs:
@@ -191,6 +191,6 @@ def _side_backward(batch: _VmapBatch, op: Any, normalize: bool, needs: list[bool
     grad_scores, argmax = batch.folded(0, 0 if queries else 1), batch.args[3].flatten()[:0]
     if batch.sample_dim(3) == 3:
         argmax = batch.folded(3, 1 if queries else 0)
-    own = (1, 4, 6) if queries else (2, 5)
-    Q, D, *options = batch.fold_only(own, (1, 2, 4, 5, 6))
+    side_args = (1, 4, 6) if queries else (2, 5)
+    Q, D, *options = batch.fold_only(side_args, (1, 2, 4, 5, 6))
     return _unfold_gradients(op(grad_scores, Q, D, argmax, *options, normalize, needs), needs, batch)

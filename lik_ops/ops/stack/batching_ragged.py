@@ -43,8 +43,8 @@ class _RaggedVmapBatch:
         queries = self.any_of(*_QUERY_SIDE, _ENDS) or needs[0] or needs[2] or (candidates and not pairs)
         documents = self.any_of(*_DOCUMENT_SIDE) or needs[1]
         columns = documents or self.any_of(_OFFSETS, _LENGTHS)
-        both = not pairs and (candidates or queries == columns)
-        self.layout = _SharedSides(queries or both, columns, documents, pairs, both)
+        has_both = not pairs and (candidates or queries == columns)
+        self.layout = _SharedSides(queries or has_both, columns, documents, pairs, has_both)
         self.candidates = candidates
 
     def any_of(self, *indices: int) -> bool:
@@ -59,8 +59,8 @@ class _RaggedVmapBatch:
     @property
     def is_too_large_to_copy(self) -> bool:
         """Return whether the repeated tokens exceed the limit for copies."""
-        own = ((0, self.layout.queries), (1, self.layout.documents))
-        return any(repeated and self.batch.is_too_large_to_copy(self.first + i) for i, repeated in own)
+        sides = ((0, self.layout.queries), (1, self.layout.documents))
+        return any(is_repeated and self.batch.is_too_large_to_copy(self.first + i) for i, is_repeated in sides)
 
     @property
     def queries(self) -> Any:
@@ -85,8 +85,8 @@ class _RaggedVmapBatch:
         if not self.layout.queries:
             return self.batch.args[self.first + _ENDS]
         ends, tokens = self.batch.stacked(self.first + _ENDS).long(), self.sample_shape(0)[0]
-        inside = (ends >= 0) & (ends <= tokens)
-        ends = torch.where(inside, ends + self._samples(ends) * tokens, -1)
+        is_inside = (ends >= 0) & (ends <= tokens)
+        ends = torch.where(is_inside, ends + self._samples(ends) * tokens, -1)
         return pad(pad(ends, (0, 1), value=-1).flatten(), (0, 1), value=-1)
 
     def _columns(self) -> tuple[Tensor, Tensor]:
@@ -96,8 +96,8 @@ class _RaggedVmapBatch:
         offsets, lengths = (self.batch.stacked(self.first + i).long() for i in (_OFFSETS, _LENGTHS))
         if self.layout.documents:
             tokens = self.sample_shape(1)[0]
-            inside = (offsets >= 0) & (lengths >= 0) & (lengths <= tokens - offsets)
-            offsets = torch.where(inside, offsets + self._samples(offsets) * tokens, -1)
+            is_inside = (offsets >= 0) & (lengths >= 0) & (lengths <= tokens - offsets)
+            offsets = torch.where(is_inside, offsets + self._samples(offsets) * tokens, -1)
         if not self.layout.both:
             return offsets.flatten(0, 1), lengths.flatten(0, 1)
         return self._repeat_lists(offsets), self._repeat_lists(lengths)
@@ -114,12 +114,12 @@ class _RaggedVmapBatch:
             return None
         pairs = self.batch.stacked(self.first + _PAIRS).long()
         columns = self.sample_shape(_OFFSETS)[0]
-        most = torch.tensor([self.queries, columns], device=pairs.device)
+        limits = torch.tensor([self.queries, columns], device=pairs.device)
         strides = torch.tensor(
             [self.slots if self.layout.queries else 0, columns if self.layout.columns else 0], device=pairs.device
         )
-        inside = ((pairs >= 0) & (pairs < most)).all(-1, keepdim=True)
-        return torch.where(inside, pairs + self._samples(pairs) * strides, -1).flatten(0, 1)
+        is_inside = ((pairs >= 0) & (pairs < limits)).all(-1, keepdim=True)
+        return torch.where(is_inside, pairs + self._samples(pairs) * strides, -1).flatten(0, 1)
 
     def tensors(self) -> RaggedArgs:
         """Return the arguments of the one call."""
@@ -156,11 +156,11 @@ def _pack_samples(tensors: tuple, in_dims: tuple) -> tuple[list, list]:
         tensors: the tensors of the operator, of all samples.
         in_dims: the batch axis of each tensor, or None.
     """
-    found = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, in_dims, strict=True)]
+    stacked_tensors = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, in_dims, strict=True)]
     dims = [None if dim is None else 0 for dim in in_dims]
-    if found[_LENGTHS] is None:
+    if stacked_tensors[_LENGTHS] is None:
         dims[_LENGTHS] = dims[_OFFSETS]
-    return list(RaggedArgs.of(found)), dims
+    return list(RaggedArgs.of(stacked_tensors)), dims
 
 
 def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
@@ -177,11 +177,11 @@ def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
 def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """Return the outputs of `lik::maxsim_quantized_fwd` for a batch. One call serves samples that share documents."""
     op, constants = lik.maxsim_quantized_fwd, args[15:]
-    (Q, data, *tensors), (of_Q, of_data, *dims) = _pack_samples(
+    (Q, data, *tensors), (q_dim, data_dim, *dims) = _pack_samples(
         (*args[:2], *args[8:15]), (*in_dims[:2], *in_dims[8:15])
     )
-    args, in_dims = (Q, data, *args[2:8], *tensors), (of_Q, of_data, *in_dims[2:8], *dims)
-    stored, dims = args[1:8], [of_Q, None, *dims]
+    args, in_dims = (Q, data, *args[2:8], *tensors), (q_dim, data_dim, *in_dims[2:8], *dims)
+    encoded_args, dims = args[1:8], [q_dim, None, *dims]
     if not any(dim is not None for dim in in_dims[1:8]):
         packed = _RaggedVmapBatch(
             _VmapBatch(info.batch_size, tuple(dims), (Q, data, *tensors)), 0, (False, False, False)
@@ -189,10 +189,12 @@ def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
         if not (packed.layout.documents or packed.is_too_large_to_copy):
             x = packed.tensors()
             with checks(False):
-                return _split_samples(packed, *op(x.Q, *stored, *x[2:], *constants))
-    of_tensors = [n for n in range(15) if n != _FORMAT]
-    of_samples = _VmapBatch(info.batch_size, tuple(in_dims[n] for n in of_tensors), tuple(args[n] for n in of_tensors))
-    return of_samples.one_by_one(lambda *x: op(*x[:_FORMAT], args[_FORMAT], *x[_FORMAT:], *constants))
+                return _split_samples(packed, *op(x.Q, *encoded_args, *x[2:], *constants))
+    tensor_positions = [n for n in range(15) if n != _FORMAT]
+    sample_batch = _VmapBatch(
+        info.batch_size, tuple(in_dims[n] for n in tensor_positions), tuple(args[n] for n in tensor_positions)
+    )
+    return sample_batch.one_by_one(lambda *x: op(*x[:_FORMAT], args[_FORMAT], *x[_FORMAT:], *constants))
 
 
 def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> Outputs:
@@ -202,14 +204,14 @@ def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> 
     if argmax.dim() == 1:
         return (scores, argmax), (dim, None)
     axis = packed.argmax_axis
-    each = packed.sample_shape(0 if axis else _PAIRS if packed.layout.pairs else _OFFSETS)[0]
-    return (scores, argmax.unflatten(axis, (batch.size, each))), (dim, axis)
+    sample_size = packed.sample_shape(0 if axis else _PAIRS if packed.layout.pairs else _OFFSETS)[0]
+    return (scores, argmax.unflatten(axis, (batch.size, sample_size))), (dim, axis)
 
 
 def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any) -> Outputs:
     """Return the outputs of `lik::maxsim_ragged_bwd` for a batch."""
-    *given, argmax, normalize, unified, needs = args
-    tensors, dims = _pack_samples(tuple(given), in_dims[1:10])
+    *inputs, argmax, normalize, unified, needs = args
+    tensors, dims = _pack_samples(tuple(inputs), in_dims[1:10])
     op, dims = lik.maxsim_ragged_bwd, [in_dims[0], *dims, in_dims[10]]
     batch = _VmapBatch(info.batch_size, tuple(dims), (grad_scores, *tensors, argmax))
     packed = _RaggedVmapBatch(batch, 1, needs)
@@ -220,10 +222,10 @@ def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any
         upstream = packed.join_scores(batch.stacked(0))
         grads = op(upstream, *packed.tensors(), argmax, normalize, unified, needs)
     q_shape, d_shape = (
-        x.shape if dim is None else x.movedim(dim, 0).shape[1:] for x, dim in zip(given[:2], in_dims[1:3], strict=True)
+        x.shape if dim is None else x.movedim(dim, 0).shape[1:] for x, dim in zip(inputs[:2], in_dims[1:3], strict=True)
     )
-    shaped = (
+    batched_grads = (
         g.reshape(batch.size, *shape) if need else g.new_empty(0)
         for g, need, shape in zip(grads, needs, (q_shape, d_shape, q_shape[:-1]), strict=True)
     )
-    return tuple(shaped), tuple(0 if need else None for need in needs)
+    return tuple(batched_grads), tuple(0 if need else None for need in needs)

@@ -21,16 +21,16 @@ _TRACED = ("ops/**/*.py", "families/**/*.py", "core/arguments.py", "core/segment
 
 def hash_sources() -> str:
     """Return a digest of the version and of all sources that tracers may read, or of the version if there are none."""
-    found = hashlib.sha256(__version__.encode())
+    digest = hashlib.sha256(__version__.encode())
     for pattern in _TRACED:
         for path in sorted(_ROOT.glob(pattern)):
-            found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def tag_cache_key() -> None:
     """Append the digest to the key of torch's compile caches."""
-    own = f"lik_ops={hash_sources()}"
-    before = torch.compiler.config.cache_key_tag
-    if own not in before:
-        torch.compiler.config.cache_key_tag = f"{before};{own}" if before else own
+    tag = f"lik_ops={hash_sources()}"
+    old_tag = torch.compiler.config.cache_key_tag
+    if tag not in old_tag:
+        torch.compiler.config.cache_key_tag = f"{old_tag};{tag}" if old_tag else tag

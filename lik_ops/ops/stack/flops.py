@@ -35,8 +35,8 @@ def _forward_flops(Q, D, *args, out_shape=None, **kwargs):
 
 def _backward_flops(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, normalize, needs, *args, **kwargs):
     rows, _ = _count_token_pairs(Q, D)
-    again = _forward_flops(Q, D) if tuple(argmax) == (0,) else 0
-    return again + _count_products(needs) * 2 * rows * Q[-1]
+    recompute_flops = _forward_flops(Q, D) if tuple(argmax) == (0,) else 0
+    return recompute_flops + _count_products(needs) * 2 * rows * Q[-1]
 
 
 def _int8_backward_flops(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs, **kwargs):
@@ -80,10 +80,10 @@ def _head_flops(Q, H, W, *args, out_shape=None, **kwargs):
 def _head_backward_flops(grad_scores, Q, H, W, b, argmax, *args, out_shape=None, **kwargs):
     """Count the projection, a product of the same size for each gradient of H and W, and the products of the argmax."""
     needs, tokens = args[-1], (*H[:2], W[0])
-    of_argmax = needs[0], any(needs[1:4]), needs[4]
+    argmax_needs = needs[0], any(needs[1:4]), needs[4]
     products = int(any(needs)) + int(needs[1]) + int(needs[2])
-    found = _backward_flops(grad_scores, Q, tokens, argmax, None, None, None, False, of_argmax)
-    return products * _projection_flops(H, W) + found
+    argmax_flops = _backward_flops(grad_scores, Q, tokens, argmax, None, None, None, False, argmax_needs)
+    return products * _projection_flops(H, W) + argmax_flops
 
 
 def _topk_flops(Q, D, *args, out_shape=None, **kwargs):
@@ -98,10 +98,10 @@ def _codes_flops(Q, codes, centroids, *args, out_shape=None, **kwargs):
 
 def _is_readable(*tensors: Tensor | None) -> bool:
     """Return whether the lengths can be read."""
-    known = [t for t in tensors if t is not None]
-    if not all(map(is_ordinary_tensor, known)):
+    present_tensors = [t for t in tensors if t is not None]
+    if not all(map(is_ordinary_tensor, present_tensors)):
         return False
-    return known[0].device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    return present_tensors[0].device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _compute_lengths(first: Tensor, last: Tensor, tokens: int) -> Tensor:
@@ -125,13 +125,13 @@ def _count_ragged_token_pairs(tensors: tuple, longest: Any) -> tuple:
     queries = _compute_lengths(ends[:-1], ends[1:], Tq)
     documents = _compute_lengths(offsets, offsets + r.d_lengths, Td)
     if r.pairs is None:
-        met = documents.sum(-1) if r.candidates else documents.sum()
-        return int(queries.sum()) * r.columns, int((queries * met).sum())
-    inside = (r.pairs >= 0) & (r.pairs < r.pairs.new_tensor([r.queries, r.columns]))
-    pairs = r.pairs[inside.all(1)].long()
-    rows, met = queries[pairs[:, 0]], documents[pairs[:, 1]]
+        document_tokens = documents.sum(-1) if r.candidates else documents.sum()
+        return int(queries.sum()) * r.columns, int((queries * document_tokens).sum())
+    is_inside = (r.pairs >= 0) & (r.pairs < r.pairs.new_tensor([r.queries, r.columns]))
+    pairs = r.pairs[is_inside.all(1)].long()
+    rows, document_tokens = queries[pairs[:, 0]], documents[pairs[:, 1]]
     rows = torch.where(rows <= longest, rows, 0)
-    return int(rows.sum()), int((rows * met).sum())
+    return int(rows.sum()), int((rows * document_tokens).sum())
 
 
 def _ragged_forward_flops(*args, out_val=None, **kwargs):
@@ -149,8 +149,8 @@ def _quantized_flops(Q, data, *args, out_val=None, **kwargs):
 
 def _quantized_backward_flops(grad_scores, Q, data, *args, out_val=None, **kwargs):
     argmax, _, needs = args[13:]
-    wanted = needs[0], False, needs[1]
-    return _ragged_backward_flops(grad_scores, Q, data, *args[6:13], argmax, None, None, wanted)
+    full_needs = needs[0], False, needs[1]
+    return _ragged_backward_flops(grad_scores, Q, data, *args[6:13], argmax, None, None, full_needs)
 
 
 def register_formulas() -> None:

@@ -83,10 +83,10 @@ def has_tangents(*tensors: Tensor | None) -> bool:
     """
     if forward_ad._current_level < 0:
         return False
-    given = [t for t in tensors if t is not None]
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in given if not is_wrapped(t)):
+    present_tensors = [t for t in tensors if t is not None]
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in present_tensors if not is_wrapped(t)):
         return True
-    return _has_transform(_JVP) and any(map(is_wrapped, given))
+    return _has_transform(_JVP) and any(map(is_wrapped, present_tensors))
 
 
 def reject_forward_ad(*tensors: Tensor | None) -> None:
@@ -112,9 +112,9 @@ def _has_transform(kind: Any) -> bool:
 @contextmanager
 def allow_one_level() -> Iterator[None]:
     """Allow an autograd function that records the current level of the active transforms."""
-    before = _levels.get_single_level_autograd_function_allowed()
+    old_value = _levels.get_single_level_autograd_function_allowed()
     _levels.set_single_level_autograd_function_allowed(True)
     try:
         yield
     finally:
-        _levels.set_single_level_autograd_function_allowed(before)
+        _levels.set_single_level_autograd_function_allowed(old_value)

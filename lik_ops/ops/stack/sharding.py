@@ -91,11 +91,11 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     _DTensor, _replicate = DTensor, Replicate()
-    at = _Placements(Replicate(), Shard(0), Shard(1), Shard(2), Partial())
+    placements = _Placements(Replicate(), Shard(0), Shard(1), Shard(2), Partial())
     for ops, rule in _RULES.items():
         for op in ops.split():
             overload = getattr(lik, op).default
-            register_sharding(overload)(partial(_list_strategies, rule, at))
+            register_sharding(overload)(partial(_list_strategies, rule, placements))
             _compare_flags(overload, DTensor)
 
 
@@ -105,14 +105,16 @@ def _compare_flags(op: Any, DTensor: Any) -> None:
     `register_sharding` compares only tensors and the arguments after the first integer, and it has no option for flags.
     The flags of lik_ops determine which outputs exist, such as `needs` of a backward or the argmax of a forward.
     """
-    known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    schema_infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     flags = [n for n, x in enumerate(op._schema.arguments) if "bool" in str(x.type)]
-    known[op] = replace(known[op], static_argnum=min(known[op].static_argnum, *flags, len(op._schema.arguments)))
+    schema_infos[op] = replace(
+        schema_infos[op], static_argnum=min(schema_infos[op].static_argnum, *flags, len(op._schema.arguments))
+    )
 
 
 def _list_strategies(rule: Callable, at: _Placements, *args: Any) -> list:
     """Return the placements of outputs and arguments that `rule` supports."""
-    return [(list(results), _list_placements(args, given)) for results, given in rule(at, args)]
+    return [(list(results), _list_placements(args, arguments)) for results, arguments in rule(at, args)]
 
 
 class _Placements(NamedTuple):
@@ -135,7 +137,7 @@ class _Placements(NamedTuple):
 
     def heads(self, H: Any) -> list:
         """Return the placements of `dense`, and of the gradients of W and b, which are replicated or partial sums."""
-        return [(*each, self.whole if n == 0 else self.partial) for n, each in enumerate(self.dense(H))]
+        return [(*placements, self.whole if n == 0 else self.partial) for n, placements in enumerate(self.dense(H))]
 
     def losses(self, D: Any) -> tuple:
         """Return placements of losses and queries, of documents, and of their gradient. A loss needs all documents."""
@@ -145,15 +147,15 @@ class _Placements(NamedTuple):
     def ragged(self, r: RaggedArgs) -> tuple:
         """Return placements of scores, argmax, the tensors of the call, and the gradients. Only lists are sharded."""
         whole, first, second, _, partial = self
-        everything: Any = RaggedArgs(*_list_placements(r, (whole,) * len(r)))
+        replicated_args: Any = RaggedArgs(*_list_placements(r, (whole,) * len(r)))
         if r.cu_seqlens_q is None or r.d_lengths is None:  # an axis of tokens or a bound of two documents
-            return ((whole, whole, everything, whole),)
+            return ((whole, whole, replicated_args, whole),)
         if r.pairs is not None:
-            scores, lists = first, everything._replace(pairs=first)
+            scores, lists = first, replicated_args._replace(pairs=first)
         else:
             columns = first if len(r.d_offsets.shape) == 1 else second
-            scores, lists = second, everything._replace(d_offsets=columns, d_lengths=columns)
-        return (whole, whole, everything, whole), (scores, first, lists, partial)
+            scores, lists = second, replicated_args._replace(d_offsets=columns, d_lengths=columns)
+        return (whole, whole, replicated_args, whole), (scores, first, lists, partial)
 
     def argmax(self, x: Any, placement: Any) -> Any:
         """Return the placement of an argmax, which is replicated if it is empty because a backward recomputes it."""
@@ -170,9 +172,9 @@ class _Placements(NamedTuple):
 
 def _shard_token_topk(at: _Placements, a: tuple) -> list:
     # The first axis of the argmax is the rank, so other axes move by one.
-    after = {at.whole: at.whole, at.first: at.second, at.second: at.third}
-    found = at.dense(a[1])
-    return [(at.wanted((s, after[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in found]
+    next_axis = {at.whole: at.whole, at.first: at.second, at.second: at.third}
+    placements = at.dense(a[1])
+    return [(at.wanted((s, next_axis[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in placements]
 
 
 # For each operator: the placements of its results and of its arguments `a`, once for each supported sharding.

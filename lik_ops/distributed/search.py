@@ -362,7 +362,7 @@ def _finish_search(
 ) -> _Results:
     """Run the search unless it was launched early, and merge the best documents of all ranks."""
     rank_numbers = agreement.wait()
-    assert call is not None, "or waiting had raised what is wrong"
+    assert call is not None, "`wait` raises the errors of invalid arguments"
     rank, all_ranks = dist.get_rank(group), resolve_group(group)
     _check_kinds(agreement, [x[3:5] for x in rank_numbers])
     documents, is_same_device_type = (

@@ -113,11 +113,21 @@ def _check_operator_args(s: CodeSearchArgs) -> None:
         check_count(_NAME, "n_probe", s.n_probe, 1)
 
 
+def _copy_offsets(s: CodeSearchArgs) -> CodeSearchArgs:
+    """Return the arguments with contiguous codes of packed documents, and their offsets on the device."""
+    if s.cu_seqlens_d is None:
+        return s
+    return s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
+
+
+def _count_fitting_queries(s: CodeSearchArgs) -> int:
+    """Return the number of queries whose products fit `_MAX_TABLE_BYTES`, at least 1."""
+    return max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
+
+
 def _run_search(s: CodeSearchArgs) -> ScoresAndIndices:
     """Search for some queries at a time, so that their products fit `_MAX_TABLE_BYTES`."""
-    if s.cu_seqlens_d is not None:
-        s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
-    step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
+    s, step = _copy_offsets(s), _count_fitting_queries(s)
     parts = [slice(begin, begin + step) for begin in range(0, max(len(s.Q), 1), step)]
     results = [_search_queries(s.of_queries(part)) for part in parts]
     return results[0] if len(results) == 1 else (torch.cat([x[0] for x in results]), torch.cat([x[1] for x in results]))
@@ -157,10 +167,8 @@ def search_chosen(s: CodeSearchArgs, chosen: Tensor) -> ScoresAndIndices:
     Returns:
         ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, with -1 and ``-inf`` for missing documents.
     """
-    s = s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask))
-    if s.cu_seqlens_d is not None:
-        s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
-    step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1)) if chosen.dim() == 1 else 1
+    s = _copy_offsets(s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask)))
+    step = _count_fitting_queries(s) if chosen.dim() == 1 else 1
     results = []
     for begin in range(0, max(len(s.Q), 1), step):
         candidates = chosen if chosen.dim() == 1 or not len(chosen) else chosen[begin]

@@ -57,7 +57,7 @@ class _RaggedVmapBatch:
         return tuple(x.shape[self.batch.is_batched[self.first + i] :])
 
     @property
-    def is_too_large_to_copy(self) -> bool:
+    def has_large_copies(self) -> bool:
         """Return whether the repeated tokens exceed the limit for copies."""
         sides = ((0, self.layout.queries), (1, self.layout.documents))
         return any(is_repeated and self.batch.is_too_large_to_copy(self.first + i) for i, is_repeated in sides)
@@ -168,7 +168,7 @@ def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     tensors, dims = _pack_samples(args[:9], in_dims[:9])
     batch, constants, op = _VmapBatch(info.batch_size, tuple(dims), tuple(tensors)), args[9:], lik.maxsim_ragged_fwd
     packed = _RaggedVmapBatch(batch, 0, (False, False, False))
-    if packed.is_too_large_to_copy:
+    if packed.has_large_copies:
         return batch.one_by_one(op, *constants)
     with checks(False):  # the invalid offsets between samples are intended
         return _split_samples(packed, *op(*packed.tensors(), *constants))
@@ -186,7 +186,7 @@ def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
         packed = _RaggedVmapBatch(
             _VmapBatch(info.batch_size, tuple(dims), (Q, data, *tensors)), 0, (False, False, False)
         )
-        if not (packed.layout.documents or packed.is_too_large_to_copy):
+        if not (packed.layout.documents or packed.has_large_copies):
             x = packed.tensors()
             with checks(False):
                 return _split_samples(packed, *op(x.Q, *encoded_args, *x[2:], *constants))
@@ -215,7 +215,7 @@ def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any
     op, dims = lik.maxsim_ragged_bwd, [in_dims[0], *dims, in_dims[10]]
     batch = _VmapBatch(info.batch_size, tuple(dims), (grad_scores, *tensors, argmax))
     packed = _RaggedVmapBatch(batch, 1, needs)
-    if packed.is_too_large_to_copy:
+    if packed.has_large_copies:
         grads = batch.one_by_one(op, normalize, unified, needs)[0]
     else:
         argmax = batch.folded(10, packed.argmax_axis)

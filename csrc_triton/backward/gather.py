@@ -49,11 +49,11 @@ def load_argmax(up, owner, k, i, s, ok, C: tl.constexpr):
     else:
         offsets = (k * up.Nq + i) * up.Lq + s
     token = tl.load(up.argmax + offsets, mask=ok, other=-1).to(tl.int32)
-    won = ok & (token >= 0)
+    has_argmax = ok & (token >= 0)
     # One offset for each row, even if i is a scalar.
     pair = i.to(tl.int64) * up.stride_q + k * up.stride_k + 0 * s
-    g = tl.load(up.grad_scores + pair, mask=won, other=0.0)
-    return token, won, g
+    g = tl.load(up.grad_scores + pair, mask=has_argmax, other=0.0)
+    return token, has_argmax, g
 
 
 @triton.jit
@@ -102,15 +102,15 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
     s_pair = tl.reshape(tl.broadcast_to(s[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     if up.query is not None:
-        of = find_query_pairs(up, s_pair, ok_pair, C)
+        query_pairs = find_query_pairs(up, s_pair, ok_pair, C)
     for k0 in range(k_begin, k_end, C.BN):
         k = to_int64(k0) + n
         if up.query is not None:
-            token, won, g = load_packed_argmax(up, of, s_pair, k, ok_pair & (k < k_end))
+            token, has_argmax, g = load_packed_argmax(up, query_pairs, s_pair, k, ok_pair & (k < k_end))
             pointers = D.ptr + token * D.stride_l
             document = k * 0
         else:
-            token, won, g = load_argmax(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
+            token, has_argmax, g = load_argmax(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
             pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
             document = k
             if C.CANDIDATES:
@@ -119,26 +119,31 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
         if sum_D is not None:
             values = tl.reshape(g, (C.BN, C.BM))[:, :, None] * rows[None, :, :]
             targets = sum_D + (document * up.Ld + token) * d
-            _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), won, columns, d)
-        at = document * up.Ld + token
+            _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), has_argmax, columns, d)
+        token_rows = document * up.Ld + token
         if C.ENCODING != "":
             # Token 0 is read without an argmax, and may be NaN. Its bits are cleared, because Triton 3.6 gives the
             # operands of a select different layouts.
             x = load_dequantized_tokens(token, c0, d, D, counts, C)
-            x = (x.to(tl.int32, bitcast=True) & -won.to(tl.int32)[:, None]).to(tl.float32, bitcast=True)
+            x = (x.to(tl.int32, bitcast=True) & -has_argmax.to(tl.int32)[:, None]).to(tl.float32, bitcast=True)
         else:
-            x = dequantize_rows(load_rows(pointers, won, columns, d, D.stride_d, C.WIDE_OFFSETS), up.scale, at, won)
+            x = dequantize_rows(
+                load_rows(pointers, has_argmax, columns, d, D.stride_d, C.WIDE_OFFSETS),
+                up.scale,
+                token_rows,
+                has_argmax,
+            )
         if C.NORMALIZE:
             if C.SINGLE_STEP:
                 squares = tl.sum(x * x, axis=1)
             elif C.ENCODING != "":
                 squares = sum_dequantized_squares(token, d, D, counts, C)
             else:
-                squares = _sum_row_squares(pointers, up.scale, at, won, d, D.stride_d, C)
-            g = tl.where(won, g * compute_inverse_norm(squares), 0.0)
+                squares = _sum_row_squares(pointers, up.scale, token_rows, has_argmax, d, D.stride_d, C)
+            g = tl.where(has_argmax, g * compute_inverse_norm(squares), 0.0)
         # Both factors are zero without an argmax. A select would prevent fused multiply-adds.
         acc += tl.sum(tl.reshape(g[:, None] * x, (C.BN, C.BM, C.BD)), axis=0)
-        live = live | tl.max(tl.reshape(won.to(tl.int32), (C.BN, C.BM)), axis=0)
+        live = live | tl.max(tl.reshape(has_argmax.to(tl.int32), (C.BN, C.BM)), axis=0)
     return acc, live > 0
 
 
@@ -204,8 +209,8 @@ def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
         columns = c0 + tl.arange(0, C.BD)
         G = sum_of(of, columns, d, C)
         if to.partial is not None:
-            kept = to.left[:, None] & (columns < d)[None, :]
-            tl.store(locate_partial_rows(to.partial, to.slots, columns, d), G, mask=kept)
+            partial_mask = to.left[:, None] & (columns < d)[None, :]
+            tl.store(locate_partial_rows(to.partial, to.slots, columns, d), G, mask=partial_mask)
         if to.gradient is not None:
             if C.NORMALIZE:
                 G = backprop_token_norm(G, (dot, squares, live), to, columns, D, d, C)

@@ -61,19 +61,19 @@ def find_query_pairs(up, row, ok, C: tl.constexpr):
     first = i * 0
     if up.starts is not None:
         first = tl.load(up.starts + i, mask=ok, other=0).to(tl.int64)
-        met = tl.load(up.starts + i + 1, mask=ok, other=0).to(tl.int64) - first
+        pair_count = tl.load(up.starts + i + 1, mask=ok, other=0).to(tl.int64) - first
     else:
         if C.CANDIDATES:
             first = i * up.K
-        met = tl.where(ok, first * 0 + up.K, 0)
-    return i, first, met
+        pair_count = tl.where(ok, first * 0 + up.K, 0)
+    return i, first, pair_count
 
 
 @triton.jit
 def count_max_pairs(up, row, ok, C: tl.constexpr):
     """Return the largest number of pairs of any query of these rows."""
-    _, _, met = find_query_pairs(up, row, ok, C)
-    return tl.max(met, axis=0).to(tl.int32)
+    _, _, pair_count = find_query_pairs(up, row, ok, C)
+    return tl.max(pair_count, axis=0).to(tl.int32)
 
 
 @triton.jit
@@ -83,25 +83,25 @@ def load_packed_argmax(up, of, row, n, ok):
     Also returns whether there is an argmax, and the gradient of the score. `of` is the result of `find_query_pairs`. No
     loaded value decides whether another value is loaded, so the loads are in flight together.
     """
-    i, first, met = of
+    i, first, pair_count = of
     n = n.to(tl.int64)
-    ok = ok & (n < met)
+    ok = ok & (n < pair_count)
     m = first + n
     if up.starts is not None:
         ok = ok & (row < load_pair_field(up, m, ok, FIELD_STOP))
-        won_at = load_pair_field(up, m, ok, FIELD_ARGMAX) + row
-        score_at = load_pair_field(up, m, ok, FIELD_SCORE)
+        argmax_offset = load_pair_field(up, m, ok, FIELD_ARGMAX) + row
+        score_offset = load_pair_field(up, m, ok, FIELD_SCORE)
     else:
-        won_at = n * up.Lq + row
-        score_at = i * up.stride_q + n * up.stride_k
-    token = tl.load(up.argmax + won_at, mask=ok, other=-1).to(tl.int64)
+        argmax_offset = n * up.Lq + row
+        score_offset = i * up.stride_q + n * up.stride_k
+    token = tl.load(up.argmax + argmax_offset, mask=ok, other=-1).to(tl.int64)
     length = load_pair_field(up, m, ok, FIELD_LENGTH)
     begin = load_pair_field(up, m, ok, FIELD_FIRST)
-    g = tl.load(up.grad_scores + score_at, mask=ok, other=0.0)
+    g = tl.load(up.grad_scores + score_offset, mask=ok, other=0.0)
     # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
-    won = ok & (token >= 0) & (token < length)
+    has_argmax = ok & (token >= 0) & (token < length)
     # Row 0 is not read. Without this select Triton 3.6 does not compile the select of the gradient.
-    return tl.where(won, begin + token, 0), won, tl.where(won, g, 0.0)
+    return tl.where(has_argmax, begin + token, 0), has_argmax, tl.where(has_argmax, g, 0.0)
 
 
 @triton.jit
@@ -141,11 +141,11 @@ def _write_pairs(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, s
         segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES
     )
     first, length, _ = locate_document_segment(segments, document, ok & (i >= 0), Td)
-    some = (length > 0) & (rows > 0)
-    tl.store(items + FIELD_FIRST * to_int64(count) + n, tl.where(some, first, Td), mask=ok)
-    tl.store(items + FIELD_LENGTH * to_int64(count) + n, tl.where(some, length, 0), mask=ok)
+    is_nonempty = (length > 0) & (rows > 0)
+    tl.store(items + FIELD_FIRST * to_int64(count) + n, tl.where(is_nonempty, first, Td), mask=ok)
+    tl.store(items + FIELD_LENGTH * to_int64(count) + n, tl.where(is_nonempty, length, 0), mask=ok)
     tl.store(items + FIELD_BEGIN * to_int64(count) + n, begin, mask=ok)
-    tl.store(items + FIELD_STOP * to_int64(count) + n, begin + tl.where(some, rows, 0), mask=ok)
+    tl.store(items + FIELD_STOP * to_int64(count) + n, begin + tl.where(is_nonempty, rows, 0), mask=ok)
     tl.store(items + FIELD_ARGMAX * to_int64(count) + n, argmax, mask=ok)
     tl.store(items + FIELD_SCORE * to_int64(count) + n, score, mask=ok)
     tl.store(items + FIELD_QUERY * to_int64(count) + n, tl.where(i >= 0, i, Nq), mask=ok)
@@ -158,8 +158,8 @@ def _write_queries(segments, query, block, Nq, Tq):
     begin, rows, _ = locate_query_segment(segments, i.to(tl.int64), i < Nq, Tq)
     s = tl.arange(0, PAIRS_PER_PROGRAM)
     for s0 in range(0, tl.max(rows, axis=0), PAIRS_PER_PROGRAM):
-        of = tl.broadcast_to(i[:, None], (QUERIES_PER_PROGRAM, PAIRS_PER_PROGRAM))
-        tl.store(query + (begin[:, None] + s0 + s[None, :]), of, mask=s0 + s[None, :] < rows[:, None])
+        queries = tl.broadcast_to(i[:, None], (QUERIES_PER_PROGRAM, PAIRS_PER_PROGRAM))
+        tl.store(query + (begin[:, None] + s0 + s[None, :]), queries, mask=s0 + s[None, :] < rows[:, None])
 
 
 @triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"])
@@ -208,18 +208,18 @@ def _sort_pairs(items, out, reach, count, block, KEY: tl.constexpr):
     ends = tl.zeros((RANKED_PAIRS, COMPARED_PAIRS), tl.int64)
     for m0 in range(0, count, COMPARED_PAIRS):
         m = to_int64(m0) + tl.arange(0, COMPARED_PAIRS)
-        other = _load_field(items, count, m, m < count, KEY)
-        before = (other[None, :] < key[:, None] + (m[None, :] < n[:, None]).to(tl.int64)) & (m < count)[None, :]
-        counts += before.to(tl.int32)
+        other_key = _load_field(items, count, m, m < count, KEY)
+        is_before = (other_key[None, :] < key[:, None] + (m[None, :] < n[:, None]).to(tl.int64)) & (m < count)[None, :]
+        counts += is_before.to(tl.int32)
         if reach is not None:
-            end = other + _load_field(items, count, m, m < count, FIELD_LENGTH)
-            ends = tl.maximum(ends, tl.where(before, end[None, :], 0))
+            end = other_key + _load_field(items, count, m, m < count, FIELD_LENGTH)
+            ends = tl.maximum(ends, tl.where(is_before, end[None, :], 0))
     rank = tl.sum(counts, axis=1).to(tl.int64)
     for field in tl.static_range(FIELD_COUNT):
         tl.store(out + field * to_int64(count) + rank, _load_field(items, count, n, ok, field), mask=ok)
     if reach is not None:
-        behind = tl.maximum(tl.max(ends, axis=1), key + _load_field(items, count, n, ok, FIELD_LENGTH))
-        tl.store(reach + rank, behind, mask=ok)
+        end_rows = tl.maximum(tl.max(ends, axis=1), key + _load_field(items, count, n, ok, FIELD_LENGTH))
+        tl.store(reach + rank, end_rows, mask=ok)
 
 
 @triton.jit
@@ -242,8 +242,8 @@ def _fill_share(ptr, elements, n, programs, CACHE: tl.constexpr):
     begin = n * part
     fill_with_zeros(ptr + begin, tl.minimum(part, elements // 16 * 16 - begin), CACHE)
     if n == 0:
-        last = elements // 16 * 16 + tl.arange(0, 16)
-        tl.store(ptr + last, tl.zeros((16,), ptr.dtype.element_ty), mask=last < elements)
+        tail = elements // 16 * 16 + tl.arange(0, 16)
+        tl.store(ptr + tail, tl.zeros((16,), ptr.dtype.element_ty), mask=tail < elements)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -284,9 +284,9 @@ def _count_smaller(keys, x, count, rounds):
     end = begin + count
     for _ in range(rounds):
         middle = begin + (end - begin) // 2
-        smaller = tl.load(keys + middle, mask=middle < end, other=0) < x
-        begin = tl.where((middle < end) & smaller, middle + 1, begin)
-        end = tl.where((middle < end) & (smaller == 0), middle, end)
+        is_smaller = tl.load(keys + middle, mask=middle < end, other=0) < x
+        begin = tl.where((middle < end) & is_smaller, middle + 1, begin)
+        end = tl.where((middle < end) & (is_smaller == 0), middle, end)
     return begin
 
 

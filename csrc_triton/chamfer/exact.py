@@ -209,10 +209,10 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
     tiles, parts = tl.cdiv(P.count, C.BM), tl.cdiv(R.count, part)
     batch = tl.program_id(0) // (tiles * parts)
     tile = tl.program_id(0) // parts % tiles
-    which = tl.program_id(0) % parts
+    part_index = tl.program_id(0) % parts
     N, _ = load_cloud_length(P, batch)
     M, _ = load_cloud_length(R, batch)
-    begin = which * part
+    begin = part_index * part
     end = tl.minimum(begin + part, M)
     end = tl.where(tile * C.BM < N, end, begin)  # an empty range if the tile has no point
 
@@ -227,12 +227,12 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
             best, odd = _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, True)
     else:
         best, odd = _scan_part(P, R, of_R, at_p, 0, batch, tile, begin, end, odd, d, C, True)
-    least = tl.min(best, axis=1)
-    hits = tl.sum(tl.where(best == least[:, None], _COUNT_UNIT + tl.arange(0, C.BN)[None, :], 0), axis=1)
-    codes = which * (C.BN + 1) + tl.where(hits < 2 * _COUNT_UNIT, hits & (_COUNT_UNIT - 1), C.BN)
+    minimum = tl.min(best, axis=1)
+    hits = tl.sum(tl.where(best == minimum[:, None], _COUNT_UNIT + tl.arange(0, C.BN)[None, :], 0), axis=1)
+    codes = part_index * (C.BN + 1) + tl.where(hits < 2 * _COUNT_UNIT, hits & (_COUNT_UNIT - 1), C.BN)
     keys = of_P + batch.to(tl.int64) * P.count + i
     mask = (i < N) & to_mask(begin < end)
-    lower_keys(keys, make_keys(least, codes), tl.load(keys, mask=mask, other=0), mask)
+    lower_keys(keys, make_keys(minimum, codes), tl.load(keys, mask=mask, other=0), mask)
 
 
 @triton.jit
@@ -250,10 +250,10 @@ def _compute_pair_distances(own, others, there, X, Y, d, C: tl.constexpr):
             columns = c0 + tl.arange(0, C.BD)
             ok = columns < d
             x = tl.load(own[:, None] + (columns.to(tl.int64) * X.stride_d)[None, :], mask=ok[None, :], other=0.0)
-            at = others[:, :, None] + (columns.to(tl.int64) * Y.stride_d)[None, None, :]
-            y = tl.load(at, mask=there[:, :, None] & ok[None, None, :], other=0.0)
-            none = tl.full((C.BM, C.BN, C.BD), 0, tl.float32)
-            S += tl.sum(_add_coordinate(none, x.to(tl.float32)[:, None, :], y.to(tl.float32), C), axis=2)
+            pointers = others[:, :, None] + (columns.to(tl.int64) * Y.stride_d)[None, None, :]
+            y = tl.load(pointers, mask=there[:, :, None] & ok[None, None, :], other=0.0)
+            zeros = tl.full((C.BM, C.BN, C.BD), 0, tl.float32)
+            S += tl.sum(_add_coordinate(zeros, x.to(tl.float32)[:, None, :], y.to(tl.float32), C), axis=2)
     return S
 
 
@@ -266,10 +266,15 @@ def _decode_key(code, length, size, C: tl.constexpr):
     """
     part = code // (C.KEY_CLASSES + 1) if C.KEY_CLASSES > 1 else code
     kind = code % (C.KEY_CLASSES + 1) if C.KEY_CLASSES > 1 else code * 0 + C.KEY_CLASSES
-    whole = kind == C.KEY_CLASSES
+    is_whole_part = kind == C.KEY_CLASSES
     begin = part * size
     end = tl.minimum(begin + size, length)
-    return begin + tl.where(whole, 0, kind * C.CLASS_RUN), end, tl.where(whole, size, size // C.KEY_CLASSES), whole
+    return (
+        begin + tl.where(is_whole_part, 0, kind * C.CLASS_RUN),
+        end,
+        tl.where(is_whole_part, size, size // C.KEY_CLASSES),
+        is_whole_part,
+    )
 
 
 @triton.jit(do_not_specialize=["points", "size"])
@@ -290,40 +295,40 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
         d: Number of coordinates.
         C: Compile-time choices, a `ChamferConfig`.
     """
-    at = tl.program_id(0).to(tl.int64) * C.BM + tl.arange(0, C.BM)
-    inside = at < points
-    at = tl.where(inside, at, 0)
-    batch = at // X.count
-    n = at % X.count
+    point = tl.program_id(0).to(tl.int64) * C.BM + tl.arange(0, C.BM)
+    is_inside = point < points
+    point = tl.where(is_inside, point, 0)
+    batch = point // X.count
+    n = point % X.count
     N, ok = load_cloud_length(X, batch)
     M, other_ok = load_cloud_length(Y, batch)
     ok = ok & other_ok
-    key = tl.load(keys + at)
-    there = ok & (n < N) & (M > 0)
-    begin, end, count, whole = _decode_key(tl.where(there, key.to(tl.int32), 0), M, size, C)
-    own = _locate_points(X, batch, n)
+    key = tl.load(keys + point)
+    has_candidates = ok & (n < N) & (M > 0)
+    begin, end, count, is_whole_part = _decode_key(tl.where(has_candidates, key.to(tl.int32), 0), M, size, C)
+    own_pointers = _locate_points(X, batch, n)
     best = tl.full((C.BM, C.BN), float("inf"), tl.float32)
-    where = tl.full((C.BM, C.BN), 0, tl.int32)
-    for first in range(0, tl.max(tl.where(there, count, 0), axis=0), C.BN):
+    indices = tl.full((C.BM, C.BN), 0, tl.int32)
+    for first in range(0, tl.max(tl.where(has_candidates, count, 0), axis=0), C.BN):
         k = first + tl.broadcast_to(tl.arange(0, C.BN)[None, :], (C.BM, C.BN))
         if C.KEY_CLASSES > 1:
-            k = tl.where(whole[:, None], k, k // C.CLASS_RUN * (C.KEY_CLASSES * C.CLASS_RUN) + k % C.CLASS_RUN)
+            k = tl.where(is_whole_part[:, None], k, k // C.CLASS_RUN * (C.KEY_CLASSES * C.CLASS_RUN) + k % C.CLASS_RUN)
         j = begin[:, None] + k
         # Repeat the first candidate after the end, which changes nothing.
         j = tl.where((j < end[:, None]) & (k < size), j, begin[:, None])
-        others = _locate_points(Y, batch[:, None], j)
-        S = _compute_pair_distances(own, others, there[:, None] & (j >= 0), X, Y, d, C)
-        better = (S < best) | ((S != S) & (best == best)) | (first == 0)
-        where = tl.where(better, j, where)
-        best = tl.where(better, S, best)
-    least = tl.reduce(best, 1, nan_min)
-    hit = (best == least[:, None]) | (best != best)
-    index = tl.min(tl.where(hit, where, 2147483647), axis=1)
+        other_pointers = _locate_points(Y, batch[:, None], j)
+        S = _compute_pair_distances(own_pointers, other_pointers, has_candidates[:, None] & (j >= 0), X, Y, d, C)
+        is_better = (S < best) | ((S != S) & (best == best)) | (first == 0)
+        indices = tl.where(is_better, j, indices)
+        best = tl.where(is_better, S, best)
+    minimum = tl.reduce(best, 1, nan_min)
+    hit = (best == minimum[:, None]) | (best != best)
+    index = tl.min(tl.where(hit, indices, 2147483647), axis=1)
     # A NaN key gives NaN, even if only the products of distant points overflowed.
-    distance = tl.where((key >> 32).to(tl.int32) == NAN_ORDER, float("nan"), least)
-    distance = tl.where(there, distance, tl.where(n < N, float("inf"), 0.0))
-    tl.store(distances + at, tl.where(ok, distance, float("nan")), mask=inside)
-    tl.store(nearest + at, tl.where(there, index, -1), mask=inside)
+    distance = tl.where((key >> 32).to(tl.int32) == NAN_ORDER, float("nan"), minimum)
+    distance = tl.where(has_candidates, distance, tl.where(n < N, float("inf"), 0.0))
+    tl.store(distances + point, tl.where(ok, distance, float("nan")), mask=is_inside)
+    tl.store(nearest + point, tl.where(has_candidates, index, -1), mask=is_inside)
 
 
 @triton.jit(do_not_specialize=["points"])
@@ -347,19 +352,19 @@ def chamfer_slopes(X, Y, grad, grad_stride_batch, grad_stride_n, nearest, slopes
     row = tl.program_id(0).to(tl.int64) * C.BM + tl.arange(0, C.BM)
     ok = row < points
     batch, n = row // X.count, row % X.count
-    at = tl.load(nearest + row, mask=ok, other=-1)
-    there = at >= 0
-    g = tl.load(grad + batch * grad_stride_batch + n * grad_stride_n, mask=there, other=0.0)
-    own, other = _locate_points(X, batch, n), _locate_points(Y, batch, at)
+    neighbor = tl.load(nearest + row, mask=ok, other=-1)
+    has_neighbor = neighbor >= 0
+    g = tl.load(grad + batch * grad_stride_batch + n * grad_stride_n, mask=has_neighbor, other=0.0)
+    own_pointers, other_pointers = _locate_points(X, batch, n), _locate_points(Y, batch, neighbor)
     for c0 in range(0, d, C.BD):
         k = c0 + tl.arange(0, C.BD)
-        inside = (k < d)[None, :]
-        offsets, mask = k.to(tl.int64)[None, :], there[:, None] & inside
-        x = tl.load(own[:, None] + offsets * X.stride_d, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(other[:, None] + offsets * Y.stride_d, mask=mask, other=0.0).to(tl.float32)
+        is_feature = (k < d)[None, :]
+        offsets, mask = k.to(tl.int64)[None, :], has_neighbor[:, None] & is_feature
+        x = tl.load(own_pointers[:, None] + offsets * X.stride_d, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(other_pointers[:, None] + offsets * Y.stride_d, mask=mask, other=0.0).to(tl.float32)
         if C.METRIC == "l1":
             slope = (x > y).to(tl.float32) - (x < y).to(tl.float32)
         else:
             slope = 2 * (x - y)
-        slope = tl.where(there[:, None], slope * g[:, None], 0.0)
-        tl.store(slopes + row[:, None] * d + k[None, :], slope, mask=ok[:, None] & inside)
+        slope = tl.where(has_neighbor[:, None], slope * g[:, None], 0.0)
+        tl.store(slopes + row[:, None] * d + k[None, :], slope, mask=ok[:, None] & is_feature)

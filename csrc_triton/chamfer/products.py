@@ -47,12 +47,12 @@ _CODES_PER_STEP = tl.constexpr(5)  # four lanes, or all of them
 def _measure_rows(pointers, ok, X, d, C: tl.constexpr):
     """Return the sum of squares of each row, and its largest magnitude as the bits of a float."""
     squares = tl.full((C.BM,), 0, tl.float32)
-    most = tl.full((C.BM,), 0, tl.int32)
+    largest = tl.full((C.BM,), 0, tl.int32)
     for c0 in range(0, d, C.BD):
         x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, X.stride_d, C.WIDE_OFFSETS).to(tl.float32)
         squares += tl.sum(x * x, axis=1)
-        most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1))
-    return squares, most
+        largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1))
+    return squares, largest
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -69,31 +69,31 @@ def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     batch = terms.batch + row // terms.each
     n = terms.first + row % terms.each
-    there = row < rows
-    length, _ = load_cloud_length(X, tl.where(there, batch, terms.batch))
-    ok = there & (n < length)
+    is_row = row < rows
+    length, _ = load_cloud_length(X, tl.where(is_row, batch, terms.batch))
+    ok = is_row & (n < length)
     pointers = X.ptr + batch.to(tl.int64) * X.stride_batch + n.to(tl.int64) * X.stride_n
-    squares, most = _measure_rows(pointers, ok, X, d, C)
-    finite = ok & (most < _EXPONENT_MASK) & (squares < float("inf"))
-    tl.store(terms.norms + row, tl.where(ok, squares, float("inf")), mask=there)
+    squares, largest = _measure_rows(pointers, ok, X, d, C)
+    finite = ok & (largest < _EXPONENT_MASK) & (squares < float("inf"))
+    tl.store(terms.norms + row, tl.where(ok, squares, float("inf")), mask=is_row)
     if C.SPLIT_FP32:
-        finite = finite & (most >= _MIN_EXPONENT_BITS)
-        exponent = tl.where(finite, most & _EXPONENT_MASK, _MIN_EXPONENT_BITS)
+        finite = finite & (largest >= _MIN_EXPONENT_BITS)
+        exponent = tl.where(finite, largest & _EXPONENT_MASK, _MIN_EXPONENT_BITS)
         factor = (tl.full(exponent.shape, _SCALE_UP_BITS, tl.int32) - exponent).to(tl.float32, bitcast=True)
-        tl.store(terms.scales + row, (exponent - _SCALE_EXPONENT_BITS).to(tl.float32, bitcast=True), mask=there)
+        tl.store(terms.scales + row, (exponent - _SCALE_EXPONENT_BITS).to(tl.float32, bitcast=True), mask=is_row)
     places = terms.rows + row.to(tl.int64) * terms.width
     for c0 in range(0, terms.width, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         x = load_rows(pointers, finite, columns, d, X.stride_d, C.WIDE_OFFSETS)
-        at = places[:, None] + columns[None, :]
+        term_pointers = places[:, None] + columns[None, :]
         if C.SPLIT_FP32:
             x = x * factor[:, None]
             hi = x.to(tl.float16)
             lo = (x - hi.to(tl.float32)).to(tl.float16)
-            tl.store(at, hi, mask=there[:, None])
-            tl.store(at + to_int64(terms.room) * terms.width, lo, mask=there[:, None])
+            tl.store(term_pointers, hi, mask=is_row[:, None])
+            tl.store(term_pointers + to_int64(terms.room) * terms.width, lo, mask=is_row[:, None])
         else:
-            tl.store(at, x, mask=there[:, None])
+            tl.store(term_pointers, x, mask=is_row[:, None])
 
 
 @triton.jit
@@ -149,9 +149,9 @@ def _make_column_keys(S, group, C: tl.constexpr):
 
     A warp holds these 16 rows. `group` is the number of the first group.
     """
-    least = tl.reduce(tl.reduce(tl.reshape(S, (C.BM // 16, 2, 8, C.BN)), 1, nan_min), 1, nan_min)
+    minima = tl.reduce(tl.reduce(tl.reshape(S, (C.BM // 16, 2, 8, C.BN)), 1, nan_min), 1, nan_min)
     groups = group + tl.arange(0, C.BM // 16)
-    return tl.min(make_keys(_order_distances(least), tl.broadcast_to(groups[:, None], least.shape)), axis=0)
+    return tl.min(make_keys(_order_distances(minima), tl.broadcast_to(groups[:, None], minima.shape)), axis=0)
 
 
 @triton.jit
@@ -164,8 +164,8 @@ def _make_row_keys(best, where):
     keys = make_keys(_order_distances(best), where * _CODES_PER_STEP + lane)
     key = tl.min(keys, axis=1)
     first = key - (key.to(tl.int32) % _CODES_PER_STEP).to(tl.int64)
-    same = tl.sum((keys - lane == first[:, None]).to(tl.int32), axis=1)
-    return tl.where(same > 1, first + 4, key)
+    tie_count = tl.sum((keys - lane == first[:, None]).to(tl.int32), axis=1)
+    return tl.where(tie_count > 1, first + 4, key)
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -187,9 +187,9 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     """
     part = steps * C.BN
     tiles, parts = p.each // C.BM, tl.cdiv(r.each, part)
-    local = tl.program_id(0) // (tiles * parts)
+    local_batch = tl.program_id(0) // (tiles * parts)
     tile = tl.program_id(0) // parts % tiles
-    batch = p.batch + local
+    batch = p.batch + local_batch
     N, _ = load_cloud_length(P, batch)
     M, _ = load_cloud_length(R, batch)
     begin = tl.program_id(0) % parts * part
@@ -197,7 +197,7 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     i = p.first + tile * C.BM + tl.arange(0, C.BM)
     end = tl.where(p.first + tile * C.BM < N, end, begin)  # an empty range if the tile has no point
 
-    row = local * p.each + tile * C.BM
+    row = local_batch * p.each + tile * C.BM
     norms = tl.load(p.norms + row + tl.arange(0, C.BM))
     scales = tl.full((C.BM,), -2.0, tl.float32)
     if C.SPLIT_FP32:
@@ -208,21 +208,21 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     where = tl.full((C.BM, 4), 0, tl.int32) + (r.first + begin) // C.BN
     group = (p.first + tile * C.BM) // 16
     for first in range(begin, end, C.BN):
-        other = local * r.each + first
+        other_row = local_batch * r.each + first
         # Load these before the products, to overlap the latency.
-        r_norms = tl.load(r.norms + other + tl.arange(0, C.BN))
+        r_norms = tl.load(r.norms + other_row + tl.arange(0, C.BN))
         r_scales = r_norms
         if C.SPLIT_FP32:
-            r_scales = tl.load(r.scales + other + tl.arange(0, C.BN))
+            r_scales = tl.load(r.scales + other_row + tl.arange(0, C.BN))
         S = tl.full((C.BM, C.BN), 0, tl.float32)
         if C.SINGLE_STEP:
-            S = _add_products(S, x, _load_split_tile(r_tiles, r, other, 0, C.BN, C), C)
+            S = _add_products(S, x, _load_split_tile(r_tiles, r, other_row, 0, C.BN, C), C)
         else:
             for c0 in range(0, p.width, C.BD):
                 S = _add_products(
                     S,
                     _load_split_tile(p_tiles, p, row, c0, C.BM, C),
-                    _load_split_tile(r_tiles, r, other, c0, C.BN, C),
+                    _load_split_tile(r_tiles, r, other_row, c0, C.BN, C),
                     C,
                 )
         j = r.first + first + tl.arange(0, C.BN)
@@ -230,9 +230,9 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
             S *= r_scales[None, :]
         S = tl.fma(S, scales[:, None], r_norms[None, :]) + norms[:, None]
         m = _reduce_lane_minima(S, C)
-        better = (m < best) | ((m != m) & (best == best))
-        where = tl.where(better, (r.first + first) // C.BN, where)
-        best = tl.where(better, m, best)
+        is_better = (m < best) | ((m != m) & (best == best))
+        where = tl.where(is_better, (r.first + first) // C.BN, where)
+        best = tl.where(is_better, m, best)
         keys = of_R + batch.to(tl.int64) * R.count + j
         tl.atomic_min(keys, _make_column_keys(S, group, C), mask=j < M, sem="relaxed")
     keys = of_P + batch.to(tl.int64) * P.count + i

@@ -48,15 +48,15 @@ def _classify_rows(x, TERMS: tl.constexpr):
     Magnitudes order like their bits. Few instructions per row matter as much as few instructions per feature. A row
     with NaN is not exact.
     """
-    most = tl.reduce(tl.abs(x), 1, nan_max)
-    exponent = most.to(tl.int32, bitcast=True) & _EXPONENT_MASK
-    plain = (exponent >= _MIN_EXACT_EXPONENT_BITS) & (exponent <= _MAX_EXACT_EXPONENT_BITS)
+    largest = tl.reduce(tl.abs(x), 1, nan_max)
+    exponent = largest.to(tl.int32, bitcast=True) & _EXPONENT_MASK
+    is_exact = (exponent >= _MIN_EXACT_EXPONENT_BITS) & (exponent <= _MAX_EXACT_EXPONENT_BITS)
     if TERMS != 1:
         # 2^32 minus twice the bits of the smallest nonzero magnitude
         complement = tl.max((x.to(tl.int32, bitcast=True) * -2).to(tl.uint32, bitcast=True), axis=1)
         # no tl.full, because in Gluon it needs a layout
-        plain = plain & (complement <= (exponent * -2 + _NARROW_RANGE_BITS).to(tl.uint32, bitcast=True))
-    return plain | (most == 0), most == 0, exponent
+        is_exact = is_exact & (complement <= (exponent * -2 + _NARROW_RANGE_BITS).to(tl.uint32, bitcast=True))
+    return is_exact | (largest == 0), largest == 0, exponent
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def round_to_tf32(x):
 @triton.jit
 def find_exact_rows(x, TERMS: tl.constexpr):
     """Return which rows `split_rows` can represent."""
-    plain, _, _ = _classify_rows(x, TERMS)
-    return plain
+    is_exact, _, _ = _classify_rows(x, TERMS)
+    return is_exact
 
 
 @triton.jit
@@ -84,13 +84,18 @@ def split_rows(x, TERMS: tl.constexpr):
         The terms (hi, lo), or hi twice if TERMS is 1, the scale ``2^e`` of each row, which rows are exact, and which
         rows are zero. The terms of fallback rows are meaningless, and the scale of a zero row is any finite value.
     """
-    plain, zero, exponent = _classify_rows(x, TERMS)
+    is_exact, is_zero, exponent = _classify_rows(x, TERMS)
     y = x * (exponent * -1 + _SCALE_UP_BITS).to(tl.float32, bitcast=True)[:, None]
     hi = y.to(tl.float16)
     lo = hi
     if TERMS == 2:
         lo = ((y - hi.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
-    return (hi, lo), ((exponent - _SCALE_EXPONENT_BITS) & _MAGNITUDE_MASK).to(tl.float32, bitcast=True), plain, zero
+    return (
+        (hi, lo),
+        ((exponent - _SCALE_EXPONENT_BITS) & _MAGNITUDE_MASK).to(tl.float32, bitcast=True),
+        is_exact,
+        is_zero,
+    )
 
 
 @triton.jit
@@ -150,19 +155,19 @@ def add_fallback_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
         keep = t >= 0
         if x.D.mask is not None:
             keep = tl.load(document.mask + t.to(tl.int64) * x.D.mask_stride_l) != 0
-        odd = keep & (t < 0)
+        is_fallback = keep & (t < 0)
         if C.INT8_TERMS == 0:
             tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE_OFFSETS)
-            odd = keep & (find_exact_rows(tile, C.FP32_TERMS) == 0)
-        if (any_odd_row > 0) | (tl.max(odd.to(tl.int32), axis=0) > 0):
+            is_fallback = keep & (find_exact_rows(tile, C.FP32_TERMS) == 0)
+        if (any_odd_row > 0) | (tl.max(is_fallback.to(tl.int32), axis=0) > 0):
             S = _compute_fp32_similarities(x, rows, document, t, C)
-            use = (odd_rows[:, None] & keep[None, :]) | odd[None, :]
-            S = tl.where(use, S, float("-inf"))
+            needs_fp32 = (odd_rows[:, None] & keep[None, :]) | is_fallback[None, :]
+            S = tl.where(needs_fp32, S, float("-inf"))
             m = tl.reduce(S, 1, nan_max)
-            hit = use & ((S == m[:, None]) | (S != S))
+            hit = needs_fp32 & ((S == m[:, None]) | (S != S))
             first = tl.min(tl.where(hit, t[None, :], NO_TOKEN), axis=1)
-            better = (m > best) | ((m != m) & (best == best))
-            where = tl.where(better, first, tl.where(m == best, tl.minimum(where, first), where))
+            is_better = (m > best) | ((m != m) & (best == best))
+            where = tl.where(is_better, first, tl.where(m == best, tl.minimum(where, first), where))
             best = nan_max(best, m)
     return best, where
 
@@ -197,16 +202,18 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
     ok = row < rows
     columns = tl.arange(0, C.BD)
     pointers = X.ptr + (row // L).to(tl.int64) * X.stride_doc + (row % L).to(tl.int64) * X.stride_l
-    x, scale, plain, zero = split_rows(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), C.FP32_TERMS)
+    x, scale, is_exact, is_zero = split_rows(
+        load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), C.FP32_TERMS
+    )
     hi, lo = x
     places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(places, hi, mask=ok[:, None])
     if C.FP32_TERMS == 2:
         tl.store(places + to_int64(room) * C.BD, lo, mask=ok[:, None])
-    scale = tl.where(zero, 1.0, tl.where(plain, scale, -1.0))
+    scale = tl.where(is_zero, 1.0, tl.where(is_exact, scale, -1.0))
     if X.mask is not None:
-        at = (row // L).to(tl.int64) * X.mask_stride_doc + (row % L).to(tl.int64) * X.mask_stride_l
-        scale = tl.where(tl.load(X.mask + at, mask=ok, other=0) != 0, scale, 0.0)
+        mask_offsets = (row // L).to(tl.int64) * X.mask_stride_doc + (row % L).to(tl.int64) * X.mask_stride_l
+        scale = tl.where(tl.load(X.mask + mask_offsets, mask=ok, other=0) != 0, scale, 0.0)
     t = row % L
     end = tl.cdiv(L, SCALE_TILE) * SCALE_TILE
     places = scales + (row // L).to(tl.int64) * end + t

@@ -148,5 +148,5 @@ def merge_lanes(best, where, Ld, C: tl.constexpr):
         row_best, first = tl.reduce((best, tl.where(where == NO_TOKEN, NO_TOKEN, tokens)), 1, select_lowest_largest)
     else:
         row_best, first = tl.reduce((best, where), 1, select_lowest_largest)
-    found = (first != NO_TOKEN) & (row_best == row_best)
-    return row_best, tl.where(found, tl.minimum(first, Ld - 1), NO_TOKEN)
+    has_token = (first != NO_TOKEN) & (row_best == row_best)
+    return row_best, tl.where(has_token, tl.minimum(first, Ld - 1), NO_TOKEN)

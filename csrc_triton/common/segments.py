@@ -36,14 +36,14 @@ def load_document_bounds(segments, document, ok):
     load.
     """
     first = 0
-    other = 0
+    length_or_end = 0
     if segments.offsets is not None:
         first = tl.load(segments.offsets + document, mask=ok, other=0)
     if segments.lengths is not None:
-        other = tl.load(segments.lengths + document, mask=ok, other=0)
+        length_or_end = tl.load(segments.lengths + document, mask=ok, other=0)
     elif segments.offsets is not None:
-        other = tl.load(segments.offsets + document + 1, mask=ok, other=0)
-    return first, other
+        length_or_end = tl.load(segments.offsets + document + 1, mask=ok, other=0)
+    return first, length_or_end
 
 
 @triton.jit

@@ -100,13 +100,13 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
         The similarities, and which tokens have one. With C.FP32_TERMS these are the exact tokens, and the similarities
         are still to be scaled by the query rows. Otherwise all tokens have one.
     """
-    plain = t >= 0
+    is_exact = t >= 0
     S = init_similarities(C)
     squares = tl.full((C.BN,), 0, tl.float32)
     if C.INT8_TERMS > 0:
         S = multiply_terms(q, load_document_tile(x, document, row, t, 0, C), C)
     elif C.FP32_TERMS > 0:
-        tile, scale, plain, _ = split_rows(load_document_tile(x, document, row, t, 0, C), C.FP32_TERMS)
+        tile, scale, is_exact, _ = split_rows(load_document_tile(x, document, row, t, 0, C), C.FP32_TERMS)
         S = multiply_split_rows(q, tile, C)
     elif C.SINGLE_STEP:
         tile = load_document_tile(x, document, row, t, 0, C)
@@ -126,7 +126,7 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
         S = dequantize_similarities(S, rows, x.counts, document, t, C)
     elif C.NORMALIZE:
         S = S * expand_tokens(compute_inverse_norm(squares), C)
-    return S, plain
+    return S, is_exact
 
 
 @triton.jit
@@ -217,17 +217,17 @@ def compute_tile(q, x, rows, document, t0, mask, C: tl.constexpr):
         Fallback tokens exist with C.FP32_TERMS only, and their similarities are ``-inf``.
     """
     t0, t = locate_tile_tokens(x, document, t0, C)
-    S, plain = _compute_similarities(q, x, rows, document, document.row + t0, t, C)
+    S, is_exact = _compute_similarities(q, x, rows, document, document.row + t0, t, C)
     if x.tiles is None or not _has_mask_prefetch(C.BM, C.ENCODING, C.FP32_TERMS):
         mask = load_tile_mask(x, document, t0, C)
     keep = is_kept(x, document, t0, t, mask, C)
-    taken = keep
+    is_scored = keep
     if C.FP32_TERMS > 0:
-        taken = keep & plain
+        is_scored = keep & is_exact
     if x.D.mask is None and C.SOFT:
         if t0 + C.BN > document.length:  # a selection costs as much as the exponentials of half the elements
-            S = tl.where(expand_tokens(taken, C), S, float("-inf"))
+            S = tl.where(expand_tokens(is_scored, C), S, float("-inf"))
     elif x.D.mask is not None or C.FP32_TERMS > 0 or (C.SHORT_DOCUMENTS and x.tiles is not None):
         # Selected, not biased: a masked token may hold NaN or inf, which no added bias removes.
-        S = tl.where(expand_tokens(taken, C), S, float("-inf"))
-    return S, t, keep, t0, keep & (plain == 0)
+        S = tl.where(expand_tokens(is_scored, C), S, float("-inf"))
+    return S, t, keep, t0, keep & (is_exact == 0)

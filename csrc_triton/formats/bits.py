@@ -72,9 +72,9 @@ def _make_decode_ptx(nbits, dtype):
 
     def decode(output, pair):
         """Decode the code at bit ``2 nbits pair`` of each half of s."""
-        at = 2 * nbits * pair
-        move = f"shr.b32 t, s, {at - 1};" if at else "shl.b32 t, s, 1;"
-        return move + f"lop3.b32 t, t, 0x{mask:08x}, {base}, 0xea; fma.rn.{kind} ${output}, t, one, offset;"
+        bit = 2 * nbits * pair
+        shift_ptx = f"shr.b32 t, s, {bit - 1};" if bit else "shl.b32 t, s, 1;"
+        return shift_ptx + f"lop3.b32 t, t, 0x{mask:08x}, {base}, 0xea; fma.rn.{kind} ${output}, t, one, offset;"
 
     # The second feature of each pair moves to the upper half of s.
     if nbits < 4:

@@ -109,14 +109,14 @@ def choose_factor_dtype(query, stored):
 @triton.jit
 def compute_row_powers(x, pointers, ok, C: tl.constexpr):
     """Return the powers of two by which query rows are divided."""
-    most = tl.zeros(ok.shape, tl.float32)
+    largest = tl.zeros(ok.shape, tl.float32)
     if C.SINGLE_STEP:
-        most = find_largest(load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE_OFFSETS))
+        largest = find_largest(load_rows(pointers, ok, tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE_OFFSETS))
     else:
         for c0 in range(0, x.d, C.BD):
             q = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), x.d, x.Q.stride_d, C.WIDE_OFFSETS)
-            most = tl.maximum(most, find_largest(q))
-    return choose_powers(most, C)
+            largest = tl.maximum(largest, find_largest(q))
+    return choose_powers(largest, C)
 
 
 @triton.jit
@@ -147,8 +147,8 @@ def _round_to_e4m3(x):
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + (0x7FFFF + ((bits >> 20) & 1))) & -0x100000).to(tl.float32, bitcast=True)
     small = (x + _E4M3_SMALL) - _E4M3_SMALL  # multiples of 2^-9
-    rounded = tl.where(tl.abs(x) < 0.015625, small, normal)
-    return tl.where(tl.abs(x) < float("inf"), rounded, float("nan"))
+    nearest = tl.where(tl.abs(x) < 0.015625, small, normal)
+    return tl.where(tl.abs(x) < float("inf"), nearest, float("nan"))
 
 
 @triton.jit
@@ -198,21 +198,21 @@ def split_int8_terms(q, C: tl.constexpr):
     Signs are their own terms hi, so that their products are exact, and the scale of hi is 1.
     Products are rounded separately from additions. Fused operations would make the terms depend on the compiled kernel.
     """
-    most = tl.max(tl.abs(q), axis=1)
+    largest = tl.max(tl.abs(q), axis=1)
     finite = tl.min((tl.abs(q) < 1e30).to(tl.int32), axis=1) > 0
-    plain = finite & ((most > 1e-30) | (most == 0))
-    inverse = (127.0 / tl.where(plain & (most > 0), most, 1.0))[:, None]
-    x = tl.where(plain[:, None], q, 0.0)
+    is_exact = finite & ((largest > 1e-30) | (largest == 0))
+    inverse = (127.0 / tl.where(is_exact & (largest > 0), largest, 1.0))[:, None]
+    x = tl.where(is_exact[:, None], q, 0.0)
     # Zeros in the layout of x. Gluon's functions would need that layout as an argument.
     zero = tl.where(x == x, 0.0, 0.0)
     x = tl.fma(x, zero + inverse, zero)
     hi = _round_to_integer(x)
     lo = _round_to_integer(tl.fma(x - hi, zero + INT8_LOW_SCALE, zero))
-    scale = tl.where(most == 0, 1.0, most * (1.0 / (127 * INT8_LOW_SCALE)))
+    scale = tl.where(largest == 0, 1.0, largest * (1.0 / (127 * INT8_LOW_SCALE)))
     if has_sign_queries(C.ENCODING):
-        hi = tl.where(plain[:, None], q, 0.0)
-        scale = tl.where(plain, 1.0 / INT8_LOW_SCALE, scale)
-    return hi, lo, tl.where(plain, scale, -1.0)
+        hi = tl.where(is_exact[:, None], q, 0.0)
+        scale = tl.where(is_exact, 1.0 / INT8_LOW_SCALE, scale)
+    return hi, lo, tl.where(is_exact, scale, -1.0)
 
 
 @triton.jit
@@ -371,12 +371,12 @@ def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
     owner = document // K
     places = D.ptr + owner * D.stride_owner + (document - owner * K) * D.stride_doc
     pointers = places + (row - document * Ld) * D.stride_l
-    most = tl.full((C.BN,), 0, tl.float32)
+    largest = tl.full((C.BN,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, D.stride_d, C.WIDE_OFFSETS).to(tl.float32)
-        most = nan_max(most, tl.reduce(tl.abs(x), 1, nan_max))
-    finite = most < float("inf")
-    s = tl.div_rn(tl.where(finite, most, 0.0), 127.0)
+        largest = nan_max(largest, tl.reduce(tl.abs(x), 1, nan_max))
+    finite = largest < float("inf")
+    s = tl.div_rn(tl.where(finite, largest, 0.0), 127.0)
     s = tl.where(s < 1.1754943508222875e-38, 0.0, s)  # subnormal scales, whose inverse may overflow
     inverse = tl.where(s > 0, tl.div_rn(1.0, tl.where(s > 0, s, 1.0)), 0.0)
     for c0 in range(0, d, C.BD):

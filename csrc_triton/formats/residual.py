@@ -68,15 +68,15 @@ def _make_lookup_ptx(nbits):
         join = ("0x6273", "0x4051")
     else:
         pick = "prmt.b32 k, 0xff00, 0, m;"
-        for found, a, b, c, d in (("l", 5, 6, 7, 8), ("h", 9, 10, 11, 12)):
-            pick += f"prmt.b32 t, ${a}, ${b}, s; prmt.b32 {found}, ${c}, ${d}, s;"
-            pick += f"lop3.b32 {found}, k, {found}, t, 0xca;"  # select by the bits of k
+        for register, a, b, c, d in (("l", 5, 6, 7, 8), ("h", 9, 10, 11, 12)):
+            pick += f"prmt.b32 t, ${a}, ${b}, s; prmt.b32 {register}, ${c}, ${d}, s;"
+            pick += f"lop3.b32 {register}, k, {register}, t, 0xca;"  # select by the bits of k
         join = ("0x4051", "0x6273")
-    both = []
+    halves = []
     for outputs in ((2, 3), (0, 1)) if nbits == 1 else ((0, 1), (2, 3)):
-        both += [pick + "".join(f"prmt.b32 ${o}, l, h, {order};" for o, order in zip(outputs, join, strict=True))]
-    on = "shr.b32 s, s, 16;" + ("shr.b32 m, m, 16;" if nbits == 4 else "")
-    return "{ .reg .b32 s, t, m, k, l, h; " + spread + both[0] + on + both[1] + " }"
+        halves += [pick + "".join(f"prmt.b32 ${o}, l, h, {order};" for o, order in zip(outputs, join, strict=True))]
+    shift_ptx = "shr.b32 s, s, 16;" + ("shr.b32 m, m, 16;" if nbits == 4 else "")
+    return "{ .reg .b32 s, t, m, k, l, h; " + spread + halves[0] + shift_ptx + halves[1] + " }"
 
 
 @triton.constexpr_function
@@ -136,8 +136,8 @@ def load_codes(counts, row, t):
     code = tl.load(counts.codes + row + t)
     scale = tl.load(counts.scale + row * counts.scale_each + t * counts.scale_each)
     unsigned: tl.constexpr = tl.uint32 if code.dtype.primitive_bitwidth == 32 else tl.uint64
-    inside = code.to(unsigned, bitcast=True) < counts.centroids_count.to(unsigned)
-    return tl.where(inside, code, 0), tl.where(inside, scale, float("nan"))
+    is_centroid = code.to(unsigned, bitcast=True) < counts.centroids_count.to(unsigned)
+    return tl.where(is_centroid, code, 0), tl.where(is_centroid, scale, float("nan"))
 
 
 @triton.jit
@@ -201,9 +201,9 @@ def load_decoded_tokens(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: 
         # Two halves: a thread loads a word of each half and computes the address of a row once.
         HALF: tl.constexpr = C.BD // 2
         words, x = load_words(base, t, code, c0, d, D, counts, HALF, C)
-        more, y = load_words(base, t, code, c0 + HALF, d, D, counts, HALF, C)
+        more_words, y = load_words(base, t, code, c0 + HALF, d, D, counts, HALF, C)
         x = decode_tokens(words, x, scale, c0, d, counts.weights, dtype, C)
-        x = join_columns(x, decode_tokens(more, y, scale, c0 + HALF, d, counts.weights, dtype, C))
+        x = join_columns(x, decode_tokens(more_words, y, scale, c0 + HALF, d, counts.weights, dtype, C))
     else:
         NBITS: tl.constexpr = get_bucket_bits(C.ENCODING)
         EACH: tl.constexpr = 8 // NBITS

@@ -154,11 +154,11 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, stride
         tl.store(squares + r, tl.sum(square(u), axis=1), mask=ok)
     n = tl.arange(0, C.BD)
     if C.EVEN_D:
-        at = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
-        tl.store(at, tokens, mask=ok[:, None])
+        out_pointers = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
+        tl.store(out_pointers, tokens, mask=ok[:, None])
     else:
-        at = out + (row.to(tl.int64) * stride + (tl.arange(0, C.BN)[:, None] * stride + n[None, :]))
-        tl.store(at, tokens, mask=ok[:, None] & (n < d)[None, :])
+        out_pointers = out + (row.to(tl.int64) * stride + (tl.arange(0, C.BN)[:, None] * stride + n[None, :]))
+        tl.store(out_pointers, tokens, mask=ok[:, None] & (n < d)[None, :])
     if norms is not None:
         tl.store(norms + r, norm, mask=ok)
 
@@ -168,8 +168,8 @@ def _load_row_mask(H, r, end, Ld):
     """Return which rows r < end are kept."""
     keep = r < end
     if H.mask is not None:
-        at = (r // Ld).to(tl.int64) * H.mask_stride_doc + (r % Ld).to(tl.int64) * H.mask_stride_l
-        keep = keep & (tl.load(H.mask + at, mask=keep, other=0) != 0)
+        offsets = (r // Ld).to(tl.int64) * H.mask_stride_doc + (r % Ld).to(tl.int64) * H.mask_stride_l
+        keep = keep & (tl.load(H.mask + offsets, mask=keep, other=0) != 0)
     return keep
 
 
@@ -194,16 +194,16 @@ def maxsim_head_slopes(G, D, norms, sums, d, rows, Ld, BN: tl.constexpr, BD: tl.
     total = tl.zeros((BN, BD), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, BN), tl.num_programs(0)):
         r = tile * BN + tl.arange(0, BN)
-        at = r.to(tl.int64)[:, None] * d + n[None, :]
-        inside = (r < rows)[:, None] & (n < d)[None, :]
-        g = tl.load(G.ptr + at, mask=inside, other=0.0).to(tl.float32)
-        unit = tl.load(D + at, mask=inside, other=0.0).to(tl.float32)
+        offsets = r.to(tl.int64)[:, None] * d + n[None, :]
+        mask = (r < rows)[:, None] & (n < d)[None, :]
+        g = tl.load(G.ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        unit = tl.load(D + offsets, mask=mask, other=0.0).to(tl.float32)
         norm = tl.load(norms + r, mask=r < rows, other=1.0)
-        along = tl.where(norm <= NORM_EPS, 0.0, tl.sum(unit * g, axis=1))
-        g = (g - unit * along[:, None]) * (1.0 / norm)[:, None]
+        projection = tl.where(norm <= NORM_EPS, 0.0, tl.sum(unit * g, axis=1))
+        g = (g - unit * projection[:, None]) * (1.0 / norm)[:, None]
         if G.mask is not None:
             g = tl.where(_load_row_mask(G, r, rows, Ld)[:, None], g, 0.0)
-        tl.store(G.ptr + at, g.to(G.ptr.dtype.element_ty), mask=inside)
+        tl.store(G.ptr + offsets, g.to(G.ptr.dtype.element_ty), mask=mask)
         if sums is not None:
             total += g
     if sums is not None:
@@ -240,25 +240,25 @@ def _score_tile(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     maxima, any_before = found
     tokens, _ = _finish_tokens(u, x, C)
     r = row + tl.arange(0, C.BN)
-    counts = _load_row_mask(x.H, r, end, sizes.Ld)
-    last = tl.minimum(row + C.BN, end)
+    is_kept_row = _load_row_mask(x.H, r, end, sizes.Ld)
+    tile_end = tl.minimum(row + C.BN, end)
     any_kept = any_before
     for p in tl.range(0, C.ROW_TILES, num_stages=1, disable_licm=True):
         i, s, keep = _locate_query_rows(Q, p, sizes, C)
         q = load_rows(locate_rows(Q, i, s), keep, tl.arange(0, C.BD), x.d, Q.stride_d, C.WIDE_OFFSETS)
         S = tl.dot(tokens, tl.trans(q), input_precision=C.PRECISION)
-        own = tl.arange(0, C.ROW_TILES)[:, None] == p
-        best = tl.reduce(tl.where(own, maxima, float("-inf")), 0, nan_max)
+        is_row_tile = tl.arange(0, C.ROW_TILES)[:, None] == p
+        best = tl.reduce(tl.where(is_row_tile, maxima, float("-inf")), 0, nan_max)
         any_kept = any_before
-        for k in tl.range(row // sizes.Ld, tl.cdiv(last, sizes.Ld), num_stages=1, disable_licm=True):
-            inside = counts & (r >= k * sizes.Ld) & (r < (k + 1) * sizes.Ld)
-            best = nan_max(best, tl.reduce(tl.where(inside[:, None], S, float("-inf")), 0, nan_max))
-            any_kept = tl.maximum(any_kept, tl.max(inside.to(tl.int32), axis=0))
-            if (k + 1) * sizes.Ld <= last:
+        for k in tl.range(row // sizes.Ld, tl.cdiv(tile_end, sizes.Ld), num_stages=1, disable_licm=True):
+            is_kept = is_kept_row & (r >= k * sizes.Ld) & (r < (k + 1) * sizes.Ld)
+            best = nan_max(best, tl.reduce(tl.where(is_kept[:, None], S, float("-inf")), 0, nan_max))
+            any_kept = tl.maximum(any_kept, tl.max(is_kept.to(tl.int32), axis=0))
+            if (k + 1) * sizes.Ld <= tile_end:
                 _store_scores(scores, best, any_kept, Q, p, k, sizes, C)
                 best = tl.full((C.BM,), float("-inf"), tl.float32)
                 any_kept = any_kept * 0
-        maxima = tl.where(own, compiler_barrier_dtype(best)[None, :], maxima)
+        maxima = tl.where(is_row_tile, compiler_barrier_dtype(best)[None, :], maxima)
     return maxima, any_kept
 
 
@@ -290,11 +290,11 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
     x = HeadOperands(H, W, tiles, steps, width, d)
     programs = tl.num_programs(0)
     most = tl.cdiv(sizes.K, programs)
-    last = _count_documents_before(tl.program_id(0) + 1, programs, sizes.K)
-    begin, end = _count_documents_before(tl.program_id(0), programs, sizes.K) * sizes.Ld, last * sizes.Ld
-    first = last - most
+    document_end = _count_documents_before(tl.program_id(0) + 1, programs, sizes.K)
+    begin, end = _count_documents_before(tl.program_id(0), programs, sizes.K) * sizes.Ld, document_end * sizes.Ld
+    first = document_end - most
     origin = first * sizes.Ld
-    found = tl.full((C.ROW_TILES, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    state = tl.full((C.ROW_TILES, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     if C.FUSED_LOOP:
         count = tl.cdiv(width, C.BK)
         u = _load_bias(x, C)
@@ -306,7 +306,7 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
                 _accumulate_step(u, x, first, row - origin, _locate_hidden_rows(x, r, sizes.Ld), r < end, c0, C), C
             )
             if c0 + C.BK >= width:
-                found = _score_tile(found, u, x, Q, scores, row, end, sizes, C)
+                state = _score_tile(state, u, x, Q, scores, row, end, sizes, C)
                 u = _load_bias(x, C)
     else:
         for row in range(begin, end, C.BN):
@@ -315,4 +315,4 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
             u = _load_bias(x, C)
             for c0 in range(0, width, C.BK):
                 u = _accumulate_step(u, x, first, row - origin, pointers, r < end, c0, C)
-            found = _score_tile(found, u, x, Q, scores, row, end, sizes, C)
+            state = _score_tile(state, u, x, Q, scores, row, end, sizes, C)

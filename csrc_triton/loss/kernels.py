@@ -35,8 +35,8 @@ def _load_scaled_scores(pointers, inside, temperature):
 @triton.jit
 def _expm1(x, power):
     """Return ``exp(x) - 1`` for x <= 0, given ``power = exp(x)``."""
-    near = tl.where(power == 1.0, x, (power - 1.0) * (x / tl.log(power)))
-    return tl.where(x < -1.0, power - 1.0, near)
+    expm1 = tl.where(power == 1.0, x, (power - 1.0) * (x / tl.log(power)))
+    return tl.where(x < -1.0, power - 1.0, expm1)
 
 
 @triton.jit(do_not_specialize=["label_stride", "columns"])
@@ -63,24 +63,24 @@ def maxsim_label_losses(
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for first in range(0, columns, BLOCK):
         best = nan_max(best, _load_scaled_scores(scores + first + lanes, first + lanes < columns, temperature))
-    most = tl.reduce(best, 0, nan_max)
-    others = tl.zeros((BLOCK,), tl.float32)
-    equal = tl.zeros((BLOCK,), tl.int32)
+    largest = tl.reduce(best, 0, nan_max)
+    exp_sums = tl.zeros((BLOCK,), tl.float32)
+    ties = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, columns, BLOCK):
-        inside = first + lanes < columns
-        x = _load_scaled_scores(scores + first + lanes, inside, temperature)
-        others += tl.where(inside & (x != most), tl.exp(x - most), 0.0)
-        equal += (inside & (x == most)).to(tl.int32)
+        is_column = first + lanes < columns
+        x = _load_scaled_scores(scores + first + lanes, is_column, temperature)
+        exp_sums += tl.where(is_column & (x != largest), tl.exp(x - largest), 0.0)
+        ties += (is_column & (x == largest)).to(tl.int32)
     # The order of this sum depends on the layout, which follows from BLOCK alone, and not on where a row begins.
-    total = tl.sum(others, axis=0) + (tl.sum(equal, axis=0) - 1).to(tl.float32)
-    log_sum = log1p(total) + (most - most)  # NaN if the largest score is infinite
-    right = (label >= 0) & (label < columns)
-    at_label = _load_scaled_scores(scores + tl.where(right, label, 0), right, temperature)
-    wrong = tl.where(right, 0.0, float("nan"))
-    kept = label != IGNORED
-    tl.store(losses + row, tl.where(kept, log_sum - (at_label - most) + wrong, 0.0))
-    tl.store(lse + 2 * row, tl.where(kept, most + wrong, 0.0))
-    tl.store(lse + 2 * row + 1, tl.where(kept, log_sum + wrong, 0.0))
+    total = tl.sum(exp_sums, axis=0) + (tl.sum(ties, axis=0) - 1).to(tl.float32)
+    log_sum = log1p(total) + (largest - largest)  # NaN if the largest score is infinite
+    is_valid = (label >= 0) & (label < columns)
+    label_score = _load_scaled_scores(scores + tl.where(is_valid, label, 0), is_valid, temperature)
+    nan_if_invalid = tl.where(is_valid, 0.0, float("nan"))
+    is_counted = label != IGNORED
+    tl.store(losses + row, tl.where(is_counted, log_sum - (label_score - largest) + nan_if_invalid, 0.0))
+    tl.store(lse + 2 * row, tl.where(is_counted, largest + nan_if_invalid, 0.0))
+    tl.store(lse + 2 * row + 1, tl.where(is_counted, log_sum + nan_if_invalid, 0.0))
 
 
 @triton.jit(do_not_specialize=["label_stride", "rows"])
@@ -130,15 +130,15 @@ def maxsim_label_gradients(
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
+    is_column = column < columns
     label = tl.load(labels + row * label_stride).to(tl.int64)
     factor = tl.load(upstream + row * upstream_stride)
     if count is not None:
         factor = tl.div_rn(factor, tl.load(count).to(tl.float32))
     factor = tl.div_rn(factor, tl.full((), temperature, tl.float32))
-    most, log_sum = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1)
-    at = row * columns + column
-    x = _load_scaled_scores(scores + at, inside, temperature) - most - log_sum
+    largest, log_sum = tl.load(lse + 2 * row), tl.load(lse + 2 * row + 1)
+    offsets = row * columns + column
+    x = _load_scaled_scores(scores + offsets, is_column, temperature) - largest - log_sum
     probability = tl.exp(x)
     gradient = tl.where(column + begin == label, _expm1(x, probability), probability) * factor
-    tl.store(gradients + at, tl.where(label == IGNORED, 0.0, gradient), mask=inside)
+    tl.store(gradients + offsets, tl.where(label == IGNORED, 0.0, gradient), mask=is_column)

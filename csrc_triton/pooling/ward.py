@@ -68,10 +68,10 @@ def ward_nearest(squared, sizes, counts, costs, nearest, m, BM: tl.constexpr, BN
         cost = distances / (weights[:, None] + other_weights[None, :])
         index = tl.where(cost < best, j[None, :], index)
         best = tl.minimum(cost, best)
-    least = tl.min(best, axis=1)
-    index = tl.min(tl.where(best == least[:, None], index, _NO_CLUSTER), axis=1)
+    minima = tl.min(best, axis=1)
+    index = tl.min(tl.where(best == minima[:, None], index, _NO_CLUSTER), axis=1)
     index = tl.where(index == _NO_CLUSTER, i, index)
-    tl.store(costs + batch * m + i, least, mask=i < m)
+    tl.store(costs + batch * m + i, minima, mask=i < m)
     tl.store(nearest + batch * m + i, index.to(tl.int64), mask=i < m)
 
 
@@ -105,20 +105,20 @@ def ward_merge(squared, terms, out, m, left, BM: tl.constexpr, BN: tl.constexpr)
     j_one, j_two, j_p, j_q, j_between = _load_terms(terms, batch * left + j, j < count)
     ok = (i < count)[:, None] & (j < count)[None, :]
     i_merged, j_merged = (i_one != i_two)[:, None], (j_one != j_two)[None, :]
-    one = squared + batch * m * m + (i_one.to(tl.int64) * m)[:, None]
-    two = squared + batch * m * m + (i_two.to(tl.int64) * m)[:, None]
-    a = tl.load(one + j_one[None, :], mask=ok, other=0.0)
-    b = tl.load(one + j_two[None, :], mask=ok & j_merged, other=0.0)
-    c = tl.load(two + j_one[None, :], mask=ok & i_merged, other=0.0)
-    d = tl.load(two + j_two[None, :], mask=ok & i_merged & j_merged, other=0.0)
+    row_one = squared + batch * m * m + (i_one.to(tl.int64) * m)[:, None]
+    row_two = squared + batch * m * m + (i_two.to(tl.int64) * m)[:, None]
+    a = tl.load(row_one + j_one[None, :], mask=ok, other=0.0)
+    b = tl.load(row_one + j_two[None, :], mask=ok & j_merged, other=0.0)
+    c = tl.load(row_two + j_one[None, :], mask=ok & i_merged, other=0.0)
+    d = tl.load(row_two + j_two[None, :], mask=ok & i_merged & j_merged, other=0.0)
     # The cluster that is first is combined first, so that the result is symmetric.
     upper = i[:, None] <= j[None, :]
     first_p, last_p = tl.where(upper, i_p[:, None], j_p[None, :]), tl.where(upper, j_p[None, :], i_p[:, None])
     first_q, last_q = tl.where(upper, i_q[:, None], j_q[None, :]), tl.where(upper, j_q[None, :], i_q[:, None])
     first = tl.where(upper, i_between[:, None], j_between[None, :])
-    last = tl.where(upper, j_between[None, :], i_between[:, None])
+    between = tl.where(upper, j_between[None, :], i_between[:, None])
     x = tl.fma(tl.where(upper, c, b), first_q, tl.fma(a, first_p, -first))
     y = tl.fma(d, first_q, tl.fma(tl.where(upper, b, c), first_p, -first))
     # If the last cluster is not merged, its q is 0.
-    found = tl.fma(y, last_q, tl.fma(x, last_p, -last))
-    tl.store(out + batch * left * left + i.to(tl.int64)[:, None] * left + j[None, :], found, mask=ok)
+    distances = tl.fma(y, last_q, tl.fma(x, last_p, -between))
+    tl.store(out + batch * left * left + i.to(tl.int64)[:, None] * left + j[None, :], distances, mask=ok)

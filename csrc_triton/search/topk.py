@@ -81,8 +81,8 @@ def argsort_keys(keys, count):
     """Return the order of the first `count` keys, descending and stable."""
     i = tl.arange(0, keys.shape[0])
     # The low half is the inverted position, so no two elements are equal.
-    ordered = (tl.where(i < count, keys, _MIN_KEY).to(tl.int64) << 32) | (keys.shape[0] - 1 - i)
-    return keys.shape[0] - 1 - (tl.sort(ordered, descending=True) & 65535).to(tl.int32)
+    sort_keys = (tl.where(i < count, keys, _MIN_KEY).to(tl.int64) << 32) | (keys.shape[0] - 1 - i)
+    return keys.shape[0] - 1 - (tl.sort(sort_keys, descending=True) & 65535).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
@@ -103,31 +103,31 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     # In lines of _LINE columns, because a running sum over a flat block needs twice the registers.
     columns = block * BLOCK + tl.arange(0, BLOCK // _LINE)[:, None] * _LINE + tl.arange(0, _LINE)[None, :]
-    inside = columns < n
-    keys = tl.where(inside, make_order_keys(load_scores(X, row, columns, inside, PARTS)), _MIN_KEY)
-    here = tl.minimum(n - block * BLOCK, BLOCK)
-    count = tl.minimum(k, here)
-    least = find_kth_key(keys, inside, count, here)
-    above, equal = keys > least, keys == least
-    wanted = count - tl.sum(above.to(tl.int32))
+    is_column = columns < n
+    keys = tl.where(is_column, make_order_keys(load_scores(X, row, columns, is_column, PARTS)), _MIN_KEY)
+    column_count = tl.minimum(n - block * BLOCK, BLOCK)
+    count = tl.minimum(k, column_count)
+    threshold = find_kth_key(keys, is_column, count, column_count)
+    is_above, is_equal = keys > threshold, keys == threshold
+    tie_count = count - tl.sum(is_above.to(tl.int32))
     # For each column, the earlier columns that are above and that are equal, in the halves of an integer.
-    each = above.to(tl.int32) * 65536 + equal.to(tl.int32)
-    lines = tl.sum(each, axis=1)
-    before = tl.cumsum(each, 1) - each + (tl.cumsum(lines, 0) - lines)[:, None]
-    selected = above | (equal & ((before & 65535) < wanted))
+    flags = is_above.to(tl.int32) * 65536 + is_equal.to(tl.int32)
+    lines = tl.sum(flags, axis=1)
+    earlier_counts = tl.cumsum(flags, 1) - flags + (tl.cumsum(lines, 0) - lines)[:, None]
+    is_selected = is_above | (is_equal & ((earlier_counts & 65535) < tie_count))
     begin = row * out.stride + block * k
-    place = (before >> 16) + tl.minimum(before & 65535, wanted)
-    tl.store(out.indices + begin + place, columns.to(tl.int64), mask=selected)
+    place = (earlier_counts >> 16) + tl.minimum(earlier_counts & 65535, tie_count)
+    tl.store(out.indices + begin + place, columns.to(tl.int64), mask=is_selected)
     tl.debug_barrier()  # other threads read the stored columns
     i = tl.arange(0, KEPT)
-    kept = i < count
-    at = i
+    is_result = i < count
+    order = i
     if SORTED:
-        columns = tl.load(out.indices + begin + i, mask=kept, other=0).to(tl.int32)
-        at = argsort_keys(make_order_keys(load_scores(X, row, columns, kept, PARTS)), count)
-    columns = tl.load(out.indices + begin + at, mask=kept, other=0).to(tl.int32)
-    scores = load_scores(X, row, columns, kept, PARTS)
-    indices = load_indices(X, row, columns, kept, PARTS)
+        columns = tl.load(out.indices + begin + i, mask=is_result, other=0).to(tl.int32)
+        order = argsort_keys(make_order_keys(load_scores(X, row, columns, is_result, PARTS)), count)
+    columns = tl.load(out.indices + begin + order, mask=is_result, other=0).to(tl.int32)
+    scores = load_scores(X, row, columns, is_result, PARTS)
+    indices = load_indices(X, row, columns, is_result, PARTS)
     tl.debug_barrier()  # all columns are read before indices overwrite them
-    tl.store(out.scores + begin + i, scores, mask=kept)
-    tl.store(out.indices + begin + i, indices, mask=kept)
+    tl.store(out.scores + begin + i, scores, mask=is_result)
+    tl.store(out.indices + begin + i, indices, mask=is_result)

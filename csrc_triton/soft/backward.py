@@ -134,8 +134,8 @@ def _choose_weight_scale(most, like):
 
     The divisor is 1 for other dtypes, and if `most` is zero, infinite, or NaN.
     """
-    usable = (most > 0) & (most < float("inf"))
-    return tl.where(usable, most, 1.0) if like == tl.float16 else most * 0 + 1.0
+    is_usable = (most > 0) & (most < float("inf"))
+    return tl.where(is_usable, most, 1.0) if like == tl.float16 else most * 0 + 1.0
 
 
 @triton.jit
@@ -160,12 +160,12 @@ def _sum_maxima(up, owner, k0, k1, i, r, ok, C: tl.constexpr):
 @triton.jit
 def _find_weight_scale(Q, up, owner, k0, k1, i, r, ok, C: tl.constexpr):
     """Return the scale that keeps the weights of documents `k0` to `k1 - 1` in the range of the dtype of `Q`."""
-    most = tl.full((C.BM,), 0, tl.float32)
+    largest = tl.full((C.BM,), 0, tl.float32)
     if Q.ptr.dtype.element_ty == tl.float16:
         for k in range(k0, k1):
             _, g = load_upstream(up, owner, to_int64(k), i, r, ok)
-            most = nan_max(most, tl.abs(g))
-    return _choose_weight_scale(most, Q.ptr.dtype.element_ty)
+            largest = nan_max(largest, tl.abs(g))
+    return _choose_weight_scale(largest, Q.ptr.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["each"])
@@ -189,16 +189,16 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
         C: Compile-time choices, a `KernelConfig`.
     """
     count = _count_group_rows(up, C)
-    of_owner = tl.cdiv(count, C.BM)
-    owner = tl.program_id(0) // of_owner
-    r = tl.program_id(0) % of_owner * C.BM + tl.arange(0, C.BM)
+    tiles_per_owner = tl.cdiv(count, C.BM)
+    owner = tl.program_id(0) // tiles_per_owner
+    r = tl.program_id(0) % tiles_per_owner * C.BM + tl.arange(0, C.BM)
     i = owner + r // up.Lq
     row_ok = r < count
     ok = load_query_mask(Q, i, r % up.Lq, row_ok)
     columns = tl.program_id(2) * C.BD + tl.arange(0, C.BD)
     pointers = locate_rows(Q, i, r % up.Lq)
     Side: tl.constexpr = import_args_class("SoftOperand", "backward.arguments")
-    own = Side(pointers, ok, Q.stride_d, *_load_owned_rows(pointers, ok, columns, Q.stride_d, d, C))
+    own_side = Side(pointers, ok, Q.stride_d, *_load_owned_rows(pointers, ok, columns, Q.stride_d, d, C))
     rate = compute_rate(load_temperature(tau), 1.0)
     k0 = tl.program_id(1) * each
     k1 = tl.minimum(k0 + each, up.K)
@@ -209,11 +209,11 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
         if tl.program_id(2) == 0:
             tl.store(weights + row, total, mask=row_ok)
     if sums is not None or spreads is not None:
-        most = _find_weight_scale(Q, up, owner, k0, k1, i, r, ok, C)
-        inverse = 1.0 / most
+        weight_scale = _find_weight_scale(Q, up, owner, k0, k1, i, r, ok, C)
+        inverse = 1.0 / weight_scale
         acc = tl.full((C.BM, C.BD), 0, tl.float32)
         spread = tl.full((C.BM,), 0, tl.float32)
-        rest = tl.full((C.BM,), 0, tl.float32)  # probabilities of the document so far, without the peak
+        tail_sums = tl.full((C.BM,), 0, tl.float32)  # probabilities of the document so far, without the peak
         entropy = tl.full((C.BM,), 0, tl.float32)  # their entropy times tau
         tiles_each = tl.cdiv(up.Ld, C.BN)
         for n in range(0, (k1 - k0) * tiles_each):
@@ -222,20 +222,20 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
             t = t0 + tl.arange(0, C.BN)
             if tiles is not None:
                 tile = tl.reshape(tiles.load([owner * up.K + k0 + n // tiles_each, t0, 0]), (C.BN, C.BD))
-                other = Side(None, t < up.Ld, None, tile, None)
+                other_side = Side(None, t < up.Ld, None, tile, None)
             else:
-                other = Side(*_locate_tokens(D, up, owner, document, t), D.stride_d, None, None)
+                other_side = Side(*_locate_tokens(D, up, owner, document, t), D.stride_d, None, None)
             lse, g = load_upstream(up, owner, document, i, r, ok)
-            S, y = _compute_similarities(own, other, columns, d, C)
+            S, y = _compute_similarities(own_side, other_side, columns, d, C)
             if spreads is not None:
-                P = remove_peak(compute_probabilities(S, lse[:, None], 1.0, rate), other.ok[None, :])
-                rest += tl.sum(P, axis=1)
+                P = remove_peak(compute_probabilities(S, lse[:, None], 1.0, rate), other_side.ok[None, :])
+                tail_sums += tl.sum(P, axis=1)
                 entropy += tl.sum(tl.where(P != 0.0, P * (lse[:, None] - S), 0.0), axis=1)
                 if t0 + C.BN >= up.Ld:
                     spread += tl.where(
-                        g != 0.0, g * (entropy + compute_peak_entropy(rest) * load_temperature(tau)), 0.0
+                        g != 0.0, g * (entropy + compute_peak_entropy(tail_sums) * load_temperature(tau)), 0.0
                     )
-                    rest = tl.zeros_like(rest)
+                    tail_sums = tl.zeros_like(tail_sums)
                     entropy = tl.zeros_like(entropy)
             if sums is not None:
                 acc = _accumulate_weighted(
@@ -243,7 +243,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
                 )
         if sums is not None:
             mask = row_ok[:, None] & (columns < d)[None, :]
-            tl.store(sums + row[:, None] * d + columns[None, :], acc * most[:, None], mask=mask)
+            tl.store(sums + row[:, None] * d + columns[None, :], acc * weight_scale[:, None], mask=mask)
         if spreads is not None and tl.program_id(2) == 0:
             tl.store(spreads + row, spread, mask=row_ok)
 
@@ -253,8 +253,10 @@ def _locate_tokens(D, up, owner, k, t):
     """Return pointers to tokens t of document k, and which tokens are kept."""
     ok = t < up.Ld
     if D.mask is not None:
-        at = owner.to(tl.int64) * D.mask_stride_owner + k * D.mask_stride_doc + t.to(tl.int64) * D.mask_stride_l
-        ok = ok & (tl.load(D.mask + at, mask=ok, other=0) != 0)
+        mask_offsets = (
+            owner.to(tl.int64) * D.mask_stride_owner + k * D.mask_stride_doc + t.to(tl.int64) * D.mask_stride_l
+        )
+        ok = ok & (tl.load(D.mask + mask_offsets, mask=ok, other=0) != 0)
     return locate_document(D, owner, k) + t.to(tl.int64) * D.stride_l, ok
 
 
@@ -312,44 +314,44 @@ def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
         d: Number of features.
         C: Compile-time choices, a `KernelConfig`.
     """
-    of_document = tl.cdiv(up.Ld, C.BM)
-    document = tl.program_id(0) // of_document
+    tiles_per_document = tl.cdiv(up.Ld, C.BM)
+    document = tl.program_id(0) // tiles_per_document
     owner = document * 0
     k = to_int64(document)
     if C.CANDIDATES:
         owner = document // up.K
         k = to_int64(document % up.K)
-    t = tl.program_id(0) % of_document * C.BM + tl.arange(0, C.BM)
+    t = tl.program_id(0) % tiles_per_document * C.BM + tl.arange(0, C.BM)
     columns = tl.program_id(2) * C.BD + tl.arange(0, C.BD)
-    pointers, kept = _locate_tokens(D, up, owner, k, t)
+    pointers, is_kept = _locate_tokens(D, up, owner, k, t)
     Side: tl.constexpr = import_args_class("SoftOperand", "backward.arguments")
-    own = Side(pointers, kept, D.stride_d, *_load_owned_rows(pointers, kept, columns, D.stride_d, d, C))
+    own_side = Side(pointers, is_kept, D.stride_d, *_load_owned_rows(pointers, is_kept, columns, D.stride_d, d, C))
     rate = compute_rate(load_temperature(tau), 1.0)
     count = _count_group_rows(up, C)
 
-    most = tl.full((_UPSTREAM_BLOCK_ROWS,), 0, tl.float32)
+    largest = tl.full((_UPSTREAM_BLOCK_ROWS,), 0, tl.float32)
     if Q.ptr.dtype.element_ty == tl.float16:
         for r0 in range(0, count, _UPSTREAM_BLOCK_ROWS):
             r = r0 + tl.arange(0, _UPSTREAM_BLOCK_ROWS)
             _, _, coefficient = _load_coefficients(Q, up, owner, k, r, r < count)
-            most = nan_max(most, tl.abs(coefficient))
-    most = _choose_weight_scale(tl.reduce(most, 0, nan_max), Q.ptr.dtype.element_ty)
-    inverse = 1.0 / most
+            largest = nan_max(largest, tl.abs(coefficient))
+    largest = _choose_weight_scale(tl.reduce(largest, 0, nan_max), Q.ptr.dtype.element_ty)
+    inverse = 1.0 / largest
     acc = tl.full((C.BM, C.BD), 0, tl.float32)
     for r0 in range(0, count, C.BN):
         r = r0 + tl.arange(0, C.BN)
         ok, lse, coefficient = _load_coefficients(Q, up, owner, k, r, r < count)
         if tiles is not None:
-            other = Side(None, None, None, tiles.load([r0, 0]), None)
+            other_side = Side(None, None, None, tiles.load([r0, 0]), None)
         else:
-            other = Side(_locate_query_rows(Q, up, owner, r, C), ok, Q.stride_d, None, None)
-        S, y = _compute_similarities(own, other, columns, d, C)
+            other_side = Side(_locate_query_rows(Q, up, owner, r, C), ok, Q.stride_d, None, None)
+        S, y = _compute_similarities(own_side, other_side, columns, d, C)
         acc = _accumulate_weighted(
             acc, compute_probabilities(S, lse[None, :], (coefficient * inverse)[None, :], rate), y, C
         )
-    acc = tl.where(own.ok[:, None], acc * most, 0.0)
+    acc = tl.where(own_side.ok[:, None], acc * largest, 0.0)
     if C.NORMALIZE and C.SINGLE_STEP:
-        acc = _backprop_norm(acc, own, columns, d, C)
+        acc = _backprop_norm(acc, own_side, columns, d, C)
     row = document.to(tl.int64) * up.Ld + t
     mask = (t < up.Ld)[:, None] & (columns < d)[None, :]
     tl.store(grad + row[:, None] * d + columns[None, :], acc.to(grad.dtype.element_ty), mask=mask)

@@ -129,10 +129,10 @@ def _load_operand(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
     room.store(gl.load(pointers[:, None] + (columns * stride_d)[None, :], mask=mask, other=0.0))
     fence_async_shared()
     if C.OPERAND_IN_REGISTERS:
-        own = room.load(gl.DotOperandLayout(0, S, 2))
+        operand = room.load(gl.DotOperandLayout(0, S, 2))
     else:
-        own = room
-    return own
+        operand = room
+    return operand
 
 
 @gluon.jit
@@ -140,10 +140,10 @@ def _issue_first_product(own, ring, C: gl.constexpr):
     """Compute the similarities to the first tile, and return them with sums of zero."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BD, 16])
-    none = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, S)
+    zeros = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, S)
     acc = gl.full([ACCUMULATOR_ROWS, C.BD], 0.0, gl.float32, SUM)
     mbarrier.wait(ring.full.index(0), 0)
-    return warpgroup_mma(own, ring.tiles.index(0).permute((1, 0)), none, use_acc=False), acc
+    return warpgroup_mma(own, ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False), acc
 
 
 @gluon.jit
@@ -170,8 +170,8 @@ def _wait_for_products(S, acc, ring, stage):
 def _store_rows(out, acc, row, ok, d, C: gl.constexpr):
     """Store sums as rows of `out`, in its dtype."""
     column = gl.arange(0, C.BD, layout=gl.SliceLayout(0, acc.type.layout))
-    at = row.to(gl.int64)[:, None] * d + column[None, :]
-    gl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None] & (column < d)[None, :])
+    offsets = row.to(gl.int64)[:, None] * d + column[None, :]
+    gl.store(out + offsets, acc.to(out.dtype.element_ty), mask=ok[:, None] & (column < d)[None, :])
 
 
 @gluon.jit
@@ -181,8 +181,8 @@ def _consume_tokens(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.const
     r, columns = _make_load_indices(C)
     r += first + G * ACCUMULATOR_ROWS
     ok = load_query_mask(Q, r // up.Lq, r % up.Lq, r < count)
-    own = _load_operand(locate_rows(Q, r // up.Lq, r % up.Lq), ok, columns, Q.stride_d, d, room.index(G), C)
-    S, acc = _issue_first_product(own, ring, C)
+    operand = _load_operand(locate_rows(Q, r // up.Lq, r % up.Lq), ok, columns, Q.stride_d, d, room.index(G), C)
+    S, acc = _issue_first_product(operand, ring, C)
     r = first + G * ACCUMULATOR_ROWS + gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, S.type.layout))
     i = r // up.Lq
     ok = load_query_mask(Q, i, r % up.Lq, r < count)
@@ -193,9 +193,11 @@ def _consume_tokens(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.const
         # Load one document ahead.
         next_lse, next_g = load_upstream(up, k0 * 0, gl.minimum(k + 1, up.K - 1), i, r, ok)
         for _ in range(0, up.Ld, C.BN):
-            done = stage
-            S, acc, stage, phase = _issue_products(S, acc, own, ring, lse[:, None], g[:, None], rate, stage, phase, C)
-            S, acc = _wait_for_products(S, acc, ring, done)
+            done_stage = stage
+            S, acc, stage, phase = _issue_products(
+                S, acc, operand, ring, lse[:, None], g[:, None], rate, stage, phase, C
+            )
+            S, acc = _wait_for_products(S, acc, ring, done_stage)
         lse = next_lse
         g = next_g
     r = first + G * ACCUMULATOR_ROWS + gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
@@ -247,16 +249,16 @@ def _load_columns(Q, up, k, r0, C: gl.constexpr):
 @gluon.jit
 def _consume_rows(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.constexpr):
     """Run consumer G of `maxsim_soft_tokens`: 64 tokens of a document, and all query rows."""
-    of_document = gl.cdiv(up.Ld, ACCUMULATOR_ROWS)
+    tiles_per_document = gl.cdiv(up.Ld, ACCUMULATOR_ROWS)
     number = gl.program_id(0) * 2 + G
-    document = number // of_document
-    t0 = number % of_document * ACCUMULATOR_ROWS
+    document = number // tiles_per_document
+    t0 = number % tiles_per_document * ACCUMULATOR_ROWS
     k = gl.minimum(document, up.K - 1)
     end = gl.where(document < up.K, up.Ld, 0)
     rows, columns = _make_load_indices(C)
     pointers = D.ptr + k.to(gl.int64) * D.stride_doc + (t0 + rows).to(gl.int64) * D.stride_l
-    own = _load_operand(pointers, t0 + rows < end, columns, D.stride_d, d, room.index(G), C)
-    S, acc = _issue_first_product(own, ring, C)
+    operand = _load_operand(pointers, t0 + rows < end, columns, D.stride_d, d, room.index(G), C)
+    S, acc = _issue_first_product(operand, ring, C)
     COLUMN: gl.constexpr = gl.SliceLayout(0, S.type.layout)
     lse, g = _load_columns(Q, up, k, 0, C)
     lse, g = gl.convert_layout(lse, COLUMN), gl.convert_layout(g, COLUMN)
@@ -266,13 +268,13 @@ def _consume_rows(Q, D, up, rate, ring, room, grad, d, G: gl.constexpr, C: gl.co
     for r0 in range(0, up.Nq * up.Lq, C.BN):
         # Load two tiles ahead. The layout conversion of the next tile runs while the products are in flight.
         later_lse, later_g = _load_columns(Q, up, k, r0 + 2 * C.BN, C)
-        done = stage
-        S, acc, stage, phase = _issue_products(S, acc, own, ring, lse[None, :], g[None, :], rate, stage, phase, C)
+        done_stage = stage
+        S, acc, stage, phase = _issue_products(S, acc, operand, ring, lse[None, :], g[None, :], rate, stage, phase, C)
         lse = gl.convert_layout(next_lse, COLUMN)
         g = gl.convert_layout(next_g, COLUMN)
         next_lse = later_lse
         next_g = later_g
-        S, acc = _wait_for_products(S, acc, ring, done)
+        S, acc = _wait_for_products(S, acc, ring, done_stage)
     t = t0 + gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     _store_rows(grad + document.to(gl.int64) * up.Ld * d, acc, t, t < end, d, C)
 

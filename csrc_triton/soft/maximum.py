@@ -94,11 +94,11 @@ def update_soft_maxima(best, total, S, rate, C: tl.constexpr):
     top = _choose_reference(high)
     rate = rate[:, None]
     if C.LANES == 1:
-        more = tl.sum(_compute_exponentials(S, rate, top), axis=1)[:, None]
+        tile_sums = tl.sum(_compute_exponentials(S, rate, top), axis=1)[:, None]
     else:
         terms = _compute_exponentials(split_lanes(S, C), rate[:, None, :, None], top[:, None, :, None])
-        more = tl.sum(tl.sum(terms, axis=3), axis=1)
-    return high, _rescale_sums(total, best, top, rate, more)
+        tile_sums = tl.sum(tl.sum(terms, axis=3), axis=1)
+    return high, _rescale_sums(total, best, top, rate, tile_sums)
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def compute_peak_entropy(rest):
 @triton.jit
 def _finish_soft_maxima(top, total, tau, rate, scale):
     """Return soft maxima from the references of the exponents and the sums."""
-    far = tl.abs(top * rate) > _FAR
-    return tl.where(far, top * scale, tl.fma(tl.log2(total), tau * _LN_2, top * scale))
+    is_far = tl.abs(top * rate) > _FAR
+    return tl.where(is_far, top * scale, tl.fma(tl.log2(total), tau * _LN_2, top * scale))
 
 
 @triton.jit
@@ -156,10 +156,10 @@ def merge_split_maxima(maxima, at, step, count, keep, tau, AT_ONCE: tl.constexpr
     for n0 in range(0, count, AT_ONCE):
         n = n0 + tl.arange(0, AT_ONCE)
         offsets = at[None, :] + n.to(tl.int64)[:, None] * step
-        found = tl.load(maxima + offsets, mask=(n < count)[:, None] & keep[None, :], other=float("-inf"))
-        high = nan_max(best, tl.reduce(found, 0, nan_max))
+        split_maxima = tl.load(maxima + offsets, mask=(n < count)[:, None] & keep[None, :], other=float("-inf"))
+        high = nan_max(best, tl.reduce(split_maxima, 0, nan_max))
         top = _choose_reference(high)
-        more = tl.sum(_compute_exponentials(found, rate[None, :], top[None, :]), axis=0)
-        total = _rescale_sums(total, best, top, rate, more)
+        step_sums = tl.sum(_compute_exponentials(split_maxima, rate[None, :], top[None, :]), axis=0)
+        total = _rescale_sums(total, best, top, rate, step_sums)
         best = high
     return _finish_soft_maxima(_choose_reference(best), total, tau, rate, 1.0)

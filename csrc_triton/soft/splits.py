@@ -32,13 +32,15 @@ _FLAGS_PER_STEP = tl.constexpr(128)
 @triton.jit
 def _has_kept_split(cut, first):
     """Return whether one of the splits from `first` on keeps a token."""
-    found = tl.full((), 1, tl.int32)
+    has_token = tl.full((), 1, tl.int32)
     if cut.kept is not None:
-        found = tl.full((), 0, tl.int32)
+        has_token = tl.full((), 0, tl.int32)
         for n0 in range(0, cut.count, _FLAGS_PER_STEP):
             n = n0 + tl.arange(0, _FLAGS_PER_STEP)
-            found = tl.maximum(found, tl.max(tl.load(cut.kept + first + n, mask=n < cut.count, other=0), axis=0))
-    return found
+            has_token = tl.maximum(
+                has_token, tl.max(tl.load(cut.kept + first + n, mask=n < cut.count, other=0), axis=0)
+            )
+    return has_token
 
 
 @triton.jit(do_not_specialize=["stride_q"])
@@ -73,7 +75,7 @@ def maxsim_soft_splits(
         step = sizes.Nq * sizes.Lq
         place = (document * sizes.Nq + i) * sizes.Lq
     total = tl.full((), 0, tl.float32)
-    keeps = tl.full((), 0, tl.int32)
+    has_rows = tl.full((), 0, tl.int32)
     for s0 in range(0, sizes.Lq, ROWS):
         s = s0 + tl.arange(0, ROWS)
         keep = load_query_mask(Q, i, s, s < sizes.Lq)
@@ -83,6 +85,6 @@ def maxsim_soft_splits(
         terms = tl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0)
         sums = tl.sum(sum_in_order_across_warps(terms, 1, ROWS), axis=0)
         total = tl.where(s0 == 0, sums, total + sums)  # a sum may be -0.0
-        keeps = tl.maximum(keeps, tl.max(keep.to(tl.int32), axis=0))
-    score = choose_score(total, keeps, _has_kept_split(cut, document * cut.count))
+        has_rows = tl.maximum(has_rows, tl.max(keep.to(tl.int32), axis=0))
+    score = choose_score(total, has_rows, _has_kept_split(cut, document * cut.count))
     tl.store(scores + i * stride_q + k, score)

@@ -47,8 +47,8 @@ class Rule(NamedTuple):
 
     def apply(self, args: Any) -> Any:
         """Return the choice for a call, or the reason why the kernel is not chosen."""
-        forced = get_forced_kernel()
-        return self.choose(args) if forced in ("auto", self.family) else f"{KERNEL_VARIABLE}={forced}"
+        forced_kernel = get_forced_kernel()
+        return self.choose(args) if forced_kernel in ("auto", self.family) else f"{KERNEL_VARIABLE}={forced_kernel}"
 
 
 def apply_rules(rules: tuple[Rule, ...], args: Any) -> Any:
@@ -59,13 +59,13 @@ def apply_rules(rules: tuple[Rule, ...], args: Any) -> Any:
     """
     reasons = []
     for rule in rules:
-        found = rule.apply(args)
-        if not isinstance(found, str):
-            return found
-        reasons.append((rule, found))
-    forced = get_forced_kernel()
-    told = "; ".join(f"{rule.kernel}: {why}" for rule, why in reasons if rule.family == forced)
-    raise ValueError(f"lik_ops: {KERNEL_VARIABLE}={forced} cannot serve this call: {told}")
+        choice = rule.apply(args)
+        if not isinstance(choice, str):
+            return choice
+        reasons.append((rule, choice))
+    forced_kernel = get_forced_kernel()
+    explanation = "; ".join(f"{rule.kernel}: {reason}" for rule, reason in reasons if rule.family == forced_kernel)
+    raise ValueError(f"lik_ops: {KERNEL_VARIABLE}={forced_kernel} cannot serve this call: {explanation}")
 
 
 class DenseChoiceArgs(NamedTuple):
@@ -113,21 +113,21 @@ def _choose_dense_splits(a: DenseChoiceArgs) -> SplitChoice | str:
     cut = generic_choices.make_cut(Q, D, None, a.d_mask)
     if not has_long_documents(cut):
         return SHORT_DOCUMENTS_REASON
-    found: Sm90Choice | RowMaximaChoice | str = choose_sm90(a)
-    if isinstance(found, str):
-        found = choose_masked(a)
-    if not isinstance(found, str) and not has_idle_sms(found, Q.shape[1], D.shape[1], a.arch):
-        return f"{found.kernel} keeps enough SMs busy"
+    choice: Sm90Choice | RowMaximaChoice | str = choose_sm90(a)
+    if isinstance(choice, str):
+        choice = choose_masked(a)
+    if not isinstance(choice, str) and not has_idle_sms(choice, Q.shape[1], D.shape[1], a.arch):
+        return f"{choice.kernel} keeps enough SMs busy"
     return generic_choices.choose_document_splits(cut, a.normalize, a.argmax, a.arch)
 
 
 def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
     """Choose an sm_90 kernel for documents without a mask or with many features, or return the reason why not."""
     Q, D, d_mask, normalize, argmax, arch = a
-    masked = d_mask is not None
+    is_masked = d_mask is not None
     fp32 = Q.dtype == torch.float32
     reason = (
-        "half-precision documents have a mask, and d <= 128" if masked and Q.shape[-1] <= 128 and not fp32 else None
+        "half-precision documents have a mask, and d <= 128" if is_masked and Q.shape[-1] <= 128 and not fp32 else None
     )
     reason = reason or supports.supports_sm90_call(Q, D, arch)
     if reason:
@@ -135,14 +135,14 @@ def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
     sizes, d = make_size_args(Q, D), Q.shape[-1]
     if fp32:
         terms = generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.FP32_TERMS
-        first = argmax or masked or not supports_descriptor(D)
-        chosen = {"argmax": argmax, "masked": masked, "first": first}
-        found = sm90_configs.configure_fp32_split(arch, sizes, d, terms=terms or 2, **chosen)
-        reason = supports.supports_fp32_split(Q, D, terms > 0, argmax or masked, found)
-        return reason or supports.prefers_fp32_split(sizes, arch, found) or found
-    found = sm90_configs.configure_sm90(arch, sizes, d, normalize=normalize, argmax=argmax, masked=masked)
-    reason = supports.supports_sm90(Q, D, normalize, argmax, found)
-    return reason or supports.prefers_sm90(sizes, d, normalize, arch, found) or found
+        first = argmax or is_masked or not supports_descriptor(D)
+        options = {"argmax": argmax, "masked": is_masked, "first": first}
+        choice = sm90_configs.configure_fp32_split(arch, sizes, d, terms=terms or 2, **options)
+        reason = supports.supports_fp32_split(Q, D, terms > 0, argmax or is_masked, choice)
+        return reason or supports.prefers_fp32_split(sizes, arch, choice) or choice
+    choice = sm90_configs.configure_sm90(arch, sizes, d, normalize=normalize, argmax=argmax, masked=is_masked)
+    reason = supports.supports_sm90(Q, D, normalize, argmax, choice)
+    return reason or supports.prefers_sm90(sizes, d, normalize, arch, choice) or choice
 
 
 def choose_masked(a: DenseChoiceArgs) -> RowMaximaChoice | str:
@@ -170,9 +170,9 @@ def choose_row_maxima(
         dense: whether each query has exactly `Lq` tokens.
         arch: architecture that runs the kernel.
     """
-    found = sm90_configs.configure_row_maxima(arch, D.dtype, rows, K, Lq, D.shape[-1], argmax=argmax, dense=dense)
-    reason = supports.supports_row_maxima(D, rows, arch, found)
-    return reason or supports.prefers_row_maxima(rows, Lq, arch, found) or found
+    choice = sm90_configs.configure_row_maxima(arch, D.dtype, rows, K, Lq, D.shape[-1], argmax=argmax, dense=dense)
+    reason = supports.supports_row_maxima(D, rows, arch, choice)
+    return reason or supports.prefers_row_maxima(rows, Lq, arch, choice) or choice
 
 
 def choose_int8(
@@ -193,11 +193,11 @@ def choose_int8(
         return reason
     sizes = make_size_args(Q, data)
     each_token = scale.shape[1] > 1
-    found = sm90_configs.configure_int8(
+    choice = sm90_configs.configure_int8(
         arch, Q.dtype, sizes, Q.shape[-1], each_token=each_token, terms=terms, kept=kept
     )
-    reason = supports.supports_encoded(Q, data, scale, found)
-    return reason or supports.prefers_encoded(sizes.K, arch, found) or found
+    reason = supports.supports_encoded(Q, data, scale, choice)
+    return reason or supports.prefers_encoded(sizes.K, arch, choice) or choice
 
 
 def choose_fp8(Q: Tensor, data: Tensor, scale: Tensor, kept: str, arch: Architecture) -> Sm90Choice | str:
@@ -206,9 +206,9 @@ def choose_fp8(Q: Tensor, data: Tensor, scale: Tensor, kept: str, arch: Architec
     if reason:
         return reason
     sizes = make_size_args(Q, data)
-    found = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], kept=kept)
-    reason = supports.supports_encoded(Q, data, scale, found)
-    return reason or supports.prefers_encoded(sizes.K, arch, found) or found
+    choice = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], kept=kept)
+    reason = supports.supports_encoded(Q, data, scale, choice)
+    return reason or supports.prefers_encoded(sizes.K, arch, choice) or choice
 
 
 class PackedChoiceArgs(NamedTuple):
@@ -266,10 +266,10 @@ def _choose_packed_splits(a: PackedChoiceArgs) -> SplitChoice | str:
         return reason
     if not has_long_documents(c):
         return SHORT_DOCUMENTS_REASON
-    found = _choose_packed_row_maxima(a)
+    choice = _choose_packed_row_maxima(a)
     mean = c.Tq // max(c.queries, 1), c.Td // max(c.columns, 1)
-    if not isinstance(found, str) and not has_idle_sms(found, *mean, a.arch):
-        return f"{found.kernel} keeps enough SMs busy"
+    if not isinstance(choice, str) and not has_idle_sms(choice, *mean, a.arch):
+        return f"{choice.kernel} keeps enough SMs busy"
     return generic_choices.choose_document_splits(c, a.normalize, a.argmax, a.arch)
 
 
@@ -306,8 +306,8 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
         return choose_int8(c.Q, data, scale, terms, a.arch, kernel if get_code_bits(kernel) else "")
     if data.dtype != torch.int8:
         data = data.view(torch.int8)
-    kept = "fp8_fp8" if rounds_to_fp8(format, c.Q) else kernel.removesuffix("_fp8")
-    return choose_fp8(c.Q, data, scale, kept, a.arch)
+    encoding = "fp8_fp8" if rounds_to_fp8(format, c.Q) else kernel.removesuffix("_fp8")
+    return choose_fp8(c.Q, data, scale, encoding, a.arch)
 
 
 def _choose_generic(a: DenseChoiceArgs) -> GenericChoice:

@@ -134,29 +134,29 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     config = launch.config
     row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns
     # A memory-bound program that is alone on an SM reads 60 GB/s, so 80 programs saturate the memory.
-    busy = normalize or c.d_mask is not None or config.BM > 64
+    is_busy = normalize or c.d_mask is not None or config.BM > 64
     is_large = c.Td * d * c.D.element_size() >= K * _MIN_LARGE_DOCUMENT_BYTES
-    share = _MAX_BUSY_PAIRS_PER_SM if busy else _MAX_LARGE_PAIRS_PER_SM if is_large else _MAX_SMALL_PAIRS_PER_SM
+    share = _MAX_BUSY_PAIRS_PER_SM if is_busy else _MAX_LARGE_PAIRS_PER_SM if is_large else _MAX_SMALL_PAIRS_PER_SM
     if row_tiles * K > arch.processors * share:
         return f"more than {share} (row tile, document) pairs per SM"
-    most = min(
+    max_splits = min(
         _choose_split_count(launch, c, row_tiles, arch), _MAX_SPLIT_WORKSPACE_BYTES // ((8 if argmax else 4) * c.Tq)
     )
-    if most < 2 * K:
+    if max_splits < 2 * K:
         return "the workspace has no room for two splits of each document"
-    each, alike = None, c.offsets is None and c.lengths is None
-    if alike:
-        tiles = architectures.cdiv(architectures.cdiv(c.Td, most - K), config.BN)
-        each = max(tiles, MIN_SPLIT_TILES) * config.BN
-        most = K * architectures.cdiv(c.D.shape[-2], each)
-    read_on = not (alike and c.D.shape[-2] >= config.BN)
+    split_tokens, is_even = None, c.offsets is None and c.lengths is None
+    if is_even:
+        tiles = architectures.cdiv(architectures.cdiv(c.Td, max_splits - K), config.BN)
+        split_tokens = max(tiles, MIN_SPLIT_TILES) * config.BN
+        max_splits = K * architectures.cdiv(c.D.shape[-2], split_tokens)
+    is_short = not (is_even and c.D.shape[-2] >= config.BN)
     launch = replace(
-        launch, config=config._replace(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=read_on, PDL=arch.name == "sm_90")
+        launch, config=config._replace(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=is_short, PDL=arch.name == "sm_90")
     )
-    slot, of_slot = forward_configs.configure_row_sums(arch, c.Q.dtype, Lq, d, normalize, wide)
-    sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, of_slot
+    slot, slot_levels = forward_configs.configure_row_sums(arch, c.Q.dtype, Lq, d, normalize, wide)
+    sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, slot_levels
     reads_tiles = supports_packed_descriptor(c, arch) and c.Td < 2**31
-    return SplitChoice(launch, arch, reads_tiles, levels, most, each, most * row_tiles, sums)
+    return SplitChoice(launch, arch, reads_tiles, levels, max_splits, split_tokens, max_splits * row_tiles, sums)
 
 
 def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arch: Architecture) -> int:
@@ -165,10 +165,12 @@ def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arc
     The number is limited so that splits do not become too short.
     """
     C = launch.config
-    shared = (launch.num_stages * C.BN + C.BM) * C.BD * c.Q.element_size()
-    resident = max(min(_MAX_CTAS_PER_SM, arch.shared_memory_bytes // shared), 1) * arch.processors // row_tiles
-    waves = min(architectures.cdiv(architectures.cdiv(c.Td, resident), _MAX_SPLIT_TOKENS), c.columns)
-    return min(waves * resident, c.columns + min(c.Td // _MIN_SPLIT_TOKENS, _MAX_DOCUMENT_SPLITS * c.columns))
+    shared_bytes = (launch.num_stages * C.BN + C.BM) * C.BD * c.Q.element_size()
+    resident_splits = (
+        max(min(_MAX_CTAS_PER_SM, arch.shared_memory_bytes // shared_bytes), 1) * arch.processors // row_tiles
+    )
+    waves = min(architectures.cdiv(architectures.cdiv(c.Td, resident_splits), _MAX_SPLIT_TOKENS), c.columns)
+    return min(waves * resident_splits, c.columns + min(c.Td // _MIN_SPLIT_TOKENS, _MAX_DOCUMENT_SPLITS * c.columns))
 
 
 def supports_packed_descriptor(c: PackedArgs, arch: Architecture) -> bool:
@@ -219,5 +221,7 @@ def has_idle_sms(choice: Sm90Choice | RowMaximaChoice, Lq: int, Ld: int, arch: A
         Ld: mean number of document tokens.
         arch: architecture that runs the kernel.
     """
-    least = _MIN_LONG_DOCUMENT_TOKENS if Lq <= sm90_configs.MAX_WHOLE_QUERY_TOKENS else 2 * _MIN_LONG_DOCUMENT_TOKENS
-    return Ld >= least and choice.programs < arch.processors * _MAX_GLUON_PAIRS_PER_SM
+    min_tokens = (
+        _MIN_LONG_DOCUMENT_TOKENS if Lq <= sm90_configs.MAX_WHOLE_QUERY_TOKENS else 2 * _MIN_LONG_DOCUMENT_TOKENS
+    )
+    return Ld >= min_tokens and choice.programs < arch.processors * _MAX_GLUON_PAIRS_PER_SM

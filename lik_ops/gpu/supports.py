@@ -92,11 +92,11 @@ def prefers_sm90(sizes: SizeArgs, d: int, normalize: bool, arch: Architecture, f
     rows = Nq * found.parts * found.config.ROWS_PER_QUERY
     tile = sm90_configs.LARGE_D_TILE_ROWS if d > 128 else sm90_configs.SM90_TILE_ROWS
     # The generic kernel computes norms between its products. This kernel computes norms during its products.
-    least = 0 if found.is_small_m else tile // 4 if normalize and d <= 128 else tile // 2
+    row_limit = 0 if found.is_small_m else tile // 4 if normalize and d <= 128 else tile // 2
     one_is_enough = Lq > sm90_configs.MAX_WHOLE_QUERY_TOKENS or (d > 128 and Ld >= sm90_configs.MIN_LARGE_D_TOKENS)
     pairs = int(arch.processors * sm90_configs.MIN_PAIRS_PER_SM)
     return _prefer(
-        (rows <= least, f"slower for at most {least} query rows, padded to tiles"),
+        (rows <= row_limit, f"slower for at most {row_limit} query rows, padded to tiles"),
         (not one_is_enough and found.row_tiles * K < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
     )
 
@@ -131,10 +131,13 @@ def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, extra: bool, found: 
 
 def prefers_fp32_split(sizes: SizeArgs, arch: Architecture, found: Sm90Choice) -> str | None:
     """Return the reason why the generic kernel is faster than the kernel of `supports_fp32_split`, or None."""
-    least, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
-    padded = sizes.Nq * found.parts * found.config.ROWS_PER_QUERY
+    row_limit, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
+    padded_rows = sizes.Nq * found.parts * found.config.ROWS_PER_QUERY
     return _prefer(
-        (not found.is_small_m and padded <= least, f"slower for 33 to {least} query rows, padded to powers of two"),
+        (
+            not found.is_small_m and padded_rows <= row_limit,
+            f"slower for 33 to {row_limit} query rows, padded to powers of two",
+        ),
         (found.row_tiles * sizes.K < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
     )
 
@@ -166,10 +169,10 @@ def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, found: RowMaxi
 
 def prefers_row_maxima(rows: int, Lq: int, arch: Architecture, found: RowMaximaChoice) -> str | None:
     """Return the reason why the generic kernel is faster than `maxsim_row_maxima_sm90`, or None."""
-    least, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
+    row_limit, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
     one_is_enough = Lq > sm90_configs.MAX_WHOLE_QUERY_TOKENS
     return _prefer(
-        (rows <= least, f"slower for at most {least} query rows"),
+        (rows <= row_limit, f"slower for at most {row_limit} query rows"),
         (not one_is_enough and found.pairs < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
     )
 
@@ -220,10 +223,10 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) 
 
 def prefers_encoded(K: int, arch: Architecture, found: Sm90Choice) -> str | None:
     """Return the reason why `maxsim_forward_packed` is preferred for dense int8, FP8 or binary documents, or None."""
-    least = arch.processors // 2
+    pair_limit = arch.processors // 2
     assert isinstance(found.config, Sm90Config)
     return _prefer(
-        (found.row_tiles * K < least, f"slower for fewer than {least} {_PAIRS}"),
+        (found.row_tiles * K < pair_limit, f"slower for fewer than {pair_limit} {_PAIRS}"),
     )
 
 

@@ -75,8 +75,8 @@ def fix_cache_key(function: JITCallable) -> None:
         if get_triton_release() >= (3, 8) or id(function) in _with_fixed_key:
             return
         _with_fixed_key.add(id(function))
-        for called in _find_called_functions(function):
-            fix_cache_key(called)
+        for callee in _find_called_functions(function):
+            fix_cache_key(callee)
         _ = function.cache_key
 
 

@@ -93,9 +93,9 @@ def maxsim_scan_counts(starts, count, C: tl.constexpr):
     for c0 in range(0, count, C.BM):
         c = c0 + tl.arange(0, C.BM)
         x = tl.load(starts + c, mask=c < count, other=0)
-        before = tl.cumsum(x, axis=0) - x
+        prefix = tl.cumsum(x, axis=0) - x
         tl.debug_barrier()
-        tl.store(starts + c, before + total, mask=c < count)
+        tl.store(starts + c, prefix + total, mask=c < count)
         total += tl.sum(x, axis=0)
     tl.store(starts + count, total)
 
@@ -111,14 +111,14 @@ def rank_rows(tile, starts, tiles, ONE_BLOCK: tl.constexpr):
     begin = 0
     for b in range(0, tiles, 8):
         marks = _encode_tile_counters(tile, b)
-        before = tl.cumsum(marks, axis=1) - marks
+        prefix_counts = tl.cumsum(marks, axis=1) - marks
         even, odd = _split_counters(tl.sum(marks, axis=1))
         even_before = (tl.cumsum(even, axis=0) - even)[:, None]
         odd_before = (tl.cumsum(odd, axis=0) - odd)[:, None]
         n = (tile - b) & 7
         rows_before = tl.where(n % 2 == 1, odd_before, even_before) >> (n // 2 * 16).to(tl.int64)
-        here = ((before >> (n * 8).to(tl.int64)) & 0xFF) + (rows_before & 0xFFFF)
-        rank = tl.where(marks != 0, here.to(tl.int32), rank)
+        tile_rank = ((prefix_counts >> (n * 8).to(tl.int64)) & 0xFF) + (rows_before & 0xFFFF)
+        rank = tl.where(marks != 0, tile_rank.to(tl.int32), rank)
         if ONE_BLOCK:
             even = tl.sum(even, axis=0)
             odd = tl.sum(odd, axis=0)
@@ -144,9 +144,9 @@ def maxsim_list_argmax(up, lists, rows, ONE_BLOCK: tl.constexpr, C: tl.constexpr
         C: Compile-time choices, a `KernelConfig`.
     """
     document, block, r, token = _load_argmax_block(up, lists, rows, C)
-    won = token >= 0
-    tile = tl.where(won, token // C.BN, -1)
+    has_argmax = token >= 0
+    tile = tl.where(has_argmax, token // C.BN, -1)
     starts = lists.starts + to_int64(document) * (lists.tiles * lists.blocks + 1)
     position = rank_rows(tile, starts, lists.tiles, ONE_BLOCK)
-    position += tl.load(starts + tile * lists.blocks + block, mask=won, other=0)
-    tl.store(lists.entries + to_int64(document) * rows + position, r * C.BN + token % C.BN, mask=won)
+    position += tl.load(starts + tile * lists.blocks + block, mask=has_argmax, other=0)
+    tl.store(lists.entries + to_int64(document) * rows + position, r * C.BN + token % C.BN, mask=has_argmax)

@@ -99,9 +99,9 @@ def _fold_steps(
     for e0 in tl.range(s.tile.begin, s.tile.end, STEP, num_stages=STAGES):
         e = e0 + tl.arange(0, STEP)
         if AHEAD:
-            ahead = _load_codes(e + STEP, s.tile, s.up, C)
+            next_code = _load_codes(e + STEP, s.tile, s.up, C)
             total = visit(total, _locate_step_rows(code, e, s, C), s, C)
-            code = ahead
+            code = next_code
         else:
             total = visit(total, _locate_step_rows(_load_codes(e, s.tile, s.up, C), e, s, C), s, C)
     return total
@@ -168,21 +168,23 @@ def maxsim_grad_documents(Q, D, up, lists, rows, pieces, grad_D, d, C: tl.conste
         entries += to_int64(document - lists.first) * rows
     t = t0 + tl.arange(0, C.BN)
     base = locate_document(D, owner, k)
-    at = document.to(tl.int64) * up.Ld + t
+    grad_row = document.to(tl.int64) * up.Ld + t
     features = d
     if pieces.partial is None:
-        to = GradientTarget(base, t, t < up.Ld, grad_D, at, up.scale)
+        target = GradientTarget(base, t, t < up.Ld, grad_D, grad_row, up.scale)
     else:
         first = begin // pieces.rows
         p = first + tl.program_id(1)
-        whole = tl.full((C.BN,), 1, tl.int1) & (end <= (first + 1) * pieces.rows)
+        is_unsplit = tl.full((C.BN,), 1, tl.int1) & (end <= (first + 1) * pieces.rows)
         slots = _index_partial_rows(pieces, rows, document - lists.first, begin, p, C)
-        to = GradientTarget(base, t, whole & (t < up.Ld), grad_D, at, up.scale, pieces.partial, slots, whole == 0)
+        target = GradientTarget(
+            base, t, is_unsplit & (t < up.Ld), grad_D, grad_row, up.scale, pieces.partial, slots, is_unsplit == 0
+        )
         begin = tl.maximum(begin, p * pieces.rows)
         end = tl.minimum(end, (p + 1) * pieces.rows)
         features = tl.where((begin < end) | (tl.program_id(1) == 0), d, 0)
     tile = GradientTile(owner, k, t0, begin, end, entries)
-    write_gradient(_sum_tile, (tile, up, Q), to, features, D, d, C)
+    write_gradient(_sum_tile, (tile, up, Q), target, features, D, d, C)
 
 
 @triton.jit
@@ -203,8 +205,8 @@ def maxsim_join_pieces(D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
     """Compute the gradient of the tiles whose lists `maxsim_grad_documents` summed in several pieces."""
     document, owner, k, t0, begin, end = _locate_tile(tl.program_id(0), lists, rows, up, C)
     t = t0 + tl.arange(0, C.BN)
-    at = document.to(tl.int64) * up.Ld + t
-    to = GradientTarget(locate_document(D, owner, k), t, t < up.Ld, grad_D, at, up.scale)
+    grad_row = document.to(tl.int64) * up.Ld + t
+    target = GradientTarget(locate_document(D, owner, k), t, t < up.Ld, grad_D, grad_row, up.scale)
     features = tl.where(end > (begin // pieces.rows + 1) * pieces.rows, d, 0)
-    of = (pieces, rows, document - lists.first, begin, end)
-    write_gradient(_sum_partials, of, to, features, D, d, C)
+    partial_args = (pieces, rows, document - lists.first, begin, end)
+    write_gradient(_sum_partials, partial_args, target, features, D, d, C)

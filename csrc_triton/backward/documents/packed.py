@@ -101,21 +101,21 @@ def maxsim_list_packed_argmax(up, lists, C: tl.constexpr):
     argmax = load_pair_field(up, n, True, FIELD_ARGMAX)
     shift, begin, count = _partition_document(first, length, C)
     row = block * lists.rows
-    here = tl.minimum(stop - row, lists.rows)
-    token = _load_vectorized(up.argmax + (argmax + row), here, C)
-    query = _load_vectorized(up.query + row, here, C)
+    row_count = tl.minimum(stop - row, lists.rows)
+    token = _load_vectorized(up.argmax + (argmax + row), row_count, C)
+    query = _load_vectorized(up.query + row, row_count, C)
     # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
-    won = (token >= 0) & (token < length) & (query >= 0)
+    has_argmax = (token >= 0) & (token < length) & (query >= 0)
     token += begin
-    bucket = tl.where(won, token // C.BN >> shift, -1)
+    bucket = tl.where(has_argmax, token // C.BN >> shift, -1)
     starts = lists.starts + to_int64(tl.program_id(0)) * (MAX_BUCKETS + 1)
     rank = tl.reshape(rank_rows(bucket, starts, count, True), (C.BM,))
     # Neighboring entries are in neighboring threads, so that their stores coalesce.
     bucket = tl.reshape(bucket, (C.BM,))
     entry = tl.arange(0, C.BM) * BUCKET_ROW_LIMIT + tl.reshape(token, (C.BM,)) - (bucket << shift) * C.BN
-    won = bucket >= 0
-    position = rank + tl.load(starts + bucket, mask=won, other=0)
-    tl.store(lists.entries + to_int64(tl.program_id(0)) * lists.rows + position, entry, mask=won)
+    has_argmax = bucket >= 0
+    position = rank + tl.load(starts + bucket, mask=has_argmax, other=0)
+    tl.store(lists.entries + to_int64(tl.program_id(0)) * lists.rows + position, entry, mask=has_argmax)
 
 
 @triton.jit
@@ -167,10 +167,10 @@ def load_step_pairs(walk, up, n0, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constex
 @triton.jit
 def count_max_rows(walk, items):
     """Return the largest number of rows, or entries, of any pair of a step."""
-    most = items.stop - items.begin
+    rows = items.stop - items.begin
     if walk.lists is None:
-        most = tl.max(most, axis=0)
-    return most
+        rows = tl.max(rows, axis=0)
+    return rows
 
 
 @triton.jit
@@ -283,10 +283,15 @@ def _fold_steps(
             token = first_token
             query = first_query
         else:
-            now = load_step_pairs(walk, up, n0, STEP, ROWS_PER_QUERY, C)
-            for s0 in tl.range(0, count_max_rows(walk, now), ROWS_PER_QUERY, num_stages=STAGES):
-                won, of = load_step_argmax(walk, now, s0, up, STEP, ROWS_PER_QUERY)
-                total = visit(total, _locate_step_rows(now, s0, won, of, s, STEP, ROWS_PER_QUERY, C), s, C)
+            current_items = load_step_pairs(walk, up, n0, STEP, ROWS_PER_QUERY, C)
+            for s0 in tl.range(0, count_max_rows(walk, current_items), ROWS_PER_QUERY, num_stages=STAGES):
+                current_token, current_query = load_step_argmax(walk, current_items, s0, up, STEP, ROWS_PER_QUERY)
+                total = visit(
+                    total,
+                    _locate_step_rows(current_items, s0, current_token, current_query, s, STEP, ROWS_PER_QUERY, C),
+                    s,
+                    C,
+                )
     return total
 
 
@@ -347,14 +352,14 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
     features = d
     if bounds.own is not None:
         first = tl.minimum(lo, up.count - 1) // bounds.own * bounds.own
-        served = hi <= first + bounds.room
+        is_summed_here = hi <= first + bounds.room
         if lists is not None:
-            served = served & (first == bounds.first)
+            is_summed_here = is_summed_here & (first == bounds.first)
             lo -= bounds.first
             hi -= bounds.first
         else:
-            served = served == 0
-        features = tl.where(served, d, 0)
+            is_summed_here = is_summed_here == 0
+        features = tl.where(is_summed_here, d, 0)
     if lists is not None:
         lo *= lists.blocks
         hi *= lists.blocks
@@ -363,11 +368,11 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
     t = walk.t0 + tokens
     base = D.ptr + walk.t0 * D.stride_l
     if partial is None:
-        to = GradientTarget(base, tokens, t < up.Ld, grad_D, t)
+        target = GradientTarget(base, tokens, t < up.Ld, grad_D, t)
     else:
         slots = _index_partial_rows(tl.program_id(0), tl.program_id(1), tl.num_programs(1), C)
-        to = GradientTarget(base, tokens, t < up.Ld, None, t, None, partial, slots, tl.full((C.BN,), 1, tl.int1))
-    write_gradient(sum_packed_tile, (walk, up, Q), to, features, D, d, C)
+        target = GradientTarget(base, tokens, t < up.Ld, None, t, None, partial, slots, tl.full((C.BN,), 1, tl.int1))
+    write_gradient(sum_packed_tile, (walk, up, Q), target, features, D, d, C)
 
 
 @triton.jit
@@ -387,5 +392,5 @@ def maxsim_join_packed_pieces(D, partial, grad_D, pieces, Td, d, C: tl.constexpr
     t0 = to_int64(tl.program_id(0)) * C.BN
     tokens = tl.arange(0, C.BN)
     t = t0 + tokens
-    to = GradientTarget(D.ptr + t0 * D.stride_l, tokens, t < Td, grad_D, t)
-    write_gradient(_sum_partials, (partial, pieces), to, d, D, d, C)
+    target = GradientTarget(D.ptr + t0 * D.stride_l, tokens, t < Td, grad_D, t)
+    write_gradient(_sum_partials, (partial, pieces), target, d, D, d, C)

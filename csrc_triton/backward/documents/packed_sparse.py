@@ -64,15 +64,15 @@ SEARCH_BLOCK_ROWS = tl.constexpr(128)  # least number of lanes in which `_write_
 @triton.jit
 def _rank_hit_tokens(walk, up, TILE: tl.constexpr, C: tl.constexpr):
     """Return which tokens of a tile are an argmax, their number, and the exclusive prefix counts."""
-    won = tl.zeros((TILE,), tl.int32)
+    hits = tl.zeros((TILE,), tl.int32)
     for n0 in range(walk.lo, walk.hi, C.BM // C.ROWS_PER_QUERY):
         items = load_step_pairs(walk, up, n0, C.BM, C.ROWS_PER_QUERY, C)
         for s0 in tl.range(0, count_max_rows(walk, items), C.ROWS_PER_QUERY, num_stages=1):
             token, query = load_step_argmax(walk, items, s0, up, C.BM, C.ROWS_PER_QUERY)
             place = locate_hit_tokens(items, token, query, up, TILE)
-            won += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
-    won = (won > 0).to(tl.int32)
-    return won, tl.sum(won, axis=0), tl.cumsum(won, axis=0) - won
+            hits += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
+    hits = (hits > 0).to(tl.int32)
+    return hits, tl.sum(hits, axis=0), tl.cumsum(hits, axis=0) - hits
 
 
 @triton.jit
@@ -88,18 +88,20 @@ def _find_neighbor_pairs(up, reach, n, first, length, C: tl.constexpr):
     """
     m = n - NEIGHBOR_PAIRS + tl.arange(0, 2 * NEIGHBOR_PAIRS)
     ok = (m >= 0) & (m < up.count)
-    others = load_pair_field(up, m, ok, FIELD_FIRST)
+    neighbor_first = load_pair_field(up, m, ok, FIELD_FIRST)
     lengths = load_pair_field(up, m, ok, FIELD_LENGTH)
     rows = load_pair_field(up, m, ok, FIELD_STOP) - load_pair_field(up, m, ok, FIELD_BEGIN)
-    behind = tl.load(reach + m, mask=ok, other=0)
-    same = ok & (others == first)
-    overlaps = ok & (((others < first) & (behind > first)) | ((others > first) & (others < first + length)))
-    overlaps = overlaps | (same & ((lengths != length) | (rows > C.BM)))
-    lo = tl.min(tl.where(same, m, up.count), axis=0)
-    met = tl.sum(same.to(tl.int32), axis=0)
-    disjoint = (met <= MAX_PAIRS_PER_DOCUMENT) & (tl.max(overlaps.to(tl.int32), axis=0) == 0)
-    lists = tl.max((same & (m == n - 1) & (lengths == length)).to(tl.int32), axis=0) == 0
-    return lo, met, disjoint, lists
+    ends = tl.load(reach + m, mask=ok, other=0)
+    is_same = ok & (neighbor_first == first)
+    overlaps = ok & (
+        ((neighbor_first < first) & (ends > first)) | ((neighbor_first > first) & (neighbor_first < first + length))
+    )
+    overlaps = overlaps | (is_same & ((lengths != length) | (rows > C.BM)))
+    lo = tl.min(tl.where(is_same, m, up.count), axis=0)
+    pair_count = tl.sum(is_same.to(tl.int32), axis=0)
+    is_disjoint = (pair_count <= MAX_PAIRS_PER_DOCUMENT) & (tl.max(overlaps.to(tl.int32), axis=0) == 0)
+    is_first_pair = tl.max((is_same & (m == n - 1) & (lengths == length)).to(tl.int32), axis=0) == 0
+    return lo, pair_count, is_disjoint, is_first_pair
 
 
 @triton.jit
@@ -124,22 +126,22 @@ def _count_shared_hits(won, walk, n, up, C: tl.constexpr):
     Returns the number of pairs of the document before `n` that hit it, the number after `n`, and the number of rows of
     `n`.
     """
-    before = tl.full((C.BM,), 0, tl.int32)
-    behind = tl.full((C.BM,), 0, tl.int32)
-    own = tl.full((C.BM,), 0, tl.int32)
+    earlier_pairs = tl.full((C.BM,), 0, tl.int32)
+    later_pairs = tl.full((C.BM,), 0, tl.int32)
+    own_rows = tl.full((C.BM,), 0, tl.int32)
     for m in tl.range(walk.lo, walk.hi, num_stages=1):
         begin = load_pair_field(up, m, True, FIELD_BEGIN)
         rows = (load_pair_field(up, m, True, FIELD_STOP) - begin).to(tl.int32)
         argmax = up.argmax + (load_pair_field(up, m, True, FIELD_ARGMAX) + begin)
-        found = tl.full((C.BM,), 0, tl.int32)
+        hits = tl.full((C.BM,), 0, tl.int32)
         for r0 in tl.range(0, rows, COMPARE_BLOCK_ROWS, num_stages=1):
             r = r0 + tl.arange(0, COMPARE_BLOCK_ROWS)
-            theirs = tl.load(argmax + r, mask=r < rows, other=-1).to(tl.int32)
-            found += tl.sum((theirs[:, None] == won[None, :]).to(tl.int32), axis=0)
-        before += tl.where((m < n) & (found > 0), 1, 0)
-        behind += tl.where((m > n) & (found > 0), 1, 0)
-        own += tl.where(m == n, found, 0)
-    return before, behind, own
+            tokens = tl.load(argmax + r, mask=r < rows, other=-1).to(tl.int32)
+            hits += tl.sum((tokens[:, None] == won[None, :]).to(tl.int32), axis=0)
+        earlier_pairs += tl.where((m < n) & (hits > 0), 1, 0)
+        later_pairs += tl.where((m > n) & (hits > 0), 1, 0)
+        own_rows += tl.where(m == n, hits, 0)
+    return earlier_pairs, later_pairs, own_rows
 
 
 @triton.jit
@@ -165,13 +167,13 @@ def _add_rows(G, tokens, t, m0, up, Q, columns, d, C: tl.constexpr):
     places = tl.where(tokens == t, tl.arange(0, SLOTS), SLOTS)
     place = tl.min(places, axis=0)
     while place < SLOTS:
-        at = tl.full((ADD_BLOCK_ROWS,), SLOTS, tl.int32)
+        hit_places = tl.full((ADD_BLOCK_ROWS,), SLOTS, tl.int32)
         for k in tl.static_range(ADD_BLOCK_ROWS):
-            at = tl.where(i == k, place, at)
+            hit_places = tl.where(i == k, place, hit_places)
             place = tl.min(tl.where(places > place, places, SLOTS), axis=0)
-        ok = at < SLOTS
-        m = m0 + at // C.BM
-        row = load_pair_field(up, m, ok, FIELD_BEGIN).to(tl.int32) + at % C.BM
+        ok = hit_places < SLOTS
+        m = m0 + hit_places // C.BM
+        row = load_pair_field(up, m, ok, FIELD_BEGIN).to(tl.int32) + hit_places % C.BM
         g = tl.load(up.grad_scores + load_pair_field(up, m, ok, FIELD_SCORE), mask=ok, other=0.0)
         G += tl.sum(_load_weighted_rows(row, ok, g, up, Q, columns, d, C), axis=0)[None, :]
     return G
@@ -184,8 +186,8 @@ def _sum_token(of, columns, d, C: tl.constexpr):
     SLOTS: tl.constexpr = tokens.shape[0]
     G = _add_rows(tl.full((1, C.BD), 0, tl.float32), tokens, t, walk.lo, up, Q, columns, d, C)
     for m0 in tl.range(walk.lo + SLOTS // C.BM, walk.hi, SLOTS // C.BM, num_stages=1):
-        more = _load_hit_tokens(m0, walk.hi, up, SLOTS, C)
-        G = _add_rows(G, more, t, m0, up, Q, columns, d, C)
+        more_tokens = _load_hit_tokens(m0, walk.hi, up, SLOTS, C)
+        G = _add_rows(G, more_tokens, t, m0, up, Q, columns, d, C)
     return G
 
 
@@ -203,8 +205,8 @@ def _write_unshared(won, begin, g, rows, base, gradient, up, Q, D, d, C: tl.cons
         r = r0 + tl.arange(0, C.BN)
         t = tl.gather(won, r, axis=0)
         ok = t >= 0
-        to = GradientTarget(base, t, ok, gradient, t if C.WIDE_OFFSETS == 0 else t.to(tl.int64))
-        write_gradient(_load_single_rows, (begin + r, ok, g, up, Q), to, C.BD if C.SINGLE_STEP else d, D, d, C)
+        target = GradientTarget(base, t, ok, gradient, t if C.WIDE_OFFSETS == 0 else t.to(tl.int64))
+        write_gradient(_load_single_rows, (begin + r, ok, g, up, Q), target, C.BD if C.SINGLE_STEP else d, D, d, C)
 
 
 @triton.jit
@@ -217,8 +219,10 @@ def _write_shared(won, walk, base, gradient, up, Q, D, d, C: tl.constexpr):
         tokens = _load_hit_tokens(walk.lo, walk.hi, up, SLOTS, C)
         while t < NO_TOKEN:
             token = t * one
-            to = GradientTarget(base, token, one > 0, gradient, token if C.WIDE_OFFSETS == 0 else token.to(tl.int64))
-            write_gradient(_sum_token, (t, tokens, walk, up, Q), to, C.BD if C.SINGLE_STEP else d, D, d, C)
+            target = GradientTarget(
+                base, token, one > 0, gradient, token if C.WIDE_OFFSETS == 0 else token.to(tl.int64)
+            )
+            write_gradient(_sum_token, (t, tokens, walk, up, Q), target, C.BD if C.SINGLE_STEP else d, D, d, C)
             t = tl.min(tl.where(won > t, won, NO_TOKEN), axis=0)
 
 
@@ -230,18 +234,18 @@ def _sum_pair(walk, n, disjoint, length, up, grad_D, Q, D, d, C: tl.constexpr):
     """
     begin = load_pair_field(up, n, True, FIELD_BEGIN).to(tl.int32)
     g = tl.load(up.grad_scores + load_pair_field(up, n, True, FIELD_SCORE))
-    won = _load_hit_tokens(n, n + 1, up, C.BM, C)
+    hit_tokens = _load_hit_tokens(n, n + 1, up, C.BM, C)
     # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
-    mine = (won >= 0) & (won < length) & disjoint
-    won = tl.where(mine, won, NO_TOKEN)
-    before, behind, own = _count_shared_hits(won, walk, n, up, C)
+    is_owned = (hit_tokens >= 0) & (hit_tokens < length) & disjoint
+    hit_tokens = tl.where(is_owned, hit_tokens, NO_TOKEN)
+    earlier_pairs, later_pairs, own_rows = _count_shared_hits(hit_tokens, walk, n, up, C)
     base = D.ptr + walk.t0 * D.stride_l
     gradient = grad_D + walk.t0 * d
-    single = mine & (before + behind == 0) & (own == 1)
-    rows = tl.max(tl.where(single, tl.arange(0, C.BM) + 1, 0), axis=0)
-    _write_unshared(tl.where(single, won, -1), begin, g, rows, base, gradient, up, Q, D, d, C)
-    mine = mine & (single == 0) & (won % (before + behind + 1) == before)
-    _write_shared(tl.where(mine, won, NO_TOKEN), walk, base, gradient, up, Q, D, d, C)
+    is_single = is_owned & (earlier_pairs + later_pairs == 0) & (own_rows == 1)
+    rows = tl.max(tl.where(is_single, tl.arange(0, C.BM) + 1, 0), axis=0)
+    _write_unshared(tl.where(is_single, hit_tokens, -1), begin, g, rows, base, gradient, up, Q, D, d, C)
+    is_owned = is_owned & (is_single == 0) & (hit_tokens % (earlier_pairs + later_pairs + 1) == earlier_pairs)
+    _write_shared(tl.where(is_owned, hit_tokens, NO_TOKEN), walk, base, gradient, up, Q, D, d, C)
 
 
 @triton.jit
@@ -254,10 +258,10 @@ def _mark_tiles(marks, first, length, tiles, TILE: tl.constexpr):
     for t0 in tl.range(begin, ((first + length - 1) // TILE).to(tl.int32) + 1, NEIGHBOR_PAIRS, num_stages=1):
         t = t0 + tl.arange(0, NEIGHBOR_PAIRS)
         ok = t * to_int64(TILE) < first + length
-        new = (tl.atomic_xchg(marks + 1 + t, 1, mask=ok, sem="relaxed") == 0) & ok
-        at = tl.atomic_add(marks, tl.sum(new.to(tl.int32), axis=0), sem="relaxed")
-        place = at + tl.cumsum(new.to(tl.int32), axis=0) - 1
-        tl.store(marks + 1 + tiles + place, t, mask=new)
+        is_new = (tl.atomic_xchg(marks + 1 + t, 1, mask=ok, sem="relaxed") == 0) & ok
+        offset = tl.atomic_add(marks, tl.sum(is_new.to(tl.int32), axis=0), sem="relaxed")
+        place = offset + tl.cumsum(is_new.to(tl.int32), axis=0) - 1
+        tl.store(marks + 1 + tiles + place, t, mask=is_new)
 
 
 @triton.jit(do_not_specialize=["rounds"])
@@ -281,11 +285,11 @@ def maxsim_grad_disjoint_documents(Q, D, up, shared, grad_D, d, rounds, TILE: tl
     if n < up.count:
         first = load_pair_field(up, n, True, FIELD_FIRST)
         length = load_pair_field(up, n, True, FIELD_LENGTH)
-        lo, met, disjoint, lists = _find_neighbor_pairs(up, shared.reach, n, first, length, C)
+        lo, pair_count, is_disjoint, is_first_pair = _find_neighbor_pairs(up, shared.reach, n, first, length, C)
         # Not in a branch, because the compiler would move the first loads into the branch.
-        walk = PairRange(lo, lo + tl.where(disjoint, met, 0), first, None, None)
-        _sum_pair(walk, n, disjoint, length.to(tl.int32), up, grad_D, Q, D, d, C)
-        if (disjoint == 0) & lists & (length > 0):
+        walk = PairRange(lo, lo + tl.where(is_disjoint, pair_count, 0), first, None, None)
+        _sum_pair(walk, n, is_disjoint, length.to(tl.int32), up, grad_D, Q, D, d, C)
+        if (is_disjoint == 0) & is_first_pair & (length > 0):
             _mark_tiles(shared.marks, first, length, tiles, TILE)
     else:
         block = n - up.count
@@ -305,7 +309,7 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         lo = tl.load(shared.starts + tiles + 1 + tile)
         hi = tl.load(shared.starts + tile + 1)
         walk = PairRange(lo, hi, to_int64(tile) * TILE, 0, up.Lq, None, None, None)
-        won, count, slots = _rank_hit_tokens(walk, up, TILE, C)
+        hits, count, slots = _rank_hit_tokens(walk, up, TILE, C)
         rows = tl.minimum(up.Ld - walk.t0, TILE).to(tl.int32)
         fill_with_zeros(grad_D + walk.t0 * d, rows * d, "")
         # Other threads write the sums.
@@ -313,7 +317,7 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         base = D.ptr + walk.t0 * D.stride_l
         for u0 in tl.range(0, count, C.BN, num_stages=1):
             part = PairRange(walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0, None)
-            here = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (won > 0)[None, :]
-            t = tl.max(tl.where(here, tl.arange(0, TILE)[None, :], -1), axis=1)
-            to = GradientTarget(base, t, t >= 0, grad_D, walk.t0 + t)
-            write_gradient(sum_packed_tile, (part, up, Q), to, d, D, d, C)
+            is_slot = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (hits > 0)[None, :]
+            t = tl.max(tl.where(is_slot, tl.arange(0, TILE)[None, :], -1), axis=1)
+            target = GradientTarget(base, t, t >= 0, grad_D, walk.t0 + t)
+            write_gradient(sum_packed_tile, (part, up, Q), target, d, D, d, C)

@@ -41,9 +41,9 @@ from .sums import compute_scales, finite_abs
 @triton.jit
 def _load_hit_tokens(up, owner, k, e, rows, t_begin, t_end, C: tl.constexpr):
     """Return the argmax of each row e, or -1 outside `[t_begin, t_end)`, and the gradient of its score."""
-    token, won, g = load_argmax(up, owner, k, owner + e // up.Lq, e % up.Lq, e < rows, C)
+    token, has_argmax, g = load_argmax(up, owner, k, owner + e // up.Lq, e % up.Lq, e < rows, C)
     return compiler_barrier_dtype(
-        tl.where(won & (token >= t_begin) & (token < t_end), token, -1)
+        tl.where(has_argmax & (token >= t_begin) & (token < t_end), token, -1)
     ), compiler_barrier_dtype(g)
 
 
@@ -53,13 +53,15 @@ def _locate_document_rows(token, coefficient, owner, up, Q, d, C: tl.constexpr):
     e = tl.arange(0, C.BM)
     i = owner + e // up.Lq
     s = e % up.Lq
-    won = token >= 0
+    has_argmax = token >= 0
     rows = i.to(tl.int64) * Q.stride_n + s.to(tl.int64) * Q.stride_l
     if Q.weight is not None:
-        coefficient *= load_query_weight(Q, i, s, won)
+        coefficient *= load_query_weight(Q, i, s, has_argmax)
     if C.NORMALIZE:
-        coefficient *= compute_inverse_norm(sum_row_squares(Q.ptr + rows, won, d, Q.stride_d, C.BD, C.WIDE_OFFSETS))
-    return rows, tl.where(won, coefficient, 0.0)
+        coefficient *= compute_inverse_norm(
+            sum_row_squares(Q.ptr + rows, has_argmax, d, Q.stride_d, C.BD, C.WIDE_OFFSETS)
+        )
+    return rows, tl.where(has_argmax, coefficient, 0.0)
 
 
 @triton.jit
@@ -71,13 +73,13 @@ def _multiply_matches(match, x, coefficient, C: tl.constexpr):
     """
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.dtype == tl.float32:
-        none = coefficient * 0.0
-        G = tl.dot(tl.where(match, coefficient[None, :], none[None, :]), x, G, input_precision=C.PRECISION)
+        zeros = coefficient * 0.0
+        G = tl.dot(tl.where(match, coefficient[None, :], zeros[None, :]), x, G, input_precision=C.PRECISION)
     else:
         high = coefficient.to(x.dtype)
         low = (coefficient - high.to(tl.float32)).to(x.dtype)
-        none = (high.to(tl.float32) * 0.0).to(x.dtype)
-        G = tl.dot(tl.where(match, high[None, :], none[None, :]), x, G)
+        zeros = (high.to(tl.float32) * 0.0).to(x.dtype)
+        G = tl.dot(tl.where(match, high[None, :], zeros[None, :]), x, G)
         G = tl.dot(tl.where(match, low[None, :], tl.full((1, 1), 0, x.dtype)), x, G)
     return G
 
@@ -90,12 +92,12 @@ def _add_matches_in_order(match, coefficient, rows, columns, Q, d, C: tl.constex
     """
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for n in range(C.BM):
-        this = tl.arange(0, C.BM) == n
-        at = tl.max((match & this[None, :]).to(tl.int32), axis=1) > 0
-        if tl.max(at.to(tl.int32), axis=0) > 0:
-            row = Q.ptr + tl.sum(tl.where(this, rows, 0), axis=0)
+        is_row = tl.arange(0, C.BM) == n
+        is_target = tl.max((match & is_row[None, :]).to(tl.int32), axis=1) > 0
+        if tl.max(is_target.to(tl.int32), axis=0) > 0:
+            row = Q.ptr + tl.sum(tl.where(is_row, rows, 0), axis=0)
             x = tl.load(row + columns.to(tl.int64) * Q.stride_d, mask=columns < d, other=0.0).to(tl.float32)
-            G += tl.where(at[:, None], (tl.sum(tl.where(this, coefficient, 0.0), axis=0) * x)[None, :], 0.0)
+            G += tl.where(is_target[:, None], (tl.sum(tl.where(is_row, coefficient, 0.0), axis=0) * x)[None, :], 0.0)
     return G
 
 
@@ -158,9 +160,9 @@ def maxsim_grad_sparse_documents(Q, D, up, grad_D, rows, tokens, d, C: tl.conste
     tl.debug_barrier()
     x = load_rows(Q.ptr + begins, token >= 0, tl.arange(0, C.BD), d, Q.stride_d, C.WIDE_OFFSETS)
     for r0 in tl.range(0, tl.minimum(rows, C.BM), C.BN, num_stages=1):
-        this = tl.arange(0, C.BM)[None, :] == (r0 + tl.arange(0, C.BN))[:, None]
-        t = tl.max(tl.where(this, token[None, :], -1), axis=1)
+        is_slot = tl.arange(0, C.BM)[None, :] == (r0 + tl.arange(0, C.BN))[:, None]
+        t = tl.max(tl.where(is_slot, token[None, :], -1), axis=1)
         match = (token[None, :] == t[:, None]) & (t >= 0)[:, None]
-        of = (x, match, coefficient, begins, token >= 0, Q)
-        to = GradientTarget(base, t, t >= 0, gradient, t.to(tl.int64), scale)
-        write_gradient(_sum_matches, of, to, d, D, d, C)
+        match_args = (x, match, coefficient, begins, token >= 0, Q)
+        target = GradientTarget(base, t, t >= 0, gradient, t.to(tl.int64), scale)
+        write_gradient(_sum_matches, match_args, target, d, D, d, C)

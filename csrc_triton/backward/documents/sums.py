@@ -123,12 +123,12 @@ def _add_non_finite(G, rows, s, C: tl.constexpr):
     In a product such a row would reach every token of the tile.
     """
     x = load_rows(rows.pointers, rows.hit, s.columns, s.d, s.Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
-    chosen = rows.hit & (_is_finite(x, rows.coefficient) == 0)
-    if tl.max(chosen.to(tl.int32), axis=0) > 0:
+    is_non_finite = rows.hit & (_is_finite(x, rows.coefficient) == 0)
+    if tl.max(is_non_finite.to(tl.int32), axis=0) > 0:
         for n in range(NON_FINITE_STEP_ROWS):
-            this = (tl.arange(0, NON_FINITE_STEP_ROWS) == n) & chosen
-            token = tl.max(tl.where(this, rows.token, -1), axis=0)
-            row = tl.sum(tl.where(this[:, None], rows.coefficient[:, None] * x, 0.0), axis=0)
+            is_row = (tl.arange(0, NON_FINITE_STEP_ROWS) == n) & is_non_finite
+            token = tl.max(tl.where(is_row, rows.token, -1), axis=0)
+            row = tl.sum(tl.where(is_row[:, None], rows.coefficient[:, None] * x, 0.0), axis=0)
             G += tl.where((tl.arange(0, C.BN) == token)[:, None], row[None, :], 0.0)
     return G
 

@@ -103,16 +103,16 @@ def carry_block_sums(total, pending, sums, n, LEVELS: tl.constexpr):
         total += sums
     else:
         carry = sums
-        moving = tl.full((), 1, tl.int1)
+        is_carrying = tl.full((), 1, tl.int1)
         column = tl.arange(0, pending.shape[1])[None, :]
         for level in tl.static_range(LEVELS):
-            here = column == level
-            full = ((to_int64(n) >> level) & 1) == 1
-            left = tl.sum(tl.where(here, pending, 0.0), axis=1)
-            pending = tl.where(here & (moving & (full == 0)), carry[:, None], pending)
-            carry = tl.where(moving & full, left + carry, carry)
-            moving = moving & full
-        total = tl.where(moving, total + carry, total)
+            is_level = column == level
+            is_full = ((to_int64(n) >> level) & 1) == 1
+            left = tl.sum(tl.where(is_level, pending, 0.0), axis=1)
+            pending = tl.where(is_level & (is_carrying & (is_full == 0)), carry[:, None], pending)
+            carry = tl.where(is_carrying & is_full, left + carry, carry)
+            is_carrying = is_carrying & is_full
+        total = tl.where(is_carrying, total + carry, total)
     return total, pending
 
 
@@ -120,13 +120,13 @@ def carry_block_sums(total, pending, sums, n, LEVELS: tl.constexpr):
 def flush_block_sums(total, pending, blocks, LEVELS: tl.constexpr):
     """Return `total` plus the tree that `blocks` blocks left unfinished. Missing leaves are zeros."""
     if LEVELS > 0:
-        rest = tl.zeros_like(total)
+        partial_sum = tl.zeros_like(total)
         column = tl.arange(0, pending.shape[1])[None, :]
         for level in tl.static_range(LEVELS):
-            waits = ((to_int64(blocks) >> level) & 1) == 1
+            is_waiting = ((to_int64(blocks) >> level) & 1) == 1
             left = tl.sum(tl.where(column == level, pending, 0.0), axis=1)
-            rest = tl.where(waits, left + rest, rest)
-        total += rest
+            partial_sum = tl.where(is_waiting, left + partial_sum, partial_sum)
+        total += partial_sum
     return total
 
 
@@ -193,14 +193,14 @@ def _locate_dense_split(D, owner, n, sizes, cut):
     """Return split `n` of the documents of an owner as a `Document`. `sizes` counts splits as documents."""
     Document: tl.constexpr = import_args_class("Document")
     Sizes: tl.constexpr = import_args_class("SizeArgs")
-    whole = Sizes(sizes.Nq, sizes.K // cut.count, sizes.Lq, sizes.Ld)
-    found = locate_dense_document(D, owner, n // cut.count, whole)
+    document_sizes = Sizes(sizes.Nq, sizes.K // cut.count, sizes.Lq, sizes.Ld)
+    document = locate_dense_document(D, owner, n // cut.count, document_sizes)
     t0 = n % cut.count * cut.each
-    base = found.ptr + t0.to(tl.int64) * D.stride_l
+    base = document.ptr + t0.to(tl.int64) * D.stride_l
     mask = base
     if D.mask is not None:
-        mask = found.mask + t0.to(tl.int64) * D.mask_stride_l
-    return Document(base, mask, found.row + t0, tl.minimum(found.length - t0, cut.each))
+        mask = document.mask + t0.to(tl.int64) * D.mask_stride_l
+    return Document(base, mask, document.row + t0, tl.minimum(document.length - t0, cut.each))
 
 
 @triton.jit
@@ -271,10 +271,10 @@ def store_scores(scores, sums, keeps, any_kept, query, queries, K, k, fits=None)
 def _store_maxima(best, where, any_kept, x, rows, ok, place, out, sizes, C: tl.constexpr):
     """Store the maxima of rows over a split. `place` holds the split and its first token."""
     n, t0 = place
-    at = n.to(tl.int64) * sizes.Tq + rows.number
-    tl.store(out.maxima + at, best, mask=ok)
+    offsets = n.to(tl.int64) * sizes.Tq + rows.number
+    tl.store(out.maxima + offsets, best, mask=ok)
     if out.split_argmax is not None:
-        tl.store(out.split_argmax + at, tl.where(where == NO_TOKEN, NO_TOKEN, where + t0), mask=ok)
+        tl.store(out.split_argmax + offsets, tl.where(where == NO_TOKEN, NO_TOKEN, where + t0), mask=ok)
     if out.kept is not None:
         tl.store(out.kept + n, any_kept)
     if C.NORMALIZE:
@@ -350,20 +350,20 @@ def _sum_blocks(x, queries, document, place, out, sizes, LEVELS: tl.constexpr, P
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     total = tl.full((GROUPS,), 0, tl.float32)
     pending = tl.full((GROUPS, 4 if LEVELS <= 4 else 8), 0, tl.float32)
-    keeps = tl.full((GROUPS,), 0, tl.int32)
+    has_rows = tl.full((GROUPS,), 0, tl.int32)
     any_kept = tl.full((), 0, tl.int32)
     if PACKED:
         longest = tl.max(queries[2], axis=0)
     else:
         longest = sizes.Lq
     for s0 in range(0, longest, C.ROWS_PER_QUERY):
-        sums, more, any_kept = score_rows(x, queries, s0, document, place, out, sizes, PACKED, C)
+        sums, has_block_rows, any_kept = score_rows(x, queries, s0, document, place, out, sizes, PACKED, C)
         if PACKED:
             total, pending = carry_block_sums(total, pending, sums, s0 // C.ROWS_PER_QUERY, LEVELS)
         else:
             total = tl.where(s0 == 0, sums, total + sums)  # a sum may be -0.0
-        keeps = keeps | more
-    return flush_block_sums(total, pending, tl.cdiv(longest, C.ROWS_PER_QUERY), LEVELS), keeps, any_kept
+        has_rows = has_rows | has_block_rows
+    return flush_block_sums(total, pending, tl.cdiv(longest, C.ROWS_PER_QUERY), LEVELS), has_rows, any_kept
 
 
 @triton.jit
@@ -371,25 +371,25 @@ def _locate_document(
     x, segments, first, lane, begin, document, k, ok, out, sizes, PACKED: tl.constexpr, C: tl.constexpr
 ):
     """Return the `Document` of a program, whether it is inside D, and its `place` as `score_rows` needs it."""
-    inside = ok
+    is_inside = ok
     if not PACKED:
         n = document.to(tl.int64)
         place = (n if C.CANDIDATES else n * sizes.Nq + first) * sizes.Lq
         place += (lane // C.ROWS_PER_QUERY).to(tl.int64) * sizes.Lq
         owner = first if C.CANDIDATES else first * 0
         if C.SPLIT_DOCUMENTS:
-            found = _locate_dense_split(x.D, owner, k, sizes, out)
+            scored_document = _locate_dense_split(x.D, owner, k, sizes, out)
         else:
-            found = locate_dense_document(x.D, owner, k, sizes)
+            scored_document = locate_dense_document(x.D, owner, k, sizes)
     elif C.SPLIT_DOCUMENTS:
-        found, t0 = locate_split(x.D, segments, document, sizes, out, C)
+        scored_document, t0 = locate_split(x.D, segments, document, sizes, out, C)
         place = (document, t0)
     else:
-        found, inside = _locate_packed_document(x.D, segments, document, ok, sizes, C)
+        scored_document, is_inside = _locate_packed_document(x.D, segments, document, ok, sizes, C)
         place = k * sizes.Tq
         if segments.pairs is not None:
             place = k * sizes.most - tl.max(begin, axis=0)
-    return found, inside, place
+    return scored_document, is_inside, place
 
 
 @triton.jit
@@ -405,12 +405,14 @@ def score_document(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.con
     first, queries, document, k, ok = _locate_program(pid, segments, sizes, PACKED, C)
     i = first + lane // C.ROWS_PER_QUERY
     begin, length, fits = _locate_queries(segments, i, ok & (i < queries), sizes, PACKED)
-    found, inside, place = _locate_document(x, segments, first, lane, begin, document, k, ok, out, sizes, PACKED, C)
+    scored_document, is_inside, place = _locate_document(
+        x, segments, first, lane, begin, document, k, ok, out, sizes, PACKED, C
+    )
     rows = (i, begin, length, fits)
     if C.LONG_QUERIES:
-        sums, keeps, any_kept = _sum_blocks(x, rows, found, place, out, sizes, LEVELS, PACKED, C)
+        sums, has_rows, any_kept = _sum_blocks(x, rows, scored_document, place, out, sizes, LEVELS, PACKED, C)
     else:
-        sums, keeps, any_kept = score_rows(x, rows, 0, found, place, out, sizes, PACKED, C)
+        sums, has_rows, any_kept = score_rows(x, rows, 0, scored_document, place, out, sizes, PACKED, C)
     if not C.SPLIT_DOCUMENTS:
         lane = tl.arange(0, C.BM // C.ROWS_PER_QUERY)
         i = first + lane
@@ -418,12 +420,12 @@ def score_document(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.con
         fits = None
         if PACKED:
             _, _, fits = _locate_queries(segments, i, ok & (i < queries), sizes, PACKED)
-            fits = fits & inside & ok
+            fits = fits & is_inside & ok
             if segments.pairs is not None:  # a single score
                 i = lane
                 queries = 1
                 stride = 0
-        store_scores(out.scores, sums, keeps, any_kept, i, queries, stride, k, fits)
+        store_scores(out.scores, sums, has_rows, any_kept, i, queries, stride, k, fits)
     elif C.SOFT and out.kept is not None:
         tl.store(out.kept + document, any_kept)
 
@@ -445,9 +447,9 @@ def _store_persistent(sums, keeps, any_kept, fits, k, out, sizes, C: tl.constexp
 @triton.jit
 def _finish_document(best, any_kept, x, tile, fits, k, out, sizes, C: tl.constexpr):
     """Store the scores of the row tile for document k, given the lane maxima after its last tile."""
-    rows, _, weight, keeps = tile
+    rows, _, weight, has_rows = tile
     sums = _sum_rows(normalize_maxima(merge_lane_maxima(best, C), x, rows, C), weight, rows.ok, C)
-    _store_persistent(sums, keeps, any_kept, fits, k, out, sizes, C)
+    _store_persistent(sums, has_rows, any_kept, fits, k, out, sizes, C)
 
 
 @triton.jit
@@ -456,9 +458,9 @@ def _score_tiles_persistent(x, tile, k0, step, out, sizes, C: tl.constexpr):
 
     The load of the next document overlaps the last tiles of the current document.
     """
-    rows, q, _weight, _keeps = tile
+    rows, q, _weight, _has_rows = tile
     best = fill_lanes(float("-inf"), tl.float32, C)
-    kept = tl.full((C.BN,), 0, tl.int32)
+    kept_tokens = tl.full((C.BN,), 0, tl.int32)
     tiles_each = tl.cdiv(sizes.Ld, C.BN)
     count = tl.cdiv(sizes.K - k0, step) * tiles_each
     mask = prefetch_tile_mask(x, locate_dense_document(x.D, 0 * k0, k0, sizes), 0, C)
@@ -466,19 +468,19 @@ def _score_tiles_persistent(x, tile, k0, step, out, sizes, C: tl.constexpr):
         k = k0 + n // tiles_each * step
         t0 = n % tiles_each * C.BN
         document = locate_dense_document(x.D, 0 * k, k, sizes)
-        last = tl.minimum(n + 1, count - 1)
-        k_ahead = k0 + last // tiles_each * step
-        following = locate_dense_document(x.D, 0 * k_ahead, k_ahead, sizes)
-        ahead = prefetch_tile_mask(x, following, last % tiles_each * C.BN, C)
+        n_ahead = tl.minimum(n + 1, count - 1)
+        k_ahead = k0 + n_ahead // tiles_each * step
+        next_document = locate_dense_document(x.D, 0 * k_ahead, k_ahead, sizes)
+        next_mask = prefetch_tile_mask(x, next_document, n_ahead % tiles_each * C.BN, C)
         S, _, tokens, _, _ = compute_tile(q, x, rows, document, t0, mask, C)
-        mask = ahead
+        mask = next_mask
         if x.D.mask is not None:
-            kept = kept | tokens.to(tl.int32)
+            kept_tokens = kept_tokens | tokens.to(tl.int32)
         best = nan_max(best, reduce_lane_maxima(S, C))
         if t0 + C.BN >= sizes.Ld:
-            _finish_document(best, has_kept_token(x, document, kept), x, tile, None, k, out, sizes, C)
+            _finish_document(best, has_kept_token(x, document, kept_tokens), x, tile, None, k, out, sizes, C)
             best = fill_lanes(float("-inf"), tl.float32, C)
-            kept = tl.full((C.BN,), 0, tl.int32)
+            kept_tokens = tl.full((C.BN,), 0, tl.int32)
 
 
 @triton.jit
@@ -488,10 +490,10 @@ def _advance_tile(n, t0, length, segments, sizes, step, C: tl.constexpr):
     Returns the document, the tile's first token, the document's first row and length, and whether it is inside D. The
     first row is 0 if the document is empty or missing.
     """
-    last = t0 + C.BN >= length
-    n = tl.where(last, n + step, n)
-    begin, length, inside = locate_document_segment(segments, to_int64(n), n < sizes.K, sizes.Td)
-    return n, tl.where(last, 0, t0 + C.BN), tl.where(length > 0, begin, 0), length, inside
+    is_last = t0 + C.BN >= length
+    n = tl.where(is_last, n + step, n)
+    begin, length, is_inside = locate_document_segment(segments, to_int64(n), n < sizes.K, sizes.Td)
+    return n, tl.where(is_last, 0, t0 + C.BN), tl.where(length > 0, begin, 0), length, is_inside
 
 
 @triton.jit
@@ -513,42 +515,44 @@ def _score_codes_persistent(x, tile, first, step, fits, segments, out, sizes, C:
     D = x.D
     counts = x.counts
     tables = counts.weights
-    n, t0, begin, length, inside = _advance_tile(first - step, 0, 0, segments, sizes, step, C)
+    n, t0, begin, length, is_inside = _advance_tile(first - step, 0, 0, segments, sizes, step, C)
     t = _list_tile_tokens(t0, length, C)
     code, scale = load_codes(counts, begin, t)
     base = D.ptr + begin * D.stride_l
-    words, some = load_words(base, t, code, 0, x.d, D, counts, HALF, C)
-    more_words, more = load_words(base, t, code, HALF, x.d, D, counts, HALF, C)
-    n1, t1, begin1, length1, inside1 = _advance_tile(n, t0, length, segments, sizes, step, C)
+    words, centroids = load_words(base, t, code, 0, x.d, D, counts, HALF, C)
+    more_words, more_centroids = load_words(base, t, code, HALF, x.d, D, counts, HALF, C)
+    n1, t1, begin1, length1, is_inside1 = _advance_tile(n, t0, length, segments, sizes, step, C)
     code1, scale1 = load_codes(counts, begin1, _list_tile_tokens(t1, length1, C))
     best = fill_lanes(float("-inf"), tl.float32, C)
-    kept = tl.full((C.BN,), 0, tl.int32)
+    kept_tokens = tl.full((C.BN,), 0, tl.int32)
     while n < sizes.K:
-        left = decode_tokens(words, some, scale, 0, x.d, tables, dtype, C)
-        tokens = join_columns(left, decode_tokens(more_words, more, scale, HALF, x.d, tables, dtype, C))
+        first_half = decode_tokens(words, centroids, scale, 0, x.d, tables, dtype, C)
+        tokens = join_columns(first_half, decode_tokens(more_words, more_centroids, scale, HALF, x.d, tables, dtype, C))
         t = _list_tile_tokens(t1, length1, C)
         base = D.ptr + begin1 * D.stride_l
-        words, some = load_words(base, t, code1, 0, x.d, D, counts, HALF, C)
-        more_words, more = load_words(base, t, code1, HALF, x.d, D, counts, HALF, C)
+        words, centroids = load_words(base, t, code1, 0, x.d, D, counts, HALF, C)
+        more_words, more_centroids = load_words(base, t, code1, HALF, x.d, D, counts, HALF, C)
         scale = scale1
-        n2, t2, begin2, length2, inside2 = _advance_tile(n1, t1, length1, segments, sizes, step, C)
+        n2, t2, begin2, length2, is_inside2 = _advance_tile(n1, t1, length1, segments, sizes, step, C)
         code1, scale1 = load_codes(counts, begin2, _list_tile_tokens(t2, length2, C))
         S = add_product(init_similarities(C), tile[1], tokens, C)
         if D.mask is not None:
-            at = D.mask + begin * D.mask_stride_l + _list_tile_tokens(t0, length, C).to(tl.int64) * D.mask_stride_l
-            keep = tl.load(at) != 0
+            mask_pointers = (
+                D.mask + begin * D.mask_stride_l + _list_tile_tokens(t0, length, C).to(tl.int64) * D.mask_stride_l
+            )
+            keep = tl.load(mask_pointers) != 0
             S = tl.where(expand_tokens(keep, C), S, float("-inf"))
-            kept = kept | keep.to(tl.int32)
+            kept_tokens = kept_tokens | keep.to(tl.int32)
         best = nan_max(best, reduce_lane_maxima(S, C))
         if t0 + C.BN >= length:
             any_kept = (length > 0).to(tl.int32)
             if D.mask is not None:
-                any_kept = any_kept * tl.max(kept, axis=0)
-            _finish_document(best, any_kept, x, tile, fits & inside, n, out, sizes, C)
+                any_kept = any_kept * tl.max(kept_tokens, axis=0)
+            _finish_document(best, any_kept, x, tile, fits & is_inside, n, out, sizes, C)
             best = fill_lanes(float("-inf"), tl.float32, C)
-            kept = tl.full((C.BN,), 0, tl.int32)
-        n, t0, begin, length, inside = n1, t1, begin1, length1, inside1
-        n1, t1, begin1, length1, inside1 = n2, t2, begin2, length2, inside2
+            kept_tokens = tl.full((C.BN,), 0, tl.int32)
+        n, t0, begin, length, is_inside = n1, t1, begin1, length1, is_inside1
+        n1, t1, begin1, length1, is_inside1 = n2, t2, begin2, length2, is_inside2
 
 
 @triton.jit
@@ -557,11 +561,11 @@ def _score_row_tile(x, segments, queries, fits, first, step, out, sizes, PACKED:
     Rows: tl.constexpr = import_args_class("QueryRows")
     i, s, ok, number = _locate_block(queries, 0, sizes, PACKED, C)
     keep = load_query_mask(x.Q, i, s, ok)
-    keeps = has_kept_row(keep, C)
+    has_rows = has_kept_row(keep, C)
     weight = load_query_weight(x.Q, i, s, keep)
     rows = Rows(locate_rows(x.Q, i, s), number, keep, None, None, None)
     # Triton 3.6 passes a tuple that holds None to a function, but does not return one.
-    tile = (rows, load_query_tile(x, rows, tl.arange(0, C.BD), C), weight, keeps)
+    tile = (rows, load_query_tile(x, rows, tl.arange(0, C.BD), C), weight, has_rows)
     if PACKED:
         _score_codes_persistent(x, tile, first, step, fits, segments, out, sizes, C)
     else:
@@ -589,9 +593,9 @@ def _score_persistent(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.
         else:
             for k in range(first, sizes.K, step):
                 n = to_int64(k)
-                document, inside = _locate_packed_document(x.D, segments, n, n >= 0, sizes, C)
-                sums, keeps, any_kept = _sum_blocks(x, queries, document, 0, out, sizes, LEVELS, PACKED, C)
-                _store_persistent(sums, keeps, any_kept, fits & inside, k, out, sizes, C)
+                document, is_inside = _locate_packed_document(x.D, segments, n, n >= 0, sizes, C)
+                sums, has_rows, any_kept = _sum_blocks(x, queries, document, 0, out, sizes, LEVELS, PACKED, C)
+                _store_persistent(sums, has_rows, any_kept, fits & is_inside, k, out, sizes, C)
     else:
         _score_row_tile(x, segments, queries, None, first, step, out, sizes, PACKED, C)
 

@@ -41,8 +41,8 @@ def _score_block(x, i, s0, k, out, sizes, C: tl.constexpr):
     rows = (i + lane * 0, 0, sizes.Lq, lane < C.ROWS_PER_QUERY)
     place = (k.to(tl.int64) * sizes.Nq + i) * sizes.Lq
     document = locate_dense_document(x.D, 0 * k, k, sizes)
-    sums, keeps, any_kept = score_rows(x, rows, s0, document, place, out, sizes, False, C)
-    return choose_score(sums, keeps, any_kept)
+    sums, has_rows, any_kept = score_rows(x, rows, s0, document, place, out, sizes, False, C)
+    return choose_score(sums, has_rows, any_kept)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -63,11 +63,11 @@ def maxsim_rescore(Q, D, scores, argmax, sizes, d, parts, BLOCK: tl.constexpr, C
     tl.static_assert(C.FP32_TERMS > 0 and not C.LONG_QUERIES)
     GROUPS: tl.constexpr = C.BM // C.ROWS_PER_QUERY
     x = Operands(Q, D, None, None, None, d, None)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = sizes.Nq.to(tl.int64) * parts * sizes.K
-    bits = tl.load(scores + at, mask=at < total, other=0.0).to(tl.int32, bitcast=True)
-    left = tl.where(bits == RESCORE_BITS, tl.arange(0, BLOCK), BLOCK)
-    n = tl.min(left, axis=0)
+    bits = tl.load(scores + offsets, mask=offsets < total, other=0.0).to(tl.int32, bitcast=True)
+    lanes = tl.where(bits == RESCORE_BITS, tl.arange(0, BLOCK), BLOCK)
+    n = tl.min(lanes, axis=0)
     while n < BLOCK:
         place = tl.program_id(0).to(tl.int64) * BLOCK + n
         group = (place // sizes.K).to(tl.int32)
@@ -76,8 +76,8 @@ def maxsim_rescore(Q, D, scores, argmax, sizes, d, parts, BLOCK: tl.constexpr, C
         sums = _score_block(x, group // parts, s0, k, OutputArgs(scores, argmax), sizes, C)
         lane = tl.arange(0, GROUPS)
         tl.store(scores + place + lane, sums, mask=lane == 0)
-        left = tl.where(left == n, BLOCK, left)
-        n = tl.min(left, axis=0)
+        lanes = tl.where(lanes == n, BLOCK, lanes)
+        n = tl.min(lanes, axis=0)
 
 
 @triton.jit
@@ -102,15 +102,15 @@ def maxsim_resolve_argmax(Q, D, argmax, sizes, d, BLOCK: tl.constexpr, C: tl.con
     tl.static_assert(not C.LONG_QUERIES)
     x = Operands(Q, D, None, None, None, d, None)
     rows = sizes.Nq.to(tl.int64) * sizes.Lq
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(argmax + at, mask=at < rows * sizes.K, other=0)
-    left = tl.where(found == UNRESOLVED, tl.arange(0, BLOCK), BLOCK)
-    n = tl.min(left, axis=0)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tokens = tl.load(argmax + offsets, mask=offsets < rows * sizes.K, other=0)
+    lanes = tl.where(tokens == UNRESOLVED, tl.arange(0, BLOCK), BLOCK)
+    n = tl.min(lanes, axis=0)
     while n < BLOCK:
         place = tl.program_id(0).to(tl.int64) * BLOCK + n
         row = place % rows
         s0 = (row % sizes.Lq // C.ROWS_PER_QUERY * C.ROWS_PER_QUERY).to(tl.int32)
         k = (place // rows).to(tl.int32)
         _score_block(x, (row // sizes.Lq).to(tl.int32), s0, k, OutputArgs(argmax, argmax), sizes, C)
-        left = tl.where(_number_block(at, sizes.Lq, C) == _number_block(place, sizes.Lq, C), BLOCK, left)
-        n = tl.min(left, axis=0)
+        lanes = tl.where(_number_block(offsets, sizes.Lq, C) == _number_block(place, sizes.Lq, C), BLOCK, lanes)
+        n = tl.min(lanes, axis=0)

@@ -94,20 +94,20 @@ def load_query_rows(x, rows, C: tl.constexpr):
         The rows, their scales, whether each row is exact, and whether its maximum is used without the scale. The last
         three matter only with C.FP32_TERMS or C.INT8_TERMS.
     """
-    plain = rows.ok
-    unscaled = rows.ok
+    is_exact = rows.ok
+    is_unscaled = rows.ok
     scale = tl.full((C.BM,), 1, tl.float32)
     if x.terms is not None:
         q, scale = load_terms(x.terms, rows.number, rows.ok, C.BD)
         if C.INT8_TERMS == 1:
             scale = scale_single_term(scale)
-        plain = scale > 0
-        unscaled = scale <= 0
+        is_exact = scale > 0
+        is_unscaled = scale <= 0
     else:
         q = load_query_tile(x, rows, tl.arange(0, C.BD), C)
         if C.FP32_TERMS > 0:
-            q, scale, plain, unscaled = split_rows(q, C.FP32_TERMS)
-    return q, scale, plain, unscaled
+            q, scale, is_exact, is_unscaled = split_rows(q, C.FP32_TERMS)
+    return q, scale, is_exact, is_unscaled
 
 
 @triton.jit
@@ -163,10 +163,10 @@ def _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX: tl.co
 def has_kept_token(x, document, kept):
     """Return whether a document keeps a token. `kept` flags the tokens that its mask keeps."""
     if x.D.mask is not None:
-        found = tl.max(kept, axis=0)
+        has_token = tl.max(kept, axis=0)
     else:
-        found = (document.length > 0).to(tl.int32)
-    return found
+        has_token = (document.length > 0).to(tl.int32)
+    return has_token
 
 
 @triton.jit
@@ -223,26 +223,26 @@ def compute_row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.con
         The maxima, before `normalize_maxima`. The first token that attains each maximum, or NO_TOKEN. Whether any token
         is kept. With C.SOFT, soft maxima and NO_TOKEN.
     """
-    q, scale, plain, unscaled = query
+    q, scale, is_exact, is_unscaled = query
     document = _trim_padding(x, document, C)
     best = fill_lanes(float("-inf"), tl.float32, C)
     where = init_lane_state(C)
-    kept = tl.full((C.BN,), 0, tl.int32)
-    odds = tl.full((C.BN,), 0, tl.int32)
+    kept_tokens = tl.full((C.BN,), 0, tl.int32)
+    fallback_tokens = tl.full((C.BN,), 0, tl.int32)
     if C.SINGLE_STEP or C.LANES == 1:
         mask = prefetch_tile_mask(x, document, 0, C)
         for t0 in range(0, document.length, C.BN):
-            ahead = prefetch_tile_mask(x, document, t0 + C.BN, C)
-            S, t, keep, first, odd = compute_tile(q, x, rows, document, t0, mask, C)
-            mask = ahead
+            next_mask = prefetch_tile_mask(x, document, t0 + C.BN, C)
+            S, t, keep, first, is_fallback = compute_tile(q, x, rows, document, t0, mask, C)
+            mask = next_mask
             if x.D.mask is not None:
-                kept = kept | keep.to(tl.int32)
+                kept_tokens = kept_tokens | keep.to(tl.int32)
             if C.FP32_TERMS > 0:
-                odds = odds | odd.to(tl.int32)
+                fallback_tokens = fallback_tokens | is_fallback.to(tl.int32)
             best, where = _update_maxima(best, where, S, t, keep, first, rows, ARGMAX, C)
     else:
-        best, where, kept = _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX, C)
-    any_kept = has_kept_token(x, document, kept)
+        best, where, kept_tokens = _compute_maxima_in_steps(best, where, kept_tokens, x, rows, document, ARGMAX, C)
+    any_kept = has_kept_token(x, document, kept_tokens)
     row_where = tl.full((C.BM,), NO_TOKEN, tl.int32)
     if C.SOFT:
         row_best = merge_soft_maxima(best, where, x, rows, C)
@@ -251,17 +251,17 @@ def compute_row_maxima(query, x, rows, document, ARGMAX: tl.constexpr, C: tl.con
     else:
         row_best = merge_lane_maxima(best, C)
     if C.FP32_TERMS > 0:
-        row_best = tl.where(unscaled, row_best, row_best * scale)
-        if (tl.max(odds, axis=0) > 0) | (tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0):
-            row_best, row_where = add_fallback_maxima(row_best, row_where, plain, x, rows, document, C)
+        row_best = tl.where(is_unscaled, row_best, row_best * scale)
+        if (tl.max(fallback_tokens, axis=0) > 0) | (tl.max((rows.ok & (is_exact == 0)).to(tl.int32), axis=0) > 0):
+            row_best, row_where = add_fallback_maxima(row_best, row_where, is_exact, x, rows, document, C)
     elif ARGMAX and not C.SOFT:
-        lost = rows.ok & (row_where == NO_TOKEN)
-        if (tl.max(lost.to(tl.int32), axis=0) > 0) & (any_kept > 0):
+        needs_search = rows.ok & (row_where == NO_TOKEN)
+        if (tl.max(needs_search.to(tl.int32), axis=0) > 0) & (any_kept > 0):
             row_where = _search_argmax(row_best, row_where, q, x, rows, document, C)
     if needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
         row_best = row_best * rows.scale
     if C.INT8_TERMS > 0:
         row_best = row_best * scale
-        if tl.max((rows.ok & (plain == 0)).to(tl.int32), axis=0) > 0:
-            row_best, row_where = add_fallback_maxima(row_best, row_where, plain, x, rows, document, C)
+        if tl.max((rows.ok & (is_exact == 0)).to(tl.int32), axis=0) > 0:
+            row_best, row_where = add_fallback_maxima(row_best, row_where, is_exact, x, rows, document, C)
     return row_best, row_where, any_kept

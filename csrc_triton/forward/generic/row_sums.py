@@ -84,9 +84,9 @@ def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, 
         n = n0 + tl.arange(0, TILES)
         start = source + tl.minimum(n * BN, tl.maximum(length - BN, 0))
         keep = _load_token_mask(mask, k, start[:, None] + column, end, stride_k, stride_l)
-        absent = tl.reshape(tl.where(keep, 0, 1), (TILES, BN // 32, 32)) << tl.arange(0, 32)[None, None, :]
+        masked_bits = tl.reshape(tl.where(keep, 0, 1), (TILES, BN // 32, 32)) << tl.arange(0, 32)[None, None, :]
         word = n[:, None] + (k * (BN // 32) + tl.arange(0, BN // 32)[None, :]) * tiles
-        tl.store(bits + word, tl.sum(absent, axis=2), mask=n[:, None] < tiles)
+        tl.store(bits + word, tl.sum(masked_bits, axis=2), mask=n[:, None] < tiles)
 
 
 @triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l"])
@@ -111,15 +111,15 @@ def maxsim_kept_tokens(
     blocks = tl.cdiv(Ld, TOKENS)
     k = (tl.program_id(0) // blocks).to(tl.int64)
     t0 = tl.program_id(0) % blocks * TOKENS
-    before = tl.full((), 0, tl.int32)
+    earlier_tokens = tl.full((), 0, tl.int32)
     for b0 in range(0, t0, 16 * TOKENS):
         t = b0 + tl.arange(0, 16 * TOKENS)
-        kept = _load_token_mask(mask, k, t, t0, stride_k, stride_l)
-        before += tl.sum(kept.to(tl.int32), axis=0)
+        is_earlier_kept = _load_token_mask(mask, k, t, t0, stride_k, stride_l)
+        earlier_tokens += tl.sum(is_earlier_kept.to(tl.int32), axis=0)
     t = t0 + tl.arange(0, TOKENS)
     keep = _load_token_mask(mask, k, t, Ld, stride_k, stride_l)
-    counted = keep.to(tl.int32)
-    place = before + tl.cumsum(counted, axis=0) - counted
+    counts = keep.to(tl.int32)
+    place = earlier_tokens + tl.cumsum(counts, axis=0) - counts
     columns = tl.arange(0, BD)
     ok = (columns < d)[None, :]
     # Load all tokens, so that the loads need not wait for the mask.
@@ -128,7 +128,7 @@ def maxsim_kept_tokens(
     if places is not None:
         tl.store(places + k * Ld + place, t, mask=keep)
     if t0 + TOKENS >= Ld:
-        tl.store(lengths + k, before + tl.sum(counted, axis=0))
+        tl.store(lengths + k, earlier_tokens + tl.sum(counts, axis=0))
 
 
 @triton.jit(do_not_specialize=["Ld", "rows"])
@@ -189,8 +189,8 @@ def _sum_block(
     keep = load_query_mask(Q, i, row % sizes.Lq, s < length)
     weight = load_query_weight(Q, i, row % sizes.Lq, keep)
     if C is None:
-        at = k.to(tl.int64)[:, None] * rows + row[None, :]
-        best = tl.load(maxima + at, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
+        offsets = k.to(tl.int64)[:, None] * rows + row[None, :]
+        best = tl.load(maxima + offsets, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
     else:
         best = _merge_split_maxima(cut, place, row, s < length, keep, rows, C)
     terms = tl.reshape(tl.where(keep[None, :], weight[None, :] * best, 0.0), (DOCUMENTS * QUERIES * ROWS_PER_QUERY,))
@@ -239,17 +239,19 @@ def maxsim_row_sums(
             gdc_wait()
     i = first + tl.arange(0, QUERIES * ROWS_PER_QUERY) // ROWS_PER_QUERY
     begin, length, _ = locate_query_segment(segments, i, i < queries, Nq * Lq)
-    total, keeps = _sum_block(maxima, cut, place, Q, begin, length, 0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C)
+    total, has_rows = _sum_block(
+        maxima, cut, place, Q, begin, length, 0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C
+    )
     longest = tl.max(length, axis=0)
     if longest > ROWS_PER_QUERY:
         pending = tl.full((DOCUMENTS * QUERIES, 4 if LEVELS <= 4 else 8), 0, tl.float32)
         total, pending = carry_block_sums(tl.zeros_like(total), pending, total, 0, LEVELS)
         for s0 in range(ROWS_PER_QUERY, longest, ROWS_PER_QUERY):
-            sums, more = _sum_block(
+            sums, has_block_rows = _sum_block(
                 maxima, cut, place, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C
             )
             total, pending = carry_block_sums(total, pending, sums, s0 // ROWS_PER_QUERY, LEVELS)
-            keeps = keeps | more
+            has_rows = has_rows | has_block_rows
         total = flush_block_sums(total, pending, tl.cdiv(longest, ROWS_PER_QUERY), LEVELS)
 
     i = first + tl.arange(0, QUERIES)
@@ -258,11 +260,11 @@ def maxsim_row_sums(
     any_kept = (tokens > 0)[:, None]
     if C is not None:
         any_kept = any_kept & (has_kept_split(cut, place) > 0)
-    empty = tl.where(keeps > 0, float("-inf"), 0.0)
-    score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), empty[None, :])
+    empty_scores = tl.where(has_rows > 0, float("-inf"), 0.0)
+    score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), empty_scores[None, :])
     score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))
-    at = i.to(tl.int64)[None, :] * stride + k[:, None]
-    tl.store(scores + at, score, mask=(i < queries)[None, :] & (k < K)[:, None])
+    offsets = i.to(tl.int64)[None, :] * stride + k[:, None]
+    tl.store(scores + offsets, score, mask=(i < queries)[None, :] & (k < K)[:, None])
 
 
 @triton.jit
@@ -287,9 +289,9 @@ def maxsim_sum_parts(partial, scores, stride, K, parts, TREE: tl.constexpr, BLOC
     blocks = tl.cdiv(K, BLOCK)
     i = (tl.program_id(0) // blocks).to(tl.int64)
     k = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    at = partial + i * parts * K + k
+    pointers = partial + i * parts * K + k
     total = tl.zeros((BLOCK,), tl.float32)
     for p in range(0, parts, TREE):
-        sums = _sum_part_tree(at, p, parts, k, K, TREE)
+        sums = _sum_part_tree(pointers, p, parts, k, K, TREE)
         total = tl.where(p == 0, sums, total + sums)
     tl.store(scores + i * stride + k, total, mask=k < K)

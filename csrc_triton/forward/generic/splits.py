@@ -52,7 +52,7 @@ def compute_split_length(segments, K, Td, cut, STEP: tl.constexpr):
     documents have `SegmentArgs.d_each` tokens.
     """
     if cut.each is not None:
-        each = cut.each
+        split_tokens = cut.each
     else:
         total = to_int64(K) * 0
         for k0 in range(0, K, _SCAN_BLOCK):
@@ -60,8 +60,8 @@ def compute_split_length(segments, K, Td, cut, STEP: tl.constexpr):
             _, length, _ = locate_document_segment(segments, k, k < K, Td)
             total += tl.sum(length.to(tl.int64), axis=0)
         tiles = tl.maximum(tl.cdiv(tl.cdiv(total, cut.most - K), STEP), _MIN_SPLIT_TILES)
-        each = tl.minimum(tiles * STEP, _MAX_SPLIT_TOKENS).to(tl.int32)
-    return each
+        split_tokens = tl.minimum(tiles * STEP, _MAX_SPLIT_TOKENS).to(tl.int32)
+    return split_tokens
 
 
 @triton.jit
@@ -80,16 +80,16 @@ def _locate_split_document(segments, n, K, Td, cut, each):
         document = tl.minimum(n // count, K)
         first = document * count
     else:
-        before = tl.full((), 0, tl.int32)
+        earlier_splits = tl.full((), 0, tl.int32)
         document = tl.full((), 0, tl.int32)
         first = tl.full((), 0, tl.int32)
         for k0 in range(0, K, _SCAN_BLOCK):
             k, count = _count_block_splits(segments, k0, K, Td, each)
-            end = before + tl.cumsum(count, axis=0)
-            passed = (end <= n) & (k < K)
-            document += tl.sum(passed.to(tl.int32), axis=0)
-            first = tl.maximum(first, tl.max(tl.where(passed, end, 0), axis=0))
-            before += tl.sum(count, axis=0)
+            end = earlier_splits + tl.cumsum(count, axis=0)
+            is_earlier = (end <= n) & (k < K)
+            document += tl.sum(is_earlier.to(tl.int32), axis=0)
+            first = tl.maximum(first, tl.max(tl.where(is_earlier, end, 0), axis=0))
+            earlier_splits += tl.sum(count, axis=0)
     return document, first
 
 
@@ -101,13 +101,13 @@ def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
     than a tile, unless C.SHORT_DOCUMENTS.
     """
     Document: tl.constexpr = import_args_class("Document")
-    each = compute_split_length(segments, sizes.K, sizes.Td, cut, C.BN)
-    k, first = _locate_split_document(segments, n, sizes.K, sizes.Td, cut, each)
+    split_tokens = compute_split_length(segments, sizes.K, sizes.Td, cut, C.BN)
+    k, first = _locate_split_document(segments, n, sizes.K, sizes.Td, cut, split_tokens)
     begin, length, _ = locate_document_segment(segments, k, to_mask(k < sizes.K), sizes.Td)
-    t0 = tl.where(length > 0, n - first, 0) * each
+    t0 = tl.where(length > 0, n - first, 0) * split_tokens
     if not C.SHORT_DOCUMENTS:
         t0 = tl.maximum(tl.minimum(t0, length - C.BN), 0)
-    tokens = tl.minimum(length - t0, each)
+    tokens = tl.minimum(length - t0, split_tokens)
     begin += t0
     mask = D.ptr
     if D.mask is not None:
@@ -118,16 +118,16 @@ def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
 @triton.jit
 def locate_document_splits(segments, k, K, Td, cut, STEP: tl.constexpr):
     """Return document `k`, its first split, and its number of splits."""
-    each = compute_split_length(segments, K, Td, cut, STEP)
+    split_tokens = compute_split_length(segments, K, Td, cut, STEP)
     _, length, _ = locate_document_segment(segments, k, to_mask(k < K), Td)
-    count = _count_splits(length, each)
+    count = _count_splits(length, split_tokens)
     if cut.each is not None:
         first = count * k
     else:
         first = count * 0
         for k0 in range(0, k, _SCAN_BLOCK):
-            other, counts = _count_block_splits(segments, k0, K, Td, each)
-            first += tl.sum(tl.where(other < k, counts, 0), axis=0)
+            documents, counts = _count_block_splits(segments, k0, K, Td, split_tokens)
+            first += tl.sum(tl.where(documents < k, counts, 0), axis=0)
     return to_int64(k), first, count
 
 
@@ -135,13 +135,13 @@ def locate_document_splits(segments, k, K, Td, cut, STEP: tl.constexpr):
 def has_kept_split(cut, place):
     """Return whether a split of the document at `place` keeps a token. See `locate_document_splits`."""
     _, first, count = place
-    found = (count > 0).to(tl.int32)
+    has_token = (count > 0).to(tl.int32)
     if cut.kept is not None:
-        found = found * 0
+        has_token = has_token * 0
         for n0 in range(0, count, _SCAN_BLOCK):
             n = n0 + tl.arange(0, _SCAN_BLOCK)
-            found = tl.maximum(found, tl.max(tl.load(cut.kept + first + n, mask=n < count, other=0), axis=0))
-    return found
+            has_token = tl.maximum(has_token, tl.max(tl.load(cut.kept + first + n, mask=n < count, other=0), axis=0))
+    return has_token
 
 
 @triton.jit
@@ -152,15 +152,15 @@ def merge_splits(cut, first, count, row, keep, rows, AT_ONCE: tl.constexpr):
     for n0 in range(0, count, AT_ONCE):
         n = n0 + tl.arange(0, AT_ONCE)
         # The workspace is small, so 32-bit offsets suffice.
-        at = (first + n)[:, None] * rows + row[None, :]
-        there = (n < count)[:, None] & keep[None, :]
-        found = tl.load(cut.maxima + at, mask=there, other=float("-inf"))
-        m = tl.reduce(found, 0, nan_max)
+        offsets = (first + n)[:, None] * rows + row[None, :]
+        mask = (n < count)[:, None] & keep[None, :]
+        maxima = tl.load(cut.maxima + offsets, mask=mask, other=float("-inf"))
+        m = tl.reduce(maxima, 0, nan_max)
         if cut.split_argmax is not None:
-            token = tl.load(cut.split_argmax + at, mask=there, other=NO_TOKEN)
-            hit = (found == m[None, :]) | (found != found)
+            token = tl.load(cut.split_argmax + offsets, mask=mask, other=NO_TOKEN)
+            hit = (maxima == m[None, :]) | (maxima != maxima)
             token = tl.min(tl.where(hit, token, NO_TOKEN), axis=0)
-            better = (m > best) | ((m != m) & (best == best))
-            where = tl.where(better, token, tl.where(m == best, tl.minimum(where, token), where))
+            is_better = (m > best) | ((m != m) & (best == best))
+            where = tl.where(is_better, token, tl.where(m == best, tl.minimum(where, token), where))
         best = nan_max(best, m)
     return best, where

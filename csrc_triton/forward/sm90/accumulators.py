@@ -112,8 +112,10 @@ def accumulate_tile(S, inverse, half, start, rest, origin, spans, C: gl.constexp
     if spans.Td is None or (spans.patches is not None or rest >= C.BN):
         best, where = reduce_tile(x, half.best, half.where, start + origin, C)
     else:
-        counts = gl.arange(0, C.BN, layout=gl.SliceLayout(0, x.type.layout)) < compiler_barrier_value(rest)
-        best, where = reduce_tile(gl.where(counts[None, :], x, float("-inf")), half.best, half.where, start + origin, C)
+        is_inside = gl.arange(0, C.BN, layout=gl.SliceLayout(0, x.type.layout)) < compiler_barrier_value(rest)
+        best, where = reduce_tile(
+            gl.where(is_inside[None, :], x, float("-inf")), half.best, half.where, start + origin, C
+        )
     return Accumulator(S, best, where)
 
 
@@ -151,10 +153,10 @@ def reset_accumulator(S, C: gl.constexpr):
     """Return an accumulator that has seen no tile, in the registers of `S`."""
     x = join_terms(S, C)
     if x.dtype == gl.int32 and not C.PRECOMPUTED_SCALES:
-        none = gl.full_like(x, -(2**31))
+        lowest = gl.full_like(x, -(2**31))
     else:
-        none = gl.full_like(x.to(gl.float32), float("-inf"))
-    best = gl.reduce(gl.reduce(split_lanes(none), 3, nan_max), 1, nan_max)
+        lowest = gl.full_like(x.to(gl.float32), float("-inf"))
+    best = gl.reduce(gl.reduce(split_lanes(lowest), 3, nan_max), 1, nan_max)
     where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
     return Accumulator(S, best, where)
 

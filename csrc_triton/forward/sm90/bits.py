@@ -57,10 +57,12 @@ def make_word_layout(words, operand):
     """
     bits = [[0, 1 << n] for n in range(5)]
     places = [[1 << n, 0] for n in range(words.bit_length() - 1)]
-    lanes, rest = places[:5], places[5:]
+    lanes, other_places = places[:5], places[5:]
     if operand:
-        return gl.DistributedLinearLayout([*bits, rest[0], *rest[3:]], lanes, rest[1:3], [], [words, 32])
-    return gl.DistributedLinearLayout([*bits, *rest[2:]], lanes, rest[:2], [], [words, 32])
+        return gl.DistributedLinearLayout(
+            [*bits, other_places[0], *other_places[3:]], lanes, other_places[1:3], [], [words, 32]
+        )
+    return gl.DistributedLinearLayout([*bits, *other_places[2:]], lanes, other_places[:2], [], [words, 32])
 
 
 @gluon.jit

@@ -42,8 +42,8 @@ def load_tile_scales(numbers, k, t0, Ld, layout: gl.constexpr, C: gl.constexpr):
     The tile begins with token t0, or ends with the document if it is the last tile.
     """
     t = gl.minimum(t0, Ld - C.BN) + gl.arange(0, C.BN, layout=layout)
-    at = numbers.scale + k.to(gl.int64) * numbers.stride_doc
-    return gl.load(at + t.to(gl.int64) * numbers.stride_l).to(gl.float32)
+    pointers = numbers.scale + k.to(gl.int64) * numbers.stride_doc
+    return gl.load(pointers + t.to(gl.int64) * numbers.stride_l).to(gl.float32)
 
 
 @gluon.jit
@@ -71,13 +71,13 @@ def _convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
     k = begin % K
     scale = load_tile_scales(numbers, k, 0, Ld, TOKENS, C) if C.PRECOMPUTED_SCALES else 0
     for _ in range(begin, end):
-        after = gl.where(k + 1 == K, 0, k + 1)
+        next_document = gl.where(k + 1 == K, 0, k + 1)
         for t0 in range(0, Ld, C.BN):
-            last = t0 + C.BN >= Ld
-            ahead = 0
+            is_last = t0 + C.BN >= Ld
+            next_scale = 0
             if C.PRECOMPUTED_SCALES:
-                t1 = gl.where(last, 0, t0 + C.BN)
-                ahead = load_tile_scales(numbers, gl.where(last, after, k), t1, Ld, TOKENS, C)
+                t1 = gl.where(is_last, 0, t0 + C.BN)
+                next_scale = load_tile_scales(numbers, gl.where(is_last, next_document, k), t1, Ld, TOKENS, C)
             mbarrier.wait(raw.full.index(stage), phase)
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             if get_code_bits(C.ENCODING) > 0:
@@ -91,9 +91,9 @@ def _convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
             fence_async_shared()
             mbarrier.arrive(ring.full.index(stage), count=1)
             mbarrier.arrive(raw.empty.index(stage), count=1)
-            scale = ahead
+            scale = next_scale
             stage, phase = advance_stage(stage, phase, C)
-        k = after
+        k = next_document
 
 
 @triton.constexpr_function
@@ -133,9 +133,9 @@ def _split_tiles(raw, ring, begin, end, Ld, C: gl.constexpr):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             for n in gl.static_range(C.BN // TOKENS):
                 x = raw.tiles.index(stage).slice(n * TOKENS, TOKENS, 0).load(LAYOUT)
-                terms, scale, plain, zero = split_rows(x, C.FP32_TERMS)
+                terms, scale, is_exact, is_zero = split_rows(x, C.FP32_TERMS)
                 hi, lo = terms
-                scale = gl.where(zero, 1.0, gl.where(plain, scale, -1.0))
+                scale = gl.where(is_zero, 1.0, gl.where(is_exact, scale, -1.0))
                 ring.tiles.index(stage).slice(n * TOKENS, TOKENS, 0).store(hi)
                 if C.FP32_TERMS == 2:
                     ring.tiles.index(stage + C.STAGES).slice(n * TOKENS, TOKENS, 0).store(lo)
@@ -164,7 +164,7 @@ def convert_queries(q, layout: gl.constexpr, C: gl.constexpr):
     """
     powers = 0
     if needs_power_scaling(q.dtype, C.ENCODING):
-        over = choose_powers(find_largest(q), C)
-        q = divide_by_powers(q, over, C)
-        powers = gl.convert_layout(over, layout)
+        divisors = choose_powers(find_largest(q), C)
+        q = divide_by_powers(q, divisors, C)
+        powers = gl.convert_layout(divisors, layout)
     return q, powers

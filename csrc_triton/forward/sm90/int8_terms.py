@@ -124,30 +124,32 @@ def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes,
     STEP: gl.constexpr = 1024 // C.MMA_ROWS  # tokens at a time: more need registers that products in flight occupy
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // STEP, STEP], [4, 1], [1, 0])
     i, s, _, ok = locate_accumulator_rows(first, H, parts, sizes, gl.SliceLayout(1, LAYOUT), C)
-    odd = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & ok
-    read = load_query_mask(Q, i, s, ok) if C.FP32_TERMS > 0 else odd
+    is_fallback = (gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT)) < 0) & ok
+    load_mask = load_query_mask(Q, i, s, ok) if C.FP32_TERMS > 0 else is_fallback
     first_feature = locate_rows(Q, i, s)
     best = gl.full([C.MMA_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
     for t0 in range(0, sizes.Ld, STEP):
         t = gl.minimum(t0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT)), sizes.Ld - 1).to(gl.int64)
-        each = 1.0
+        token_scale = 1.0
         if C.FP32_TERMS == 0:
-            each = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
-            each = each.to(gl.float32)
+            token_scale = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
+            token_scale = token_scale.to(gl.float32)
         row = k.to(gl.int64) * sizes.Ld + t
         tokens = numbers.ptr + row * (TOKEN_WORDS if get_code_bits(C.ENCODING) > 0 else d)
         S = gl.full([C.MMA_ROWS, STEP], 0.0, gl.float32, LAYOUT)
         rows = first_feature
         for n in range(0, d):
-            q = gl.load(rows, mask=read, other=0.0).to(gl.float32)
+            q = gl.load(rows, mask=load_mask, other=0.0).to(gl.float32)
             rows += Q.stride_d
             if get_code_bits(C.ENCODING) > 0:
-                y = load_number(tokens, n).to(gl.float32) * each
+                y = load_number(tokens, n).to(gl.float32) * token_scale
             else:
-                y = gl.load(tokens + n).to(gl.float32) * each
+                y = gl.load(tokens + n).to(gl.float32) * token_scale
             S += q[:, None] * y[None, :]
         if C.FP32_TERMS > 0:
-            use = odd[:, None] | find_fallback_tokens(numbers.ptr, row, d, gl.SliceLayout(0, LAYOUT), C)[None, :]
-            S = gl.where(use, S, float("-inf"))
+            needs_fp32 = (
+                is_fallback[:, None] | find_fallback_tokens(numbers.ptr, row, d, gl.SliceLayout(0, LAYOUT), C)[None, :]
+            )
+            S = gl.where(needs_fp32, S, float("-inf"))
         best = nan_max(best, gl.reduce(S, 1, nan_max))
     return gl.convert_layout(best, scale.type.layout)

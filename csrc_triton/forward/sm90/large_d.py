@@ -146,19 +146,19 @@ def _scale_similarities(S, inverse, C: gl.constexpr):
 def _has_kept_token(kept, C: gl.constexpr):
     """Return whether a document keeps a token. `kept` holds maxima of the norms of its tokens."""
     if C.MASK:
-        found = gl.reduce(kept, 0, nan_max)
-        found = (found >= 0) | (found != found)
+        has_token = gl.reduce(kept, 0, nan_max)
+        has_token = (has_token >= 0) | (has_token != has_token)
     else:
-        found = True
-    return found
+        has_token = True
+    return has_token
 
 
 @gluon.jit
 def _store_argmax(half, best, keep, k, row, ok, argmax, sizes):
     """Store the argmax of rows, -1 for rows that are not kept."""
     where, _ = select_argmax(half, best, keep, gl.full_like(best, 0).to(gl.int32))
-    at = argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
-    gl.store(at, where.to(argmax.dtype.element_ty), mask=ok)
+    pointers = argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
+    gl.store(pointers, where.to(argmax.dtype.element_ty), mask=ok)
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def _consume(Q, norms, ring, q_smem, out, begin, end, parts, sizes, d, G: gl.con
     half = reset_accumulator(gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, ACC), C)
     for task in range(begin, end):
         half = reset_accumulator(half.S, C)
-        kept = gl.full([C.BN], -1.0, gl.float32, TOKENS) if C.MASK else 0
+        max_norms = gl.full([C.BN], -1.0, gl.float32, TOKENS) if C.MASK else 0
         for t0 in range(0, sizes.Ld, C.BN):
             S = half.S
             for c0 in range(0, d, STEP_FEATURES):
@@ -223,13 +223,13 @@ def _consume(Q, norms, ring, q_smem, out, begin, end, parts, sizes, d, G: gl.con
                 mbarrier.arrive(ring.empty.index(_retreat_stage(stage, C)), count=1, pred=c0 > 0)
                 stage, phase = advance_stage(stage, phase, C)
             S = warpgroup_mma_wait(0, [S])
-            last = _retreat_stage(stage, C)
-            inverse = ring.norms.index(last) if C.NORMALIZE or C.MASK else 0
+            last_stage = _retreat_stage(stage, C)
+            inverse = ring.norms.index(last_stage) if C.NORMALIZE or C.MASK else 0
             start = t0 if C.SHORT_DOCUMENTS else gl.minimum(t0, sizes.Ld - C.BN)
-            half, kept = _reduce_product(S, half, kept, inverse, start, sizes.Ld, C)
-            mbarrier.arrive(ring.empty.index(last), count=1)
+            half, max_norms = _reduce_product(S, half, max_norms, inverse, start, sizes.Ld, C)
+            mbarrier.arrive(ring.empty.index(last_stage), count=1)
         first = (task // sizes.K * 2 + G) * (ACCUMULATOR_ROWS // C.ROWS_PER_QUERY)
-        _store_document(half, kept, Q, norms, first, parts, task % sizes.K, out, sizes, C)
+        _store_document(half, max_norms, Q, norms, first, parts, task % sizes.K, out, sizes, C)
 
 
 @gluon.jit(do_not_specialize=["parts"])

@@ -214,8 +214,8 @@ def _copy_tile(D, norms, ring, spans, k, K, row, length, t0, stage, phase, C: gl
     full = open_stage(ring, stage, phase, TILES * D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
     start = row + choose_tile_start(spans, t0, length, C)
     if HAS_SCALES:
-        at = start if D.dtype == gl.int8 or C.ENCODING != "" else k * gl.cdiv(length, C.BN) * C.BN + t0
-        async_load(norms, [at], full, ring.norms.inverse.index(stage))
+        norm_offset = start if D.dtype == gl.int8 or C.ENCODING != "" else k * gl.cdiv(length, C.BN) * C.BN + t0
+        async_load(norms, [norm_offset], full, ring.norms.inverse.index(stage))
     if BITS:
         async_load(D, [start * (C.BD // WORD_BITS)], full, ring.tiles.index(stage))
     else:
@@ -244,9 +244,9 @@ def produce(D, norms, ring, spans, begin, end, sizes, C: gl.constexpr):
         for t0 in range(0, stop, C.BN):
             _copy_tile(D, norms, ring, spans, k, sizes.K, row, length, t0, stage, phase, C)
             if C.SMALL_M and task + 1 < end:
-                other = (task + 1) % sizes.K
-                at = stage + C.STAGES
-                _copy_tile(D, norms, ring, spans, other, sizes.K, other * length, length, t0, at, phase, C)
+                k1 = (task + 1) % sizes.K
+                stage1 = stage + C.STAGES
+                _copy_tile(D, norms, ring, spans, k1, sizes.K, k1 * length, length, t0, stage1, phase, C)
             stage, phase = advance_stage(stage, phase, C)
 
 
@@ -306,9 +306,9 @@ def _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, 
     The first accumulator is reduced while the second product still runs.
     """
     start = choose_tile_start(spans, t0, length, C)
-    rest = length - start
+    tokens_left = length - start
     S_a, S_b, inverse = products
-    a = accumulate_tile(warpgroup_mma_wait(1, [S_a]), inverse, halves[0], start, rest, origin, spans, C)
+    a = accumulate_tile(warpgroup_mma_wait(1, [S_a]), inverse, halves[0], start, tokens_left, origin, spans, C)
     if spans.Td is None and (C.NORMALIZE or C.ARGMAX or C.PRECOMPUTED_SCALES or ring.tiles.dtype == gl.int8):
         # This barrier completed long ago, but the wait ends a basic block. Without the wait, ptxas waits for both
         # products and then reduces.
@@ -318,7 +318,7 @@ def _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, 
         S = warpgroup_mma_wait(0, [S_b])
     least, most = _find_scale_range(ring, at, C)
     mbarrier.arrive(ring.empty.index(at.stage), count=1)
-    b = accumulate_tile(S, inverse, halves[1], start, rest, origin, spans, C)
+    b = accumulate_tile(S, inverse, halves[1], start, tokens_left, origin, spans, C)
     stage, phase = advance_stage(at.stage, at.phase, C)
     halves = compiler_barrier_accumulator(a, C), compiler_barrier_accumulator(b, C)
     return halves, Position(stage, phase, at.turn ^ 1, least, most)
@@ -353,14 +353,14 @@ def _store_split_queries(rows, place, layout: gl.constexpr, OPERAND: gl.constexp
 
     The operand is the terms hi in registers. With two terms the terms lo follow, in shared memory.
     """
-    terms, scale, plain, zero = split_rows(rows, C.FP32_TERMS)
+    terms, scale, is_exact, is_zero = split_rows(rows, C.FP32_TERMS)
     hi, lo = terms
     place.store(hi)
     q = place.load(OPERAND)
     if C.FP32_TERMS == 2:
         place.store(lo)
         q = (q, place)
-    return q, gl.convert_layout(gl.where(zero, 1.0, gl.where(plain, scale, -1.0)), layout)
+    return q, gl.convert_layout(gl.where(is_zero, 1.0, gl.where(is_exact, scale, -1.0)), layout)
 
 
 @gluon.jit
@@ -375,30 +375,30 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 32 // q_smem.dtype.primitive_bitwidth)
     q = q_smem.index(2 * G), q_smem.index(2 * G + 1)
     inverse = 0, 0
-    odd = 0
+    has_fallback = 0
     if C.FP32_TERMS > 0:
-        a, over_a = _store_split_queries(
+        a, factors_a = _store_split_queries(
             load_accumulator_queries(x.Q, first, 0, x.parts, sizes, x.d, C), q[0], layout, OPERAND, C
         )
-        b, over_b = _store_split_queries(
+        b, factors_b = _store_split_queries(
             load_accumulator_queries(x.Q, first, 1, x.parts, sizes, x.d, C), q[1], layout, OPERAND, C
         )
         q = a, b
-        inverse = over_a, over_b
-        odd = gl.maximum(has_fallback_rows(over_a), has_fallback_rows(over_b))
+        inverse = factors_a, factors_b
+        has_fallback = gl.maximum(has_fallback_rows(factors_a), has_fallback_rows(factors_b))
     elif q_smem.dtype == gl.int8:
         inverse = (
             store_query_terms(x.Q, q[0], first, 0, x.parts, sizes, x.d, layout, C),
             store_query_terms(x.Q, q[1], first, 1, x.parts, sizes, x.d, layout, C),
         )
-        odd = gl.maximum(has_fallback_rows(inverse[0]), has_fallback_rows(inverse[1]))
+        has_fallback = gl.maximum(has_fallback_rows(inverse[0]), has_fallback_rows(inverse[1]))
     else:
         a = load_accumulator_queries(x.Q, first, 0, x.parts, sizes, x.d, C)
         b = load_accumulator_queries(x.Q, first, 1, x.parts, sizes, x.d, C)
         if is_fp8(C.ENCODING):
-            a, over_a = convert_queries(a, layout, C)
-            b, over_b = convert_queries(b, layout, C)
-            inverse = over_a, over_b
+            a, factors_a = convert_queries(a, layout, C)
+            b, factors_b = convert_queries(b, layout, C)
+            inverse = factors_a, factors_b
         q[0].store(a)
         q[1].store(b)
         if C.NORMALIZE:
@@ -409,7 +409,7 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
     fence_async_shared()
     if C.OPERAND_IN_REGISTERS and C.FP32_TERMS == 0:
         q = q[0].load(OPERAND), q[1].load(OPERAND)
-    return q, (inverse[0], inverse[1], odd)
+    return q, (inverse[0], inverse[1], has_fallback)
 
 
 @gluon.jit
@@ -424,24 +424,26 @@ def _finish_rows(half, x, first, factors, H: gl.constexpr, k, length, each, out,
     """
     Q = x.Q
     i, s, row, ok = locate_accumulator_rows(first, H, x.parts, sizes, gl.SliceLayout(1, half.best.type.layout), C)
-    at = k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
+    offsets = k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
     keep = load_query_mask(Q, i, s, ok)
     best = gl.reduce(half.best, 1, nan_max)
     if C.ARGMAX:
         winners = keep if length is None else keep & (length > 0)
         where, unresolved = select_argmax(half, best, winners, unresolved)
-        gl.store(out.argmax + at, where.to(out.argmax.dtype.element_ty), mask=ok)
+        gl.store(out.argmax + offsets, where.to(out.argmax.dtype.element_ty), mask=ok)
     if C.FP32_TERMS > 0:
         best = best * factors[H]
     elif C.INT8_TERMS > 0:
-        inverse, odd = factors[H], factors[2]
-        best = dequantize_row_maxima(best, inverse, each, odd, Q, x.numbers, first, H, x.parts, k, sizes, x.d, C)
+        inverse, has_fallback = factors[H], factors[2]
+        best = dequantize_row_maxima(
+            best, inverse, each, has_fallback, Q, x.numbers, first, H, x.parts, k, sizes, x.d, C
+        )
     elif C.NORMALIZE or needs_power_scaling(Q.ptr.dtype.element_ty, C.ENCODING):
         best = best * factors[H]
     if out.maxima is None:
         best = gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0)
     else:
-        gl.store(out.maxima + at, best, mask=ok)
+        gl.store(out.maxima + offsets, best, mask=ok)
     return best, unresolved
 
 
@@ -509,8 +511,8 @@ def _choose_origin(spans, bounds, C: gl.constexpr):
 def _flag_fallbacks(at, factors, each, C: gl.constexpr):
     """Return 1.0 if a row or a token of the document so far is a fallback with C.FP32_TERMS, else `each`."""
     if C.FP32_TERMS > 0:
-        odd = gl.maximum(factors[2], (gl.min(at.least, axis=0) < 0).to(gl.int32))
-        return odd.to(gl.float32)
+        has_fallback = gl.maximum(factors[2], (gl.min(at.least, axis=0) < 0).to(gl.int32))
+        return has_fallback.to(gl.float32)
     else:
         return each
 
@@ -540,18 +542,18 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
     halves = (reset_accumulator(S, C), reset_accumulator(S, C))
     layout: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
     unresolved = gl.full([C.MMA_ROWS], 0, gl.int32, layout)
-    each = 0.0
+    document_scale = 0.0
     task = begin
     while task < end:
         row_tile = task // sizes.K
-        last = gl.minimum((row_tile + 1) * sizes.K, end)
+        tile_end = gl.minimum((row_tile + 1) * sizes.K, end)
         first = locate_first_group(row_tile, G, x.parts, C)
         q, factors = _load_queries(x, q_smem, first, sizes, layout, G, C)
         begin_k = task % sizes.K
-        end_k = begin_k + last - task
+        end_k = begin_k + tile_end - task
         length, origin, bounds = _locate_first_document(spans, begin_k, sizes, C)
         # The length of the previous document, unused at first. Triton would treat `length` as a loop invariant.
-        before = None if EVEN else begin_k
+        previous_length = None if EVEN else begin_k
         for k in range(begin_k, end_k):
             if EVEN and C.ARGMAX:
                 halves, at = _score_tiles(q, ring, halves, at, 0, length, origin, length, spans, G, C)
@@ -559,37 +561,43 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 products = _issue_products(q, ring, halves, at, G, C)
                 if not C.ARGMAX:
                     if k > begin_k:
-                        each = _flag_fallbacks(at, factors, each, C)
-                        kept = _find_kept_length(at) if C.MASK else before
-                        _store_document(halves, x, first, factors, k - 1, kept, each, out, unresolved, sizes, C)
+                        document_scale = _flag_fallbacks(at, factors, document_scale, C)
+                        kept_length = _find_kept_length(at) if C.MASK else previous_length
+                        _store_document(
+                            halves, x, first, factors, k - 1, kept_length, document_scale, out, unresolved, sizes, C
+                        )
                     if C.INT8_TERMS > 0:
-                        each = load_document_scale(x.numbers, k, C)
+                        document_scale = load_document_scale(x.numbers, k, C)
                     at = _reset_scale_range(at, C)
                     halves = reset_accumulators(halves, C)
                 if not EVEN:
                     # Bounds of the next document were loaded one document ahead. This arithmetic overlaps the products.
-                    after = get_segment_length(spans, bounds, k + 1, sizes)
+                    next_length = get_segment_length(spans, bounds, k + 1, sizes)
                     source = _choose_origin(spans, bounds, C)
                     bounds = load_segment_bounds(spans, k + 2, sizes.K)
                 halves, at = _reduce_accumulators(products, ring, halves, at, 0, origin, length, spans, C)
                 stop = length if EVEN else compiler_barrier_value(length)
                 halves, at = _score_tiles(q, ring, halves, at, C.BN, stop, origin, length, spans, G, C)
             if C.ARGMAX:
-                here = _find_kept_length(at) if C.MASK else (None if EVEN else length)
-                each = _flag_fallbacks(at, factors, each, C)
-                unresolved = _store_document(halves, x, first, factors, k, here, each, out, unresolved, sizes, C)
+                scored_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
+                document_scale = _flag_fallbacks(at, factors, document_scale, C)
+                unresolved = _store_document(
+                    halves, x, first, factors, k, scored_length, document_scale, out, unresolved, sizes, C
+                )
                 at = _reset_scale_range(at, C)
                 halves = reset_accumulators(halves, C)
             if not EVEN:
-                before, length, origin = length, after, source
+                previous_length, length, origin = length, next_length, source
         if not C.ARGMAX:
-            each = _flag_fallbacks(at, factors, each, C)
-            kept = _find_kept_length(at) if C.MASK else before
-            _store_document(halves, x, first, factors, end_k - 1, kept, each, out, unresolved, sizes, C)
+            document_scale = _flag_fallbacks(at, factors, document_scale, C)
+            kept_length = _find_kept_length(at) if C.MASK else previous_length
+            _store_document(
+                halves, x, first, factors, end_k - 1, kept_length, document_scale, out, unresolved, sizes, C
+            )
             at = _reset_scale_range(at, C)
             if not EVEN:
                 halves = reset_accumulators(halves, C)  # else all loops carry `where`, although it is always 0
-        task = last
+        task = tile_end
     if has_argmax_search(C):
         _resolve_argmax(x, D, norms, ring, q_smem, spans, out.argmax, unresolved, begin, end, sizes, G, C)
 
@@ -616,8 +624,8 @@ def _search_argmax(q, D, norms, ring, spans, k, row, length, phase, G: gl.conste
         if C.NORMALIZE:
             if C.PRECOMPUTED_SCALES:
                 mbarrier.expect(barrier, norms.block_type.nbytes)
-                at = k * gl.cdiv(length, C.BN) * C.BN + t0
-                async_load(norms, [at], barrier, ring.norms.inverse.index(G))
+                norm_offset = k * gl.cdiv(length, C.BN) * C.BN + t0
+                async_load(norms, [norm_offset], barrier, ring.norms.inverse.index(G))
                 mbarrier.wait(barrier, phase)
                 phase ^= 1
             else:
@@ -636,8 +644,8 @@ def _search_argmax(q, D, norms, ring, spans, k, row, length, phase, G: gl.conste
             hit = counts & ((S == m[:, None]) | (S != S))
             first = gl.min(gl.where(hit, start + column[None, :], NO_TOKEN), axis=1)
             # A tile without a kept token has no first token. A row of -inf still has one.
-            better = (m > best) | ((m != m) & (best == best)) | (where == NO_TOKEN)
-            where = gl.where(better, first, where)
+            is_better = (m > best) | ((m != m) & (best == best)) | (where == NO_TOKEN)
+            where = gl.where(is_better, first, where)
             best = nan_max(best, m)
     if spans.Td is None:
         where = gl.where(where == NO_TOKEN, 0, where)
@@ -648,8 +656,8 @@ def _search_argmax(q, D, norms, ring, spans, k, row, length, phase, G: gl.conste
 def _find_unresolved(first, H: gl.constexpr, k, x, argmax, sizes, layout: gl.constexpr, C: gl.constexpr):
     """Return the argmax pointers of accumulator H's rows, and which of these rows are UNRESOLVED."""
     _, _, row, ok = locate_accumulator_rows(first, H, x.parts, sizes, layout, C)
-    at = argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
-    return at, ok & (gl.load(at, mask=ok, other=0) == UNRESOLVED)
+    pointers = argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
+    return pointers, ok & (gl.load(pointers, mask=ok, other=0) == UNRESOLVED)
 
 
 @gluon.jit
@@ -675,6 +683,6 @@ def _resolve_argmax(
                 q = _load_queries(x, q_smem, first, sizes, ROW, G, C)[0]
                 for H in gl.static_range(2):
                     where, phase = _search_argmax(q[H], D, norms, ring, spans, k, row, length, phase, G, C)
-                    at, here = _find_unresolved(first, H, k, x, argmax, sizes, ROW, C)
+                    pointers, is_unresolved = _find_unresolved(first, H, k, x, argmax, sizes, ROW, C)
                     where += _choose_origin(spans, bounds, C)
-                    gl.store(at, where.to(argmax.dtype.element_ty), mask=here)
+                    gl.store(pointers, where.to(argmax.dtype.element_ty), mask=is_unresolved)

@@ -66,8 +66,8 @@ def produce_norms(ring, begin, end, Ld, C: gl.constexpr):
     for _ in range(begin, end):
         for _ in range(0, Ld, C.BN):
             mbarrier.wait(ring.full.index(stage), phase)
-            found = compute_tile_inverse_norms(ring.tiles.index(stage), NORM_WARPS, C)
-            ring.norms.inverse.index(stage + phase * C.STAGES).store(found)
+            inverse = compute_tile_inverse_norms(ring.tiles.index(stage), NORM_WARPS, C)
+            ring.norms.inverse.index(stage + phase * C.STAGES).store(inverse)
             mbarrier.arrive(ring.norms.ready.index(stage), count=1)
             stage, phase = advance_stage(stage, phase, C)
 

@@ -83,11 +83,11 @@ def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td,
         STAGES: gl.constexpr = C.STAGES
         for n in gl.static_range(STAGES):
             mbarrier.init(ready.index(n), count=2)
-        patched = TilePipeline(ring.tiles, ready, ring.empty, ring.turn, ring.search, ring.norms)
+        patched_ring = TilePipeline(ring.tiles, ready, ring.empty, ring.turn, ring.search, ring.norms)
         gl.warp_specialize(
             [
-                (consume, (x, D, None, patched, q_smem, spans, found, begin, end, sizes, 0, C)),
-                (consume, (x, D, None, patched, q_smem, spans, found, begin, end, sizes, 1, C)),
+                (consume, (x, D, None, patched_ring, q_smem, spans, found, begin, end, sizes, 0, C)),
+                (consume, (x, D, None, patched_ring, q_smem, spans, found, begin, end, sizes, 1, C)),
                 (produce, (D, None, ring, spans, begin, end, sizes, C)),
                 (_overwrite_masked_tokens, (spans, ring, ready, begin, end, K, d, 0, C)),
                 (_overwrite_masked_tokens, (spans, ring, ready, begin, end, K, d, 1, C)),
@@ -109,29 +109,32 @@ def _overwrite_masked_tokens(spans, ring, ready, begin, end, K, d, W: gl.constex
     lane = gl.arange(0, WARP_LANES, layout=gl.BlockedLayout([1], [WARP_LANES], [1], [0]))
     k = begin % K
     length = _load_kept_length(spans, k)
-    absent = _load_masked_bits(spans, k, 0, lane, W)
+    masked_bits = _load_masked_bits(spans, k, 0, lane, W)
     words = _load_token_words(spans, k, _load_source_token(spans, k), lane, d, C)
     source = _load_source_token(spans, (begin + 1) % K)
     for task in range(begin, end):
         k = task % K
-        after = (task + 1) % K
-        here_length = gl.maximum(compiler_barrier_value(length), 1)
+        next_document = (task + 1) % K
+        document_length = gl.maximum(compiler_barrier_value(length), 1)
         # Load one document ahead, to hide the latency of global memory.
-        length = _load_kept_length(spans, after)
-        coming = _load_token_words(spans, after, source, lane, d, C), _load_masked_bits(spans, after, 0, lane, W)
+        length = _load_kept_length(spans, next_document)
+        next_patch = (
+            _load_token_words(spans, next_document, source, lane, d, C),
+            _load_masked_bits(spans, next_document, 0, lane, W),
+        )
         source = _load_source_token(spans, (task + 2) % K)
-        for t0 in range(0, here_length, C.BN):
+        for t0 in range(0, document_length, C.BN):
             tile = t0 // C.BN
             if (tile > 0) & (tile % WARP_LANES == 0):
-                absent = _load_masked_bits(spans, k, tile, lane, W)
-            bits = gl.sum(gl.where(lane == tile % WARP_LANES, absent, 0), axis=0)
+                masked_bits = _load_masked_bits(spans, k, tile, lane, W)
+            bits = gl.sum(gl.where(lane == tile % WARP_LANES, masked_bits, 0), axis=0)
             mbarrier.wait(ring.full.index(stage), phase)
             if bits != 0:
                 _overwrite(ring, stage * (C.BN * C.BD // 64) + WARP_LANES * W, bits, words, lane, C)
                 fence_async_shared()
             mbarrier.arrive(ready.index(stage), count=1)
             stage, phase = advance_stage(stage, phase, C)
-        words, absent = coming
+        words, masked_bits = next_patch
 
 
 @gluon.jit
@@ -177,9 +180,9 @@ def _overwrite(ring, first, bits, words, lane, C: gl.constexpr):
     for half in gl.static_range(2):
         a = _make_four_lines(words[0], lane, 4 * half)
         b = _make_four_lines(words[1], lane, 4 * half)
-        for eight in gl.static_range(WARP_LANES // 8):
+        for group in gl.static_range(WARP_LANES // 8):
             for n in gl.static_range(4):
-                _overwrite_one(lines, first, 8 * eight + 4 * half + n, bits, a[n], b[n], C)
+                _overwrite_one(lines, first, 8 * group + 4 * half + n, bits, a[n], b[n], C)
 
 
 @gluon.jit

@@ -224,5 +224,5 @@ def open_stage(ring, stage, phase, BYTES: gl.constexpr):
 def advance_stage(stage, phase, C: gl.constexpr):
     """Return the stage after `stage` and its phase, which flips when the index wraps around."""
     stage += 1
-    wrapped = stage == C.STAGES
-    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+    has_wrapped = stage == C.STAGES
+    return gl.where(has_wrapped, 0, stage), gl.where(has_wrapped, phase ^ 1, phase)

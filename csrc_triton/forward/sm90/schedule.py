@@ -52,12 +52,12 @@ def load_segment_bounds(spans, k, K):
 
     Callers load them one document ahead, to hide the latency of global memory.
     """
-    first, other = 0, 0
+    first, length_or_end = 0, 0
     if spans.Td is not None:
-        first, other = load_document_bounds(spans.segments, k.to(gl.int64), k < K)
+        first, length_or_end = load_document_bounds(spans.segments, k.to(gl.int64), k < K)
     if spans.patches is not None:
         first = gl.load(spans.patches.sources + k, mask=k < K, other=0)
-    return first, other
+    return first, length_or_end
 
 
 @gluon.jit
@@ -99,10 +99,10 @@ def choose_tile_start(spans, t0, length, C: gl.constexpr):
     The last tile shifts back to the end of the document. It repeats tokens, so that all of its columns are valid. Even
     documents have at least BN tokens.
     """
-    last = length - C.BN
+    last_start = length - C.BN
     if spans.Td is not None:
-        last = gl.maximum(last, 0)
-    return gl.minimum(t0, last)
+        last_start = gl.maximum(last_start, 0)
+    return gl.minimum(t0, last_start)
 
 
 @gluon.jit
@@ -167,22 +167,22 @@ def partition_pairs(spans, first, row_tiles, K, C: gl.constexpr):
         total += gl.sum(estimate_block_costs(spans, k0, K, C), axis=0)
     x = row_tiles * gl.program_id(0)
     y = x + row_tiles
-    before = total * 0
+    earlier_cost = total * 0
     costs = first
-    passed_x = 0
-    passed_y = 0
+    documents_x = 0
+    documents_y = 0
     for k0 in range(0, K, SCHEDULE_BLOCK_DOCUMENTS):
-        starts = before + (gl.associative_scan(costs, 0, _add) - costs)
-        both = _flag_before_share(starts, costs, x % programs, total) + (
+        starts = earlier_cost + (gl.associative_scan(costs, 0, _add) - costs)
+        flags = _flag_before_share(starts, costs, x % programs, total) + (
             _flag_before_share(starts, costs, y % programs, total) << 16
         )
-        counts = gl.sum(both, axis=0)
-        passed_x += counts & 0xFFFF
-        passed_y += counts >> 16
+        counts = gl.sum(flags, axis=0)
+        documents_x += counts & 0xFFFF
+        documents_y += counts >> 16
         if k0 + SCHEDULE_BLOCK_DOCUMENTS < K:
-            before += gl.sum(costs, axis=0)
+            earlier_cost += gl.sum(costs, axis=0)
             costs = estimate_block_costs(spans, k0 + SCHEDULE_BLOCK_DOCUMENTS, K, C)
-    return x // programs * K + passed_x, y // programs * K + passed_y
+    return x // programs * K + documents_x, y // programs * K + documents_y
 
 
 @gluon.jit

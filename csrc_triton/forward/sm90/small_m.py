@@ -167,11 +167,11 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
     else:
         rows = load_accumulator_queries(x.Q, 0, 0, 1, sizes, x.d, C)
         if C.FP32_TERMS > 0:
-            terms, scale, plain, zero = split_rows(rows, C.FP32_TERMS)
+            terms, scale, is_exact, is_zero = split_rows(rows, C.FP32_TERMS)
             rows, lo = terms
             if C.FP32_TERMS == 2:
                 low.store(lo)
-            factor = gl.convert_layout(gl.where(zero, 1.0, gl.where(plain, scale, -1.0)), layout)
+            factor = gl.convert_layout(gl.where(is_zero, 1.0, gl.where(is_exact, scale, -1.0)), layout)
         elif is_fp8(C.ENCODING):
             rows, factor = convert_queries(rows, layout, C)
         elif C.NORMALIZE:
@@ -184,8 +184,8 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
 @gluon.jit
 def _advance_tile(k, t0, Ld, C: gl.constexpr):
     """Return the document and the first token of the warp group's next tile."""
-    last = t0 + C.BN >= Ld
-    return gl.where(last, k + 2, k), gl.where(last, 0, t0 + C.BN)
+    is_last = t0 + C.BN >= Ld
+    return gl.where(is_last, k + 2, k), gl.where(is_last, 0, t0 + C.BN)
 
 
 @gluon.jit
@@ -208,7 +208,7 @@ def _compute_split_similarities(x, q, S, layout: gl.constexpr, C: gl.constexpr):
 
     The similarities of fallback tokens, which fp16 terms cannot represent, are -inf. Their flags are returned last.
     """
-    terms, scale, plain, _ = split_rows(x, C.FP32_TERMS)
+    terms, scale, is_exact, _ = split_rows(x, C.FP32_TERMS)
     hi, lo = terms
     if C.FP32_TERMS == 2:
         S = warpgroup_mma(lo, q[0], S, use_acc=False, is_async=True)
@@ -216,12 +216,12 @@ def _compute_split_similarities(x, q, S, layout: gl.constexpr, C: gl.constexpr):
     else:
         S = warpgroup_mma(hi, q[0], S, use_acc=False, is_async=True)
     scale = gl.convert_layout(scale, layout)
-    plain = gl.convert_layout(plain.to(gl.int32), layout)
+    is_exact = gl.convert_layout(is_exact.to(gl.int32), layout)
     S = warpgroup_mma_wait(0, [S])
     if C.FP32_TERMS == 2:
         S = warpgroup_mma(hi, q[0], S * (1.0 / FP16_LOW_SCALE), is_async=True)
         S = warpgroup_mma_wait(0, [S])
-    return S, gl.where((plain > 0)[:, None], S * scale[:, None], float("-inf")), 1 - plain
+    return S, gl.where((is_exact > 0)[:, None], S * scale[:, None], float("-inf")), 1 - is_exact
 
 
 @gluon.jit
@@ -235,12 +235,12 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
     BITS: gl.constexpr = get_code_bits(C.ENCODING) > 0
     mbarrier.wait(ring.full.index(slot), phase)
     tile = ring.tiles.index(slot)
-    odd = 0
+    is_fallback = 0
     if converts_tokens(C):
         a = tile.load(gl.DotOperandLayout(0, S.type.layout, 2))
         mbarrier.arrive(ring.empty.index(slot), count=1)
         if C.FP32_TERMS > 0:
-            S, x, odd = _compute_split_similarities(a, q, S, layout, C)
+            S, x, is_fallback = _compute_split_similarities(a, q, S, layout, C)
         else:
             S = warpgroup_mma(fp8_to_fp16(a, C), q[0], S, use_acc=False, is_async=True)
             S = warpgroup_mma_wait(0, [S])
@@ -265,7 +265,7 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
         x = join_terms(S, C)
         if C.NORMALIZE or C.PRECOMPUTED_SCALES:
             x = x.to(gl.float32) * scale[:, None]
-    return S, x, odd
+    return S, x, is_fallback
 
 
 @gluon.jit
@@ -297,9 +297,9 @@ def _select_first_largest(v0, t0, v1, t1):
 
     NaN is larger than all numbers.
     """
-    larger = (v1 > v0) | ((v1 != v1) & (v0 == v0))
-    alike = (v1 == v0) | ((v1 != v1) & (v0 != v0))
-    return nan_max(v0, v1), gl.where(larger | (alike & (t1 < t0)), t1, t0)
+    is_larger = (v1 > v0) | ((v1 != v1) & (v0 == v0))
+    is_equal = (v1 == v0) | ((v1 != v1) & (v0 != v0))
+    return nan_max(v0, v1), gl.where(is_larger | (is_equal & (t1 < t0)), t1, t0)
 
 
 @triton.constexpr_function
@@ -366,31 +366,33 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
     phase = 0
     S = gl.full([C.BN, _count_columns(C)], 0, gl.int32 if C.INT8_TERMS > 0 else gl.float32, ACC)
     if C.INT8_TERMS > 0 and not C.PRECOMPUTED_SCALES:
-        none = gl.full_like(join_terms(S, C), -(2**31))
+        lowest = gl.full_like(join_terms(S, C), -(2**31))
     else:
-        none = gl.full_like(join_terms(S, C).to(gl.float32), float("-inf"))
-    TOKEN: gl.constexpr = gl.SliceLayout(1, none.type.layout)
-    none = _merge_neighbors(none, C)
+        lowest = gl.full_like(join_terms(S, C).to(gl.float32), float("-inf"))
+    TOKEN: gl.constexpr = gl.SliceLayout(1, lowest.type.layout)
+    lowest = _merge_neighbors(lowest, C)
     tables = make_tables(x.d, 4 * C.BN, True) if get_code_bits(C.ENCODING) > 0 else 0
     q, factor = _load_queries(x, q_smem, sizes, ROW, G, C)
     odd_rows = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.FP32_TERMS > 0 else 0
     scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
-    ahead, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
-    each = 0.0
+    next_scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
+    document_scale = 0.0
     for k in range(begin + G, end, 2):
-        best = none
-        where = gl.full_like(none, 0).to(gl.int32) if C.ARGMAX else 0
+        best = lowest
+        where = gl.full_like(lowest, 0).to(gl.int32) if C.ARGMAX else 0
         odd_tokens = gl.full([C.BN], 0, gl.int32, TOKEN) if C.FP32_TERMS > 0 else 0
         if C.INT8_TERMS > 0:
-            each = load_document_scale(x.numbers, k, C)
+            document_scale = load_document_scale(x.numbers, k, C)
         for t0 in range(0, sizes.Ld, C.BN):
-            last, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
-            S, found, odd = _compute_similarities(ring, q, tables, S, scale, stage + G * C.STAGES, phase, TOKEN, C)
-            found = _merge_neighbors(found, C)
-            best, where = _update_maxima(best, where, found, gl.minimum(t0, sizes.Ld - C.BN), C)
-            odd_tokens = odd_tokens | odd
-            scale, ahead = ahead, last
+            later_scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
+            S, similarities, is_fallback = _compute_similarities(
+                ring, q, tables, S, scale, stage + G * C.STAGES, phase, TOKEN, C
+            )
+            similarities = _merge_neighbors(similarities, C)
+            best, where = _update_maxima(best, where, similarities, gl.minimum(t0, sizes.Ld - C.BN), C)
+            odd_tokens = odd_tokens | is_fallback
+            scale, next_scale = next_scale, later_scale
             stage, phase = advance_stage(stage, phase, C)
         best, where = _reduce_tokens(best, where, ROW, C)
-        best = _dequantize_maxima(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C)
+        best = _dequantize_maxima(best, factor, document_scale, odd_rows, odd_tokens, x, k, sizes, C)
         _store_scores(best, where, x.Q, k, out, sizes, C)

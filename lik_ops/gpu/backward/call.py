@@ -76,8 +76,10 @@ class GradientCall(NamedTuple):
 
     def write_query_gradients(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
         """Launch the gradients of the queries and of their weights."""
-        scaled = self.up.scale is not None
-        launch = backward_configs.configure_gather(self.kind, ragged=self.packed, scaled=scaled, encoding=self.encoding)
+        is_scaled = self.up.scale is not None
+        launch = backward_configs.configure_gather(
+            self.kind, ragged=self.packed, scaled=is_scaled, encoding=self.encoding
+        )
         args = (*self.groups, self.counts, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
 
@@ -99,11 +101,11 @@ class GradientCall(NamedTuple):
         """
         launch = backward_configs.configure_scatter(self.kind, ragged=self.packed)
         tiles, K = self.row_tiles(launch), self.up.K
-        most = max(cdiv(K * tiles, _TARGET_SCATTER_PROGRAMS), min(K, launch.config.BN))
-        grid = (*check_grid(tiles), cdiv(K, most))
+        share = max(cdiv(K * tiles, _TARGET_SCATTER_PROGRAMS), min(K, launch.config.BN))
+        grid = (*check_grid(tiles), cdiv(K, share))
         if self.packed:
-            most, grid = self.up.count, (*grid[:1], 1)
-        self.run(maxsim_scatter, grid, (*self.groups, sum_Q, sum_D, self.d, most), launch)
+            share, grid = self.up.count, (*grid[:1], 1)
+        self.run(maxsim_scatter, grid, (*self.groups, sum_Q, sum_D, self.d, share), launch)
 
     def write_gradients(
         self, X: DocumentArgs, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, wide: int, weighted: bool
@@ -124,5 +126,5 @@ class GradientCall(NamedTuple):
             queries = queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
         launch = backward_configs.configure_gather(self.kind._replace(d=d, candidates=False, wide=wide))
         grid = check_grid(N * K * cdiv(L, launch.config.BM))
-        of_rows = RowSumArgs(sums, K, L, None if weighted else self.up.scale)
-        self.run(maxsim_finish, grid, (X, queries, of_rows, grad, grad_weight, d), launch)
+        row_sums = RowSumArgs(sums, K, L, None if weighted else self.up.scale)
+        self.run(maxsim_finish, grid, (X, queries, row_sums, grad, grad_weight, d), launch)

@@ -45,12 +45,12 @@ def allocate_gradients(Q: Tensor, D: Tensor, needs: list[bool], trivial: bool) -
         needs: whether the gradients of Q, D, and q_weight are needed. Other gradients have shape [0].
         trivial: whether all gradients are zero.
     """
-    found = (
+    gradients = (
         _allocate_gradient(Q, needs[0]),
         _allocate_gradient(D, needs[1], dtype=Q.dtype),
         _allocate_gradient(Q, needs[2], Q.shape[:-1], torch.float32),
     )
-    return tuple(x.zero_() for x in found) if trivial else found  # type: ignore[return-value]
+    return tuple(x.zero_() for x in gradients) if trivial else gradients  # type: ignore[return-value]
 
 
 class BackwardArgs(NamedTuple):
@@ -87,8 +87,8 @@ class BackwardArgs(NamedTuple):
     def part(self, queries: slice, documents: slice) -> BackwardArgs:
         """Return the call for a slice of queries and a slice of documents, with their recomputed argmax."""
         q_mask, q_weight = (None if t is None else t[queries] for t in (self.q_mask, self.q_weight))
-        own = queries if self.D.dim() == 4 else documents
-        D, d_mask = self.D[own], None if self.d_mask is None else self.d_mask[own]
+        document_slice = queries if self.D.dim() == 4 else documents
+        D, d_mask = self.D[document_slice], None if self.d_mask is None else self.d_mask[document_slice]
         Q, dtype = self.Q[queries], choose_argmax_dtype(D.shape[-2])
         argmax = forward(Q, D, q_mask, d_mask, q_weight, self.normalize, dtype)[1]
         grad_scores = self.grad_scores[queries, documents]
@@ -97,7 +97,7 @@ class BackwardArgs(NamedTuple):
 
 def _select_needed(outputs: Sequence[Tensor], needs: list[bool]) -> list[Tensor | None]:
     """Return each needed output, and None for the others."""
-    return [g if need else None for g, need in zip(outputs, needs, strict=True)]
+    return [g if is_needed else None for g, is_needed in zip(outputs, needs, strict=True)]
 
 
 def _make_call(a: BackwardArgs) -> GradientCall:
@@ -119,8 +119,10 @@ def _iterate_parts(a: BackwardArgs, outputs: Gradients) -> Iterator[tuple[Backwa
     row_bytes = sizes.Lq * choose_argmax_dtype(sizes.Ld).itemsize
     for i, j, needs in split_argmax_to_fit(sizes.Nq, sizes.K, row_bytes, _MAX_ARGMAX_BYTES, candidates, a.needs):
         places = i, i if candidates else j, i
-        cut = [t[own] if need else t for t, own, need in zip(outputs, places, needs, strict=True)]
-        yield a.part(i, j)._replace(needs=needs), cut
+        part_outputs = [
+            t[place] if is_needed else t for t, place, is_needed in zip(outputs, places, needs, strict=True)
+        ]
+        yield a.part(i, j)._replace(needs=needs), part_outputs
 
 
 def backward_lowmem(*arguments: Any) -> Gradients:
@@ -145,8 +147,8 @@ def _replay_or_run(function: Callable[[BackwardArgs], Gradients], a: BackwardArg
         argmax: tuple = (is_tf32_allowed(a.Q.dtype),)
     else:
         argmax = a.argmax.dtype, a.argmax.stride()
-    found = make_metadata_key(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
-    key = (function, *found, stride, *argmax, a.normalize, *a.needs)
+    metadata = make_metadata_key(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
+    key = (function, *metadata, stride, *argmax, a.normalize, *a.needs)
     return captured_calls.run(key, a.tensors(), a.Q.device, function, a)
 
 
@@ -180,9 +182,9 @@ def _recompute_argmax(a: BackwardArgs) -> Gradients:
     """Return the gradients of `backward_lowmem` with an argmax that is recomputed in parts."""
     outputs = a.allocate_outputs()
     for part, targets in _iterate_parts(a, outputs):
-        call, wanted = _make_call(part), _select_needed(targets, part.needs)
+        call, gradients = _make_call(part), _select_needed(targets, part.needs)
         if part.needs[0] or part.needs[2]:
-            call.write_query_gradients(wanted[0], wanted[2])
+            call.write_query_gradients(gradients[0], gradients[2])
         if part.needs[1]:
             write_document_gradients(call, targets[1])
     return outputs
@@ -193,13 +195,16 @@ def _run_with_argmax(a: BackwardArgs) -> Gradients:
 
     The argmax lists are freed before memory for the query gradient is allocated.
     """
-    Q, D, (of_Q, of_D, of_weight) = a.Q, a.D, a.needs
-    call, grad_D = _make_call(a), _allocate_gradient(D, of_D, dtype=Q.dtype)
-    if of_D:
+    Q, D, (needs_Q, needs_D, needs_weight) = a.Q, a.D, a.needs
+    call, grad_D = _make_call(a), _allocate_gradient(D, needs_D, dtype=Q.dtype)
+    if needs_D:
         write_document_gradients(call, grad_D)
-    grad_Q, grad_weight = _allocate_gradient(Q, of_Q), _allocate_gradient(Q, of_weight, Q.shape[:2], torch.float32)
-    if of_Q or of_weight:
-        call.write_query_gradients(grad_Q if of_Q else None, grad_weight if of_weight else None)
+    grad_Q, grad_weight = (
+        _allocate_gradient(Q, needs_Q),
+        _allocate_gradient(Q, needs_weight, Q.shape[:2], torch.float32),
+    )
+    if needs_Q or needs_weight:
+        call.write_query_gradients(grad_Q if needs_Q else None, grad_weight if needs_weight else None)
     return grad_Q, grad_D, grad_weight
 
 
@@ -228,14 +233,16 @@ def _iterate_scatter_parts(
     if a.argmax is not None:
         yield a, sum_Q, sum_D
         return
-    sizes, everything, candidates = sizes_of(a.Q, a.D), slice(None), a.D.dim() == 4
-    count, others = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
-    for own in split_to_fit(count, others * sizes.Lq * choose_argmax_dtype(sizes.Ld).itemsize, _MAX_ARGMAX_BYTES):
-        part_D = None if sum_D is None else sum_D[own]
+    sizes, full_slice, candidates = sizes_of(a.Q, a.D), slice(None), a.D.dim() == 4
+    count, other_count = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
+    for part_slice in split_to_fit(
+        count, other_count * sizes.Lq * choose_argmax_dtype(sizes.Ld).itemsize, _MAX_ARGMAX_BYTES
+    ):
+        part_D = None if sum_D is None else sum_D[part_slice]
         if candidates:
-            yield a.part(own, everything), None if sum_Q is None else sum_Q[own], part_D
+            yield a.part(part_slice, full_slice), None if sum_Q is None else sum_Q[part_slice], part_D
         else:
-            yield a.part(everything, own), sum_Q, part_D
+            yield a.part(full_slice, part_slice), sum_Q, part_D
 
 
 def backward_unified(*arguments: Any) -> Gradients:
@@ -266,10 +273,10 @@ def _run_unified(a: BackwardArgs) -> Gradients:
             call = _make_call(part)
             call.scatter(part_Q, part_D)
         call = call._replace(queries=make_query_args(Q, a.q_mask, a.q_weight))
-        wanted = _select_needed(outputs, needs)
+        gradients = _select_needed(outputs, needs)
         if sum_Q is not None:
             X = make_document_args(Q.unsqueeze(1), None)
-            call.write_gradients(X, sum_Q.unsqueeze(1), wanted[0], wanted[2], choose_offset_width(Q, Q), True)
+            call.write_gradients(X, sum_Q.unsqueeze(1), gradients[0], gradients[2], choose_offset_width(Q, Q), True)
         if sum_D is not None:
             D, sum_D = (x if x.dim() == 4 else x.unsqueeze(0) for x in (D, sum_D))
             call.write_gradients(make_document_args(D, None), sum_D, outputs[1], None, choose_offset_width(D, D), False)

@@ -68,13 +68,13 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
     step = cdiv(count, cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
-    cut = _count_splits(step, rows, slot_bytes)
+    split_count = _count_splits(step, rows, slot_bytes)
     if is_sorted:
-        cut = min(cut, cdiv(_MAX_PROGRAMS, step * tiles))
-    launch = table(pieces=cut > 1)
-    new = partial(torch.empty, device=grad_D.device)
-    starts, entries = (new(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
-    sums = new(step * 2 * cut * slot_bytes // 4, dtype=torch.float32) if cut > 1 else None
+        split_count = min(split_count, cdiv(_MAX_PROGRAMS, step * tiles))
+    launch = table(pieces=split_count > 1)
+    allocate = partial(torch.empty, device=grad_D.device)
+    starts, entries = (allocate(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
+    sums = allocate(step * 2 * split_count * slot_bytes // 4, dtype=torch.float32) if split_count > 1 else None
     call = call.add_norms()
     for first in range(0, count, step):
         lists, documents = TileBucketArgs(entries, starts, first, blocks, tiles), min(step, count - first)
@@ -82,7 +82,7 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
             _sort_argmax(call, launch.config.BN, lists, rows, documents)
         else:
             _bucket_argmax(call, listing, lists, rows, documents)
-        _sum_tiles(call, launch, lists, rows, PartialSumArgs(sums, cdiv(rows, cut)), documents, grad_D)
+        _sum_tiles(call, launch, lists, rows, PartialSumArgs(sums, cdiv(rows, split_count)), documents, grad_D)
 
 
 def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
@@ -102,10 +102,10 @@ def _count_splits(documents: int, rows: int, slot_bytes: int) -> int:
     """
     if documents >= _MIN_UNSPLIT_DOCUMENTS:
         return 1
-    most = min(
+    max_splits = min(
         cdiv(_TARGET_PROGRAMS, documents), rows // _MIN_SPLIT_ROWS, _MAX_PARTIAL_BYTES // (2 * slot_bytes * documents)
     )
-    return max(1, most)
+    return max(1, max_splits)
 
 
 def _sort_argmax(call: GradientCall, BN: int, lists: TileBucketArgs, rows: int, documents: int) -> None:

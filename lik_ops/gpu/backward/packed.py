@@ -85,12 +85,12 @@ def sort_pairs(items: Tensor, key: int, reach: bool, zeros: ZeroFillArgs | None 
         items = items[:, torch.sort(items[key], stable=True).indices]
         return items, (items[_FIELD_FIRST] + items[_FIELD_LENGTH]).cummax(0).values if reach else None
     out = torch.empty_like(items)
-    behind = items.new_empty(count) if reach else None
+    end_rows = items.new_empty(count) if reach else None
     programs = cdiv(count, _RANKED_PAIRS)
-    filling = 0 if zeros is None else max(programs, min(cdiv(zeros.elements, _FILL_ELEMENTS), _FILL_PROGRAMS))
-    grid, args = (programs + filling,), (items, out, behind, zeros, count, key)
+    fill_programs = 0 if zeros is None else max(programs, min(cdiv(zeros.elements, _FILL_ELEMENTS), _FILL_PROGRAMS))
+    grid, args = (programs + fill_programs,), (items, out, end_rows, zeros, count, key)
     launcher.launch(pair_kernels.maxsim_sort_items, grid, args, _get_options(items.device))
-    return out, behind
+    return out, end_rows
 
 
 def compute_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, most: int) -> Tensor:
@@ -146,8 +146,10 @@ class _BucketConfig(NamedTuple):
 
     def lists(self, device: torch.device) -> PackedBucketArgs:
         """Return memory for the lists of a chunk."""
-        new, blocks = partial(torch.empty, dtype=torch.int32, device=device), self.room * self.blocks
-        return PackedBucketArgs(new(blocks * self.rows), new(blocks * (MAX_BUCKETS.value + 1)), self.rows, self.blocks)
+        allocate, blocks = partial(torch.empty, dtype=torch.int32, device=device), self.room * self.blocks
+        return PackedBucketArgs(
+            allocate(blocks * self.rows), allocate(blocks * (MAX_BUCKETS.value + 1)), self.rows, self.blocks
+        )
 
     def bounds(self, starts: Tensor, first: int, count: int) -> TilePairArgs:
         """Return the bounds of the chunk of documents from `first` on, out of `count` documents."""
@@ -194,8 +196,10 @@ class _PackedGradientCall:
         """
         if tiles >= _TARGET_PROGRAMS:
             return 1
-        most = self.c.items // _MIN_SPLIT_PAIRS if self._has_single_query() else self.c.Tq // _MIN_SPLIT_ROWS
-        return max(1, min(cdiv(_TARGET_PROGRAMS, tiles), most, _MAX_PARTIAL_BYTES // (4 * tile * tiles * self.call.d)))
+        max_pieces = self.c.items // _MIN_SPLIT_PAIRS if self._has_single_query() else self.c.Tq // _MIN_SPLIT_ROWS
+        return max(
+            1, min(cdiv(_TARGET_PROGRAMS, tiles), max_pieces, _MAX_PARTIAL_BYTES // (4 * tile * tiles * self.call.d))
+        )
 
     def _has_single_query(self) -> bool:
         """Return whether a pair has one query."""
@@ -210,8 +214,8 @@ class _PackedGradientCall:
     def _is_sparse(self) -> bool:
         """Return whether most rows of D cannot be an argmax, whatever the values."""
         c = self.c
-        own = c.columns * c.Tq if c.pairs is None else c.items * cdiv(c.Tq, c.queries)
-        return self._has_single_query() and c.Td > _MIN_SPARSE_RATIO * own
+        max_argmax_rows = c.columns * c.Tq if c.pairs is None else c.items * cdiv(c.Tq, c.queries)
+        return self._has_single_query() and c.Td > _MIN_SPARSE_RATIO * max_argmax_rows
 
     def _configure_buckets(self, launch: LaunchConfig) -> _BucketConfig | None:
         """Return the sizes of the argmax lists, or None if the argmax is not listed."""
@@ -222,8 +226,9 @@ class _PackedGradientCall:
         blocks = cdiv(Tq, rows)
         room = min(_MAX_BUCKET_BYTES // (4 * blocks * (rows + MAX_BUCKETS.value + 1)), count)
         if room < count:
-            own = (room - min(_BUCKET_OVERLAP_DOCUMENTS, room // 4)) // 2 * 2  # chunks begin at multiples of 16 bytes
-            return _BucketConfig(listing, blocks, rows, room, own) if own else None
+            # chunks begin at multiples of 16 bytes
+            own_documents = (room - min(_BUCKET_OVERLAP_DOCUMENTS, room // 4)) // 2 * 2
+            return _BucketConfig(listing, blocks, rows, room, own_documents) if own_documents else None
         return _BucketConfig(listing, blocks, rows, room, count)
 
     def write_packed_gradients(self, grad_D: Tensor) -> None:
@@ -240,12 +245,12 @@ class _PackedGradientCall:
         marks, starts = torch.empty((2, 2 * (tiles + 1)), dtype=torch.int32, device=grad_D.device)
         zeros = ZeroFillArgs(grad_D, grad_D.numel(), marks, tiles + 1)
         items, reach = sort_pairs(self.lookup.items, _FIELD_FIRST, True, zeros)
-        given = *call.groups[:2], call.up._replace(items=items, count=count)
+        groups = *call.groups[:2], call.up._replace(items=items, count=count)
         launch = backward_configs.configure_disjoint_documents(call.kind, self._most_rows(), flat=call.flat)
-        args = *given, SharedTileArgs(marks, starts, reach), grad_D, call.d, count.bit_length(), tile
+        args = *groups, SharedTileArgs(marks, starts, reach), grad_D, call.d, count.bit_length(), tile
         call.run(maxsim_grad_disjoint_documents, check_grid(count + cdiv(tiles + 1, _PAIRS_PER_PROGRAM)), args, launch)
-        shared = *given, SharedTileArgs(marks, starts), grad_D, call.d, tile
-        call.run(maxsim_grad_shared_tiles, (min(tiles, _TARGET_PROGRAMS),), shared, table(shared=True))
+        shared_args = *groups, SharedTileArgs(marks, starts), grad_D, call.d, tile
+        call.run(maxsim_grad_shared_tiles, (min(tiles, _TARGET_PROGRAMS),), shared_args, table(shared=True))
 
     def _write_all_gradients(self, call: GradientCall, grad_D: Tensor, table: Callable[..., LaunchConfig]) -> None:
         """Sum all tiles of D."""
@@ -278,14 +283,14 @@ class _PackedGradientCall:
             for first in range(0, up.count, listing.own):
                 part = up._replace(items=items[:, first:])
                 programs = check_grid(min(part.items.shape[1], listing.room) * listing.blocks)
-                bare = part._replace(norms=None, scale=None)  # neither is read
-                call.run(maxsim_list_packed_argmax, programs, (bare, lists), listing.launch)
+                argmax_part = part._replace(norms=None, scale=None)  # neither is read
+                call.run(maxsim_list_packed_argmax, programs, (argmax_part, lists), listing.launch)
                 sum_tiles(part, listing.bounds(starts, first, up.count), lists, launch)
             if listing.own < up.count:  # tiles with more documents than a chunk lists
                 sum_tiles(up, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
         if sums is not None:
-            joined = call.documents, sums, grad_D, pieces, self.c.Td, call.d
-            call.run(maxsim_join_packed_pieces, (tiles,), joined, launch)
+            join_args = call.documents, sums, grad_D, pieces, self.c.Td, call.d
+            call.run(maxsim_join_packed_pieces, (tiles,), join_args, launch)
 
 
 def backward_cut(
@@ -314,8 +319,8 @@ def backward_cut(
     """
     if unified:
         require_nondeterminism_allowed()
-    argmax_found = argmax.shape, argmax.stride(), argmax.dtype
-    key = (*c.metadata(), grad_scores.stride(), *argmax_found, normalize, *needs, unified)
+    argmax_metadata = argmax.shape, argmax.stride(), argmax.dtype
+    key = (*c.metadata(), grad_scores.stride(), *argmax_metadata, normalize, *needs, unified)
     tensors: tuple = grad_scores, argmax, *c.tensors
     if stored is not None:
         scales = stored.scale, stored.minimum, *stored[4:]
@@ -324,9 +329,9 @@ def backward_cut(
 
     def compute() -> Gradients:
         """Return the gradients, without capture."""
-        trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
-        outputs = grad_Q, grad_D, grad_weight = allocate_gradients(c.Q, c.D, needs, trivial)
-        if trivial or not any(needs):
+        is_trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
+        outputs = grad_Q, grad_D, grad_weight = allocate_gradients(c.Q, c.D, needs, is_trivial)
+        if is_trivial or not any(needs):
             return outputs
         with use_device(c.Q.device):
             packed = _PackedGradientCall(grad_scores, c, argmax, normalize, stored)
@@ -363,6 +368,6 @@ def backward_quantized(
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
     c = PackedArgs.of((tensors[0], data, *tensors[2:]), argmax.shape[1]).for_kernel()
-    wanted = [needs[0], False, needs[1]]
-    grad_Q, _, grad_weight = backward_cut(grad_scores, c, argmax, normalize, wanted, False, stored)
+    all_needs = [needs[0], False, needs[1]]
+    grad_Q, _, grad_weight = backward_cut(grad_scores, c, argmax, normalize, all_needs, False, stored)
     return grad_Q, grad_weight

@@ -103,9 +103,9 @@ class PackedPlan(Plan):
         reads_tiles = generic_choices.supports_packed_descriptor(c, self.arch)
         self.uses_descriptor = stored in _DESCRIPTOR_ENCODINGS and reads_tiles
         self.forced = get_forced_kernel()
-        args, plain = self._make_choice_args(c), self.forced == "generic"
-        self.by_rows = not plain and choose.supports_packed_row_maxima(args) is None
-        self.in_sections = not plain and choose.supports_packed_splits(args) is None
+        args, is_generic = self._make_choice_args(c), self.forced == "generic"
+        self.by_rows = not is_generic and choose.supports_packed_row_maxima(args) is None
+        self.in_sections = not is_generic and choose.supports_packed_splits(args) is None
         self.chosen, self.tiles = PlanCache(_MAX_TILES), PlanCache(_MAX_TILES)
         self.descriptors: dict[tuple, tuple] = {}
         self.calls, self.makers = Calls(), makers(self.device)
@@ -136,20 +136,20 @@ class PackedPlan(Plan):
             return None
         # Without long documents, `c.Td` is irrelevant.
         key = (by_rows, *c.sizes) if is_long else (by_rows, c.queries, c.columns, c.Tq)
-        found = self.chosen.get(key)
-        if found is None:
+        entry = self.chosen.get(key)
+        if entry is None:
             choice = choose.apply_rules(choose.PACKED_RULES, self._make_choice_args(c))
-            found = self.chosen.store(key, choice or False)
-        return found or None
+            entry = self.chosen.store(key, choice or False)
+        return entry or None
 
     def _run_fast(self, c: PackedArgs) -> tuple[Tensor, Tensor | None] | None:
         """Return the result of the row maxima or split kernels, or None if neither is chosen."""
         # The key of the plan and these sizes determine all shapes and strides, because rows are evenly spaced.
         key = *c[10:], c.q_each, c.d_each
-        again = self.calls.replay(key) if self.by_rows or self.in_sections else None
-        found = None if again is None else again(c[:10])
-        if found is not None:
-            return found if len(found) == 2 else (found[0], None)
+        replay = self.calls.replay(key) if self.by_rows or self.in_sections else None
+        result = None if replay is None else replay(c[:10])
+        if result is not None:
+            return result if len(result) == 2 else (result[0], None)
         choice, dtype = self._choose_fast(c), self.argmax_dtype
         if choice is None:
             return None
@@ -187,14 +187,14 @@ class PackedPlan(Plan):
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
         """Return the scores and fill `argmax`, with a direct launch if the kernel is already compiled."""
-        queries, columns, Tq, Td, most = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
+        queries, columns, Tq, Td, max_seqlen_q = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         if Tq > _INT32_MAX:
             raise ValueError(f"lik_ops: Q: {Tq} packed query tokens; at most 2^31 - 1 at a time")
         Lq = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
-        few = documents <= forward_configs.MAX_RESIDENT_DOCUMENTS
-        tile = self.tiles.get((queries, Lq, wide, few)) or self._get_tile(c, Lq, wide, few)
+        has_few_documents = documents <= forward_configs.MAX_RESIDENT_DOCUMENTS
+        tile = self.tiles.get((queries, Lq, wide, has_few_documents)) or self._get_tile(c, Lq, wide, has_few_documents)
         shape: tuple[int, ...]
         strides: tuple[int, ...]
         if self.pairs:
@@ -203,19 +203,21 @@ class PackedPlan(Plan):
         else:
             shape, strides = (queries, columns), (columns, 1)
             programs = documents if self.single else tile.launch.programs(queries, columns)
-        pointers, merged = [0] * len(c.tensors), 0
+        pointers, pointer_bits = [0] * len(c.tensors), 0
         for n in self.given:
             pointers[n] = pointer = c[n].data_ptr()  # type: ignore[union-attr]
-            merged |= pointer
-        of_counts, others = None, []
+            pointer_bits |= pointer
+        dequant_pointers, extra_pointers = None, []
         if counts is not None:
-            of_counts = _get_pointers(counts)
-            others = [x.data_ptr() for x in counts if isinstance(x, Tensor)]
-            for pointer in others:
-                merged |= pointer
-        odd = tuple([pointer & 15 != 0 for pointer in (*pointers, *others)]) if merged & 15 else ()
+            dequant_pointers = _get_pointers(counts)
+            extra_pointers = [x.data_ptr() for x in counts if isinstance(x, Tensor)]
+            for pointer in extra_pointers:
+                pointer_bits |= pointer
+        misalignment = (
+            tuple([pointer & 15 != 0 for pointer in (*pointers, *extra_pointers)]) if pointer_bits & 15 else ()
+        )
         terms = self._terms(c, tile) if tile.config.INT8_TERMS and programs else None
-        bound = tile.bound.get(odd)
+        bound = tile.bound.get(misalignment)
         if (
             bound is None
             or not 0 < programs <= _INT32_MAX
@@ -223,18 +225,28 @@ class PackedPlan(Plan):
             or current_device() != self.index
             or launcher.has_launch_hooks()
         ):
-            return self._launch_scores(c, argmax, counts, terms, tile, programs, odd)
-        new, filling = self.makers
-        scores = (filling if is_deterministic() else new)(shape, strides, torch.float32)
+            return self._launch_scores(c, argmax, counts, terms, tile, programs, misalignment)
+        allocate_fast, allocate = self.makers
+        scores = (allocate if is_deterministic() else allocate_fast)(shape, strides, torch.float32)
         descriptor: tuple = (None,)
         D = pointers[1]
         if self.uses_descriptor and not D & 15:
             descriptor = self.descriptors.get((bound, D, Td)) or self._descriptor(c, tile, bound, D)
         queries_of, documents_of, segments = self._group_args(c, pointers)
-        argmax_found = None if argmax is None else argmax.data_ptr()
-        out, sizes = (scores.data_ptr(), argmax_found), (queries, columns, Tq, Td, most)
-        of_terms = None if terms is None else _get_pointers(terms)
-        args = (queries_of, documents_of, *descriptor, of_terms, of_counts, segments, out, sizes, *tile.constants)
+        argmax_pointer = None if argmax is None else argmax.data_ptr()
+        out, sizes = (scores.data_ptr(), argmax_pointer), (queries, columns, Tq, Td, max_seqlen_q)
+        term_pointers = None if terms is None else _get_pointers(terms)
+        args = (
+            queries_of,
+            documents_of,
+            *descriptor,
+            term_pointers,
+            dequant_pointers,
+            segments,
+            out,
+            sizes,
+            *tile.constants,
+        )
         bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
         return scores
 
@@ -269,17 +281,17 @@ class PackedPlan(Plan):
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
         queries, programs = (c.Q, *self.query_strides[0], *(None,) * 6), architectures.cdiv(c.Tq, _TERM_ROWS)
-        odd = c.Q.data_ptr() & 15 != 0
-        bound = tile.terms.get(odd)
+        is_misaligned = c.Q.data_ptr() & 15 != 0
+        bound = tile.terms.get(is_misaligned)
         if bound is not None and programs and current_device() == self.index and not launcher.has_launch_hooks():
-            rest = out.data_ptr(), scales.data_ptr(), c.Tq, self.d, config
-            bound.direct(programs, 1, 1, raw_stream(self.index), (_get_pointers(queries), *rest))  # type: ignore[misc]
+            other_args = out.data_ptr(), scales.data_ptr(), c.Tq, self.d, config
+            bound.direct(programs, 1, 1, raw_stream(self.index), (_get_pointers(queries), *other_args))  # type: ignore[misc]
         elif programs:
             args = (QueryArgs._make(queries), out, scales, c.Tq, self.d, config)
             with use_device(self.device):
                 bound = launcher.launch(maxsim_query_terms, (programs,), args, {"num_warps": 4})
             if bound is not None and bound.direct is not None:
-                tile.terms[odd] = bound
+                tile.terms[is_misaligned] = bound
         return TermArgs(out, scales, c.Tq)
 
     def _group_args(self, c: PackedArgs, tensors: Sequence) -> tuple[tuple, tuple, tuple]:
@@ -300,8 +312,8 @@ class PackedPlan(Plan):
         """
         if len(self.descriptors) >= _MAX_DESCRIPTORS:
             self.descriptors.clear()
-        found = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, make_descriptor(c.D, tile.config))
-        return found
+        encoding = self.descriptors[bound, pointer, c.Td] = bound.encoded(0, make_descriptor(c.D, tile.config))
+        return encoding
 
 
 def make_terms_config(BD: int, wide: int, stored: Any = "") -> KernelConfig:
@@ -346,8 +358,8 @@ def ragged_plan(
     tokens = [(x.dtype, x.stride()[-2:]) for x in (c.Q, c.D)]
     indices = [None if x is None else x.dtype for x in c.indices]
     per_token = [None if x is None else (x.dtype, x.stride(-1)) for x in c.per_token]
-    counted = None if counts is None else tuple([x.dtype if isinstance(x, Tensor) else None for x in counts])
-    options = c.candidates, normalize, argmax_dtype, tf32, stored, counted
+    dequant_dtypes = None if counts is None else tuple([x.dtype if isinstance(x, Tensor) else None for x in counts])
+    options = c.candidates, normalize, argmax_dtype, tf32, stored, dequant_dtypes
     key = ("PackedPlan", *tokens, *indices, *per_token, c.Q.device, c.Q.shape[-1], *options)
     return plans.get(key) or plans.store(key, PackedPlan(c, normalize, argmax_dtype, stored))
 

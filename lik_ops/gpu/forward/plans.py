@@ -45,9 +45,9 @@ class Plan:
         """
         reason = _MISALIGNED
         try:
-            found = self._run_fast(*call)
-            if found is not None:
-                return found
+            result = self._run_fast(*call)
+            if result is not None:
+                return result
         except launcher.KernelCompileError as error:
             launcher.warn_fallback(error, self.instead)
             reason = str(error)
@@ -98,8 +98,8 @@ class DensePlan(Plan):
             returned: whether an argmax of size [0] is returned if none is requested.
         """
         key = shape, returned
-        found = self.calls.run(key, given, self.device, self._run_uncaptured, shape, given, returned)
-        return found, self.calls.replay(key)
+        outputs = self.calls.run(key, given, self.device, self._run_uncaptured, shape, given, returned)
+        return outputs, self.calls.replay(key)
 
     def _run_uncaptured(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
         """Return the outputs of `forward`, without capture."""
@@ -116,11 +116,11 @@ class DensePlan(Plan):
             shape: shape of the scores.
             *tensors: Q, D, q_mask, d_mask, q_weight, and the argmax to fill, or None.
         """
-        *given, argmax = tensors
+        *inputs, argmax = tensors
         scores = self.allocate_scores(shape, self.score_strides[len(shape)])
         with use_device(self.device):
             # Kernels write to a view. If the result itself were a view, autograd would forbid in-place changes.
-            self._score(DenseArgs._make(add_batch_axes(*given)), scores.view(self.scores_shape), argmax)
+            self._score(DenseArgs._make(add_batch_axes(*inputs)), scores.view(self.scores_shape), argmax)
         return scores
 
     def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:

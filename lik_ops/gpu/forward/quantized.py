@@ -109,13 +109,13 @@ def forward_quantized_cut(
     if c.candidates or c.pairs is not None:  # few calls have the same number of candidates or pairs
         return _run_packed(c, stored, normalize, argmax_dtype)
     scales = stored.scale, stored.minimum, *stored[4:]
-    each = [None if x is None else (x.shape, x.stride(), x.dtype) for x in scales]
+    scale_metadata = [None if x is None else (x.shape, x.stride(), x.dtype) for x in scales]
     tf32 = is_tf32_allowed(c.Q.dtype)
-    key = (*c.metadata(), stored.format, normalize, argmax_dtype, tf32, *each)
-    found = _captured_calls.run(
+    key = (*c.metadata(), stored.format, normalize, argmax_dtype, tf32, *scale_metadata)
+    outputs = _captured_calls.run(
         key, (*c.tensors, *scales), c.Q.device, _run_forward, c, stored, normalize, argmax_dtype
     )
-    return found[0], found[1] if argmax_dtype else None
+    return outputs[0], outputs[1] if argmax_dtype else None
 
 
 def _run_forward(
@@ -135,13 +135,13 @@ def _run_packed(
         choose.apply_rules(choose.QUANTIZED_RULES, call)
         require_unforced("a tensor does not start at a multiple of 16 bytes, or the kernel does not compile")
     stored = _choose_query_format(stored.flat(), c.Q)
-    data, kept = view_for_kernel(c.D, stored.format, architecture(c.Q.device))
+    data, encoding = view_for_kernel(c.D, stored.format, architecture(c.Q.device))
     c, counts = c._replace(D=data), make_dequant_args(stored)
     if normalize:
-        counts = _normalize_dequant_args(c, counts, kept)
-    if (words := _view_words(stored, c, kept)) is not None:
-        c, kept = c._replace(D=words[0]), words[1]
-    return ragged_plan(c, normalize, argmax_dtype, kept, counts).forward(c, counts)
+        counts = _normalize_dequant_args(c, counts, encoding)
+    if (words := _view_words(stored, c, encoding)) is not None:
+        c, encoding = c._replace(D=words[0]), words[1]
+    return ragged_plan(c, normalize, argmax_dtype, encoding, counts).forward(c, counts)
 
 
 def _choose_query_format(stored: EncodedTokens, Q: Tensor) -> EncodedTokens:
@@ -153,10 +153,10 @@ def _choose_query_format(stored: EncodedTokens, Q: Tensor) -> EncodedTokens:
 
 def view_for_kernel(data: Tensor, format: str, arch: Architecture) -> tuple[Tensor, Any]:
     """Return the encoded data as the kernel reads it, and `KernelConfig.ENCODING`."""
-    kept = OPERAND_FORMATS[format]
-    if kept.dtype.is_floating_point and arch.name in FP8_ARCHITECTURES:
-        return data.view(kept.dtype), "fp8_fp8" if format == FP8_QUERIES else "fp8"
-    return data, kept.kernel
+    operand = OPERAND_FORMATS[format]
+    if operand.dtype.is_floating_point and arch.name in FP8_ARCHITECTURES:
+        return data.view(operand.dtype), "fp8_fp8" if format == FP8_QUERIES else "fp8"
+    return data, operand.kernel
 
 
 def _supports_prmt(device: torch.device) -> bool:
@@ -207,13 +207,13 @@ def _has_centroid_pairs(centroids: Tensor | None) -> bool:
 def make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
     """Return the dequantization arguments, which must be contiguous."""
     scale, minimum = stored.scale.contiguous(), None if stored.minimum is None else stored.minimum.contiguous()
-    found = DequantArgs(
+    args = DequantArgs(
         scale, int(scale.shape[0] != 1), minimum, None if minimum is None else int(minimum.shape[0] != 1)
     )
     if stored.codes is None or stored.centroids is None or stored.weights is None:
-        return found
+        return args
     codes, centroids, weights = (x.contiguous() for x in (stored.codes, stored.centroids, stored.weights))
-    return CodecDequantArgs(*found, codes, centroids, len(centroids), weights)
+    return CodecDequantArgs(*args, codes, centroids, len(centroids), weights)
 
 
 def make_unit_norm_config(d: int, wide: int, kept: Any, normalize: bool = True) -> KernelConfig:
@@ -227,15 +227,17 @@ def _normalize_dequant_args(
     c: PackedArgs, counts: DequantArgs | CodecDequantArgs, kept: Any
 ) -> DequantArgs | CodecDequantArgs:
     """Return the dequantization arguments divided by the norms of the tokens."""
-    found = [None if x is None else x.new_empty(c.Td, dtype=torch.float32) for x in (counts.scale, counts.minimum)]
+    scales = [None if x is None else x.new_empty(c.Td, dtype=torch.float32) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]
     config = make_unit_norm_config(d, choose_row_offset_width(get_feature_reach(c.Q, c.D)), kept)
     if c.Td:
         with use_device(c.Q.device):
             grid = check_grid(cdiv(c.Td, _TILE_TOKENS))
-            args = (make_packed_document_args(c), counts, *found, c.Td, d, config)
+            args = (make_packed_document_args(c), counts, *scales, c.Td, d, config)
             launcher.launch(maxsim_unit_counts, grid, args, {"num_warps": 4})
-    return counts._replace(scale=found[0], scale_each=1, minimum=found[1], minimum_each=None if found[1] is None else 1)
+    return counts._replace(
+        scale=scales[0], scale_each=1, minimum=scales[1], minimum_each=None if scales[1] is None else 1
+    )
 
 
 def make_quantize_config(d: int, wide: int) -> KernelConfig:

@@ -46,8 +46,8 @@ class GluonPlan(DensePlan):
         return super().scores(*call) if self._supports_tensors(call[1], call[2]) else None
 
     def _run_generic(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
-        *given, argmax = tensors
-        x = add_batch_axes(*given)
+        *inputs, argmax = tensors
+        x = add_batch_axes(*inputs)
         return make_generic_plan(*x[:2], self.normalize, self.argmax_dtype).scores(shape, *x, argmax)
 
     def _supports_tensors(self, Q: Tensor, D: Tensor) -> bool:
@@ -82,8 +82,8 @@ class Sm90Plan(GluonPlan):
         room = _MAX_WORKSPACE_BYTES // 4 - (
             sm90_configs.MAX_QUERY_NORMS if choice.has_large_d and choice.reads_norms else 0
         )
-        fitting = room // max(1, sums_of_document + self.norms_of_document)
-        self.chunk = min(max(fitting, 1), self.sizes.K)  # documents
+        max_documents = room // max(1, sums_of_document + self.norms_of_document)
+        self.chunk = min(max(max_documents, 1), self.sizes.K)  # documents
         self.second: tuple[KernelConfig, dict[str, Any]] | None = None  # of a launch of `rescore.py`
         _log.debug("%s for %s: %s", choice.kernel, self.sizes, choice)
 
@@ -92,8 +92,8 @@ class Sm90Plan(GluonPlan):
             return self._launch(x, scores, argmax, self.sizes)
         for k in range(0, self.sizes.K, self.chunk):
             part = slice(k, k + self.chunk)
-            argmax_found, of_part = None if argmax is None else argmax[part], self._part(x, part)
-            self._launch(of_part, scores[:, part], argmax_found, self.sizes._replace(K=len(of_part.D)))
+            part_argmax, part_args = None if argmax is None else argmax[part], self._part(x, part)
+            self._launch(part_args, scores[:, part], part_argmax, self.sizes._replace(K=len(part_args.D)))
 
     def _part(self, x: Any, part: slice) -> Any:
         """Return the arguments of a slice of the documents."""
@@ -102,8 +102,8 @@ class Sm90Plan(GluonPlan):
     def _launch(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         """Launch the kernel, and the sums of parts if necessary."""
         parts, Nq, K = self.choice.parts, sizes.Nq, sizes.K
-        direct = parts == 1 and K == self.sizes.K
-        sums = scores if direct else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
+        is_direct = parts == 1 and K == self.sizes.K
+        sums = scores if is_direct else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
         queries = make_query_args(x.Q, x.q_mask, x.q_weight)
         args = (
             queries,
@@ -116,7 +116,7 @@ class Sm90Plan(GluonPlan):
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
         launcher.launch(self.kernel, grid, args, self.choice.launch_options)
         self._finish(x, queries, sums, argmax, sizes)
-        if not direct:
+        if not is_direct:
             args = (sums, scores, scores.stride(0), K, parts, self.choice.tree, _SUM_BLOCK_DOCUMENTS)
             grid = check_grid(Nq * architectures.cdiv(K, _SUM_BLOCK_DOCUMENTS))
             launcher.launch(row_sums.maxsim_sum_parts, grid, args, {"num_warps": 4})
@@ -151,13 +151,15 @@ class Sm90Plan(GluonPlan):
         """
         if not self.choice.reads_norms:
             return None, None
-        wide, BN = self.choice.has_large_d, self.choice.config.BN
+        has_large_d, BN = self.choice.has_large_d, self.choice.config.BN
         documents = torch.empty(sizes.K * self.norms_of_document, dtype=torch.float32, device=self.device)
-        both = wide and self.normalize
-        queries = torch.empty((sizes.Nq, sizes.Lq), dtype=torch.float32, device=self.device) if both else None
-        tiles = len(documents) // BN + (sizes.Nq * architectures.cdiv(sizes.Lq, BN) if both else 0)
-        given = make_query_args(x.Q, None, None), make_document_args(x.D, x.d_mask)
-        args = (*given, queries, documents, sizes, self.d, BN, self.norm_features, self.normalize, sizes.Ld < BN)
+        needs_query_norms = has_large_d and self.normalize
+        queries = (
+            torch.empty((sizes.Nq, sizes.Lq), dtype=torch.float32, device=self.device) if needs_query_norms else None
+        )
+        tiles = len(documents) // BN + (sizes.Nq * architectures.cdiv(sizes.Lq, BN) if needs_query_norms else 0)
+        operands = make_query_args(x.Q, None, None), make_document_args(x.D, x.d_mask)
+        args = (*operands, queries, documents, sizes, self.d, BN, self.norm_features, self.normalize, sizes.Ld < BN)
         launcher.launch(token_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
         return gluon.make_tile_descriptor((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
 
@@ -185,8 +187,8 @@ class Sm90Fp32Plan(Sm90Plan):
         assert isinstance(C, Sm90Config)
         if C.PRECOMPUTED_TERMS:
             self.tiles = gluon.make_tile_descriptor((C.BN, C.BD), torch.float16)
-            fitting = _MAX_TERM_BYTES // (C.FP32_TERMS * 2 * C.BD * self.sizes.Ld)
-            self.chunk = min(self.chunk, max(1, fitting))
+            max_documents = _MAX_TERM_BYTES // (C.FP32_TERMS * 2 * C.BD * self.sizes.Ld)
+            self.chunk = min(self.chunk, max(1, max_documents))
 
     def _documents(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Any]:
         """Return the descriptors of the documents, split into terms by another launch with many query rows."""
@@ -195,12 +197,12 @@ class Sm90Fp32Plan(Sm90Plan):
             return super()._documents(x, sizes)
         rows = sizes.K * sizes.Ld
         terms = torch.empty((C.FP32_TERMS * rows, C.BD), dtype=torch.float16, device=self.device)
-        padded = sizes.K * architectures.cdiv(sizes.Ld, C.BN) * C.BN
-        scales = torch.empty(padded, dtype=torch.float32, device=self.device)
+        padded_tokens = sizes.K * architectures.cdiv(sizes.Ld, C.BN) * C.BN
+        scales = torch.empty(padded_tokens, dtype=torch.float32, device=self.device)
         assert self.second is not None
         split_tokens(x.D, x.d_mask, terms, scales, self.d, self.second[0], C.BN)
         tiles = self.tiles.of(terms, list(terms.shape), [C.BD, 1])
-        return tiles, (gluon.make_tile_descriptor((C.BN,), torch.float32).of(scales, [padded], [1]), None)
+        return tiles, (gluon.make_tile_descriptor((C.BN,), torch.float32).of(scales, [padded_tokens], [1]), None)
 
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         assert self.second is not None
@@ -244,8 +246,8 @@ def _configure_second_launch(
 
     `rows` are the rows of a query that the first launch adds, or None if only the argmax matters.
     """
-    generic = generic_choices.choose_generic(Q, D, normalize, argmax, architecture(Q.device))
-    C = generic.launch.config
+    choice = generic_choices.choose_generic(Q, D, normalize, argmax, architecture(Q.device))
+    C = choice.launch.config
     rows = rows or C.ROWS_PER_QUERY
-    changed = C._replace(BM=max(C.BM, rows), ROWS_PER_QUERY=rows, LONG_QUERIES=False, PERSISTENT=False)
-    return changed, generic.launch.options(generic.arch)
+    config = C._replace(BM=max(C.BM, rows), ROWS_PER_QUERY=rows, LONG_QUERIES=False, PERSISTENT=False)
+    return config, choice.launch.options(choice.arch)

@@ -98,12 +98,12 @@ def _sum_maxima(
 def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, found: RowMaximaOutputArgs) -> None:
     """Launch `maxsim_row_maxima_sm90`."""
     C, tokens = choice.config, rows.tokens
-    described = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).of(
+    descriptor = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).of(
         tokens, list(tokens.shape), [tokens.shape[1], 1]
     )
     tiles = None if rows.patches is None else rows.patches.bits.shape[2]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
-    args = (rows.queries, described, rows.segments, rows.patches, tiles, found, *sizes, *tokens.shape, C)
+    args = (rows.queries, descriptor, rows.segments, rows.patches, tiles, found, *sizes, *tokens.shape, C)
     launcher.launch(gluon.require_kernels().packed.maxsim_row_maxima_sm90, (choice.programs,), args, {"num_warps": 4})
 
 
@@ -143,11 +143,11 @@ def _mask_gaps(c: PackedArgs, queries: QueryArgs) -> QueryArgs:
     """Return `queries` with a mask that excludes rows of no query, which have no argmax."""
     if c.has_no_gaps:
         return queries
-    covered = torch.zeros(c.Tq, dtype=torch.bool, device=c.Q.device)
+    mask = torch.zeros(c.Tq, dtype=torch.bool, device=c.Q.device)
     stride = 1 if queries.mask is None else queries.mask_stride_l  # 0 of an expanded mask
-    args = c.cu_seqlens_q, queries.mask, covered, c.Tq, stride, _COVER_BLOCK_ROWS
+    args = c.cu_seqlens_q, queries.mask, mask, c.Tq, stride, _COVER_BLOCK_ROWS
     launcher.launch(row_sums.maxsim_covered_rows, (c.queries,), args, {"num_warps": 4})
-    return queries._replace(mask=covered, mask_stride_n=0, mask_stride_l=1)
+    return queries._replace(mask=mask, mask_stride_n=0, mask_stride_l=1)
 
 
 class MaskedPlan(GluonPlan):
@@ -180,8 +180,8 @@ class MaskedPlan(GluonPlan):
         queries = make_query_args(x.Q, x.q_mask, x.q_weight)
         for k in range(0, self.sizes.K, self.chunk):
             part = slice(k, k + self.chunk)
-            argmax_found = None if argmax is None else argmax[part]
-            self.score_part(queries, x.D[part], x.d_mask[part], scores[:, part], argmax_found)
+            part_argmax = None if argmax is None else argmax[part]
+            self.score_part(queries, x.D[part], x.d_mask[part], scores[:, part], part_argmax)
 
     def _rows(self, queries: QueryArgs, tokens: Tensor, lengths: Tensor) -> RowMaximaArgs:
         """Return the kernel arguments for some documents."""

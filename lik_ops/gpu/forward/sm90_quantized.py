@@ -68,11 +68,11 @@ class QuantizedPlan(Sm90Plan):
         Q = stored.transform_queries(Q) if self.transforms else Q
         x = QuantizedArgs(Q, data, q_mask, q_weight, scale)
         try:
-            found = self.calls.run((), x, self.device, self._compute, x)
+            outputs = self.calls.run((), x, self.device, self._compute, x)
         except launcher.KernelCompileError as error:
             launcher.warn_fallback(error, self.instead)
             return None
-        return None if found is None else found[0]
+        return None if outputs is None else outputs[0]
 
     def _compute(self, x: QuantizedArgs) -> tuple[Tensor] | None:
         """Return the scores, or None if TMA cannot read the documents or their scales."""
@@ -104,8 +104,8 @@ class QuantizedPlan(Sm90Plan):
 
 def _has_words(data: Tensor) -> bool:
     """Return whether the bytes of binary documents are whole, aligned words."""
-    whole = data.is_contiguous() and data.shape[-1] % 4 == 0 and data.data_ptr() % 4 == 0
-    return bool(whole and data.storage_offset() % 4 == 0)
+    is_aligned = data.is_contiguous() and data.shape[-1] % 4 == 0 and data.data_ptr() % 4 == 0
+    return bool(is_aligned and data.storage_offset() % 4 == 0)
 
 
 def _view_for_kernel(stored: EncodedTokens, Q: Tensor) -> Tensor | None:

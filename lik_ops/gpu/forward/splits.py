@@ -53,12 +53,12 @@ def score_splits(
         scores: output ``[Nq, Nd]``.
         argmax: output ``[Nd, Tq]``, or None.
     """
-    config, most = choice.launch.config, choice.most
-    maxima = torch.empty((most, c.Tq), dtype=torch.float32, device=c.Q.device)
-    argmax_found = None if argmax is None else torch.empty((most, c.Tq), dtype=torch.int32, device=c.Q.device)
-    kept = None if c.d_mask is None else torch.empty(most, dtype=torch.int32, device=c.Q.device)
+    config, max_splits = choice.launch.config, choice.most
+    maxima = torch.empty((max_splits, c.Tq), dtype=torch.float32, device=c.Q.device)
+    split_argmax = None if argmax is None else torch.empty((max_splits, c.Tq), dtype=torch.int32, device=c.Q.device)
+    kept_flags = None if c.d_mask is None else torch.empty(max_splits, dtype=torch.int32, device=c.Q.device)
     norms = torch.empty(c.Tq, dtype=torch.float32, device=c.Q.device) if config.NORMALIZE else None
-    cut = SplitArgs(maxima, argmax_found, kept, norms, argmax, most, choice.each)
+    cut = SplitArgs(maxima, split_argmax, kept_flags, norms, argmax, max_splits, choice.each)
     segments, documents = make_segment_args(c), make_packed_document_args(c, masked=True)
     packed = make_packed_query_args(c._replace(q_weight=None))  # the sums apply the weights
     sizes, d = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
@@ -66,9 +66,9 @@ def score_splits(
     args = (packed, documents, tiles, None, None, segments, cut, sizes, d, choice.levels, config)
     launcher.launch(maxsim_forward_packed, check_grid(choice.programs), args, choice.launch.options(choice.arch))
     _, side, *_ = choice.sums
-    found = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
+    sum_args = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
     grid = (architectures.cdiv(c.queries, side) * c.columns,)
-    launcher.launch(row_sums.maxsim_row_sums, grid, (*found, *choice.sums, config), choice.make_sum_options)
+    launcher.launch(row_sums.maxsim_row_sums, grid, (*sum_args, *choice.sums, config), choice.make_sum_options)
     _log.debug("splits of %s documents, %s tokens: %s", c.columns, c.Td, choice)
 
 

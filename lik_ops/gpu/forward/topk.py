@@ -46,9 +46,11 @@ def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Ten
     with use_device(scores.device):
         while n > BLOCK_SCORES:
             blocks = cdiv(n, BLOCK_SCORES)
-            kept = (blocks - 1) * k + min(k, n - (blocks - 1) * BLOCK_SCORES)
-            scores, indices = _launch(TopKInputArgs(scores, indices, scores.stride(0)), (rows, n, k), blocks, kept)
-            n = kept
+            kept_columns = (blocks - 1) * k + min(k, n - (blocks - 1) * BLOCK_SCORES)
+            scores, indices = _launch(
+                TopKInputArgs(scores, indices, scores.stride(0)), (rows, n, k), blocks, kept_columns
+            )
+            n = kept_columns
         return _launch(TopKInputArgs(scores, indices, scores.stride(0)), (rows, n, k), 1, k)
 
 

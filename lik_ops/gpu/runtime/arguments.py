@@ -51,12 +51,12 @@ def architecture(device: torch.device) -> Architecture:
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some fields
     if torch.version.hip:
         name = properties.gcnArchName.split(":")[0]
-        found = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, threads_per_warp=properties.warp_size))
+        arch = ARCHITECTURES.get(name, Architecture(name, 64 * 1024, threads_per_warp=properties.warp_size))
     else:
         name = f"sm_{properties.major}{properties.minor}"
         shared_memory = properties.shared_memory_per_block_optin
-        found = ARCHITECTURES.get(name, Architecture(name, shared_memory))
-    return replace(found, processors=properties.multi_processor_count, gpu=properties.name)
+        arch = ARCHITECTURES.get(name, Architecture(name, shared_memory))
+    return replace(arch, processors=properties.multi_processor_count, gpu=properties.name)
 
 
 def use_device(device: torch.device):

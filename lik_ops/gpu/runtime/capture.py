@@ -86,8 +86,8 @@ def _can_record(given: Tensors) -> bool:
     Pointers identify tensors if no two tensors overlap in memory.
     """
     spans = sorted(_get_memory_range(x) for x in given if x is not None and x.numel())
-    apart = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-    return apart and all(x is None or x.data_ptr() % 16 == 0 for x in given)
+    is_disjoint = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    return is_disjoint and all(x is None or x.data_ptr() % 16 == 0 for x in given)
 
 
 class _RecordedFill(NamedTuple):
@@ -118,8 +118,8 @@ class _DescriptorTemplate(NamedTuple):
         """Encode the descriptor of `tensor` and cache the result."""
         if len(self.encoded) >= _MAX_DESCRIPTORS:
             self.encoded.clear()
-        found = self.encoded[pointer] = self.bound.encoded(self.n, self.made(tensor))
-        return found
+        encoding = self.encoded[pointer] = self.bound.encoded(self.n, self.made(tensor))
+        return encoding
 
 
 class _RecordedLaunch(NamedTuple):
@@ -176,8 +176,8 @@ class _CallRecorder:
         """Record a fill of a whole tensor."""
         if x.numel():
             begin = x.data_ptr()
-            whole = begin, begin + x.numel() * x.element_size()
-            slots = [slot for slot, span in self.spans.items() if span == whole and slot >= self.count]
+            tensor_span = begin, begin + x.numel() * x.element_size()
+            slots = [slot for slot, span in self.spans.items() if span == tensor_span and slot >= self.count]
             if len(slots) == 1:
                 self.steps.append(_RecordedFill(slots[0], value))
             else:
@@ -186,13 +186,13 @@ class _CallRecorder:
     def _pointer(self, x: Tensor) -> _PointerOffset:
         """Return the tensor and offset of an argument."""
         pointer = x.data_ptr()
-        found = [
+        offsets = [
             _PointerOffset(slot, pointer - begin) for slot, (begin, end) in self.spans.items() if begin <= pointer < end
         ]
-        if len(found) != 1:
-            self.obstacle = self.obstacle or f"an argument points into {len(found)} of the call's tensors"
+        if len(offsets) != 1:
+            self.obstacle = self.obstacle or f"an argument points into {len(offsets)} of the call's tensors"
             return _PointerOffset(0, 0)
-        return found[0]
+        return offsets[0]
 
     def launched(self, bound: launcher.CompiledKernel | None, grid: tuple[int, ...], args: tuple, values: list) -> None:
         """Record a kernel launch on behalf of `launcher.launch`."""
@@ -223,8 +223,8 @@ class _CallRecorder:
         if offset:
             self.obstacle = self.obstacle or "a descriptor begins within a tensor"
         kind: Any = type(descriptor)
-        but_base = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
-        return _DescriptorTemplate(place, n, slot, partial(kind, **but_base), bound, {})
+        field_values = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
+        return _DescriptorTemplate(place, n, slot, partial(kind, **field_values), bound, {})
 
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
         """Return a function that replays the call, or None if the call cannot be replayed."""
@@ -236,23 +236,23 @@ class _CallRecorder:
         if self.obstacle:
             _log.debug("a call is not replayed: %s", self.obstacle)
             return None
-        found = set(slots)
+        later_slots = set(slots)
         for step in reversed(self.steps):
             if isinstance(step, _RecordedLaunch):
-                used = {pointer.slot for _, pointer in step.pointers} | {x.slot for x in step.descriptors}
-                used |= {pointer.slot for _, places in step.groups for _, pointer in places}
-                step.last.extend(slot for slot in used - found if slot >= self.count)
-                found |= used
+                step_slots = {pointer.slot for _, pointer in step.pointers} | {x.slot for x in step.descriptors}
+                step_slots |= {pointer.slot for _, places in step.groups for _, pointer in places}
+                step.last.extend(slot for slot in step_slots - later_slots if slot >= self.count)
+                later_slots |= step_slots
         return _ReplayWriter(self.given, device).write_function(self.steps, slots)
 
     def _output(self, x: Tensor, taken: list[int]) -> int:
         """Return the slot of a result that the call allocated."""
-        expected = tuple(x.shape), x.stride(), x.dtype
+        metadata = tuple(x.shape), x.stride(), x.dtype
         memory = [step for step in self.steps if isinstance(step, _Allocation)]
         for n in reversed(range(self.made)):
             span = self.spans.get(self.count + n)
-            known = span is not None and span[0] == x.data_ptr() and memory[n][:3] == expected
-            if known and self.count + n not in taken:
+            is_result = span is not None and span[0] == x.data_ptr() and memory[n][:3] == metadata
+            if is_result and self.count + n not in taken:
                 return self.count + n
         self.obstacle = self.obstacle or "a result has no memory of its own"
         return 0
@@ -286,35 +286,37 @@ class _ReplayWriter:
     def __init__(self, given: list[bool], device: torch.device) -> None:
         self.given = given
         self.constants: list = []
-        named = device.index, current_device, launcher.has_launch_hooks, raw_stream, is_deterministic, *makers(device)
-        self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(self._keep_constant, named)
+        values = device.index, current_device, launcher.has_launch_hooks, raw_stream, is_deterministic, *makers(device)
+        self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(
+            self._keep_constant, values
+        )
 
     def write_function(self, steps: list, outputs: list[int]) -> Replay:
         """Return the replay function for the recorded steps and the slots of the results."""
         slots = [n for n, is_given in enumerate(self.given) if is_given]
         body = [f"{', '.join(f't{n}' for n in range(len(self.given)))}, = given"] if self.given else []
         body += [f"p{n} = t{n}.data_ptr()" for n in slots]
-        merged = " | ".join(f"p{n}" for n in slots) or "0"
+        pointer_bits = " | ".join(f"p{n}" for n in slots) or "0"
         body += [
-            f"if ({merged}) & 15 or {self.current_device}() != {self.index} or {self.hooks_set}():",
+            f"if ({pointer_bits}) & 15 or {self.current_device}() != {self.index} or {self.hooks_set}():",
             "    return None",
             "stream, new = {0}({1}), {4} if {2}() else {3}".format(self.raw_stream, self.index, *self.making),
         ]
-        made = len(self.given)
+        next_slot = len(self.given)
         for step in steps:
             if isinstance(step, _RecordedLaunch):
                 body += self._launch(step)
             elif isinstance(step, _Allocation):
-                body += self._memory(made, step)
-                made += 1
+                body += self._memory(next_slot, step)
+                next_slot += 1
             else:
                 body.append(f"t{step.slot}.fill_({self._keep_constant(step.value)})")
         body.append(f"return ({''.join(f't{n}, ' for n in outputs)})")
         names = ", ".join(f"c{n}" for n in range(len(self.constants)))
         lines = [f"def make({names}):", "    def again(given):", *(f"        {x}" for x in body), "    return again"]
-        found: dict[str, Any] = {}
-        exec(_compile_source("\n".join(lines)), found)
-        return found["make"](*self.constants)
+        namespace: dict[str, Any] = {}
+        exec(_compile_source("\n".join(lines)), namespace)
+        return namespace["make"](*self.constants)
 
     def _keep_constant(self, constant: Any) -> str:
         """Store a constant and return its name."""
@@ -334,16 +336,16 @@ class _ReplayWriter:
     def _launch(self, launch: _RecordedLaunch) -> list[str]:
         """Return the lines that launch a kernel."""
         lines = []
-        written = {n: self._pointer(pointer) for n, pointer in launch.pointers}
+        expressions = {n: self._pointer(pointer) for n, pointer in launch.pointers}
         for n, places in launch.groups:
-            written[n] = self._list(launch.values[n], {m: self._pointer(pointer) for m, pointer in places})
+            expressions[n] = self._list(launch.values[n], {m: self._pointer(pointer) for m, pointer in places})
         for x in launch.descriptors:
-            known, encode = self._keep_constant(x.encoded.get), self._keep_constant(x.encode)
-            lines.append(f"e{x.n} = {known}(p{x.slot}) or {encode}(p{x.slot}, t{x.slot})")
-            written[x.place] = f"*e{x.n}"
+            get_encoding, encode = self._keep_constant(x.encoded.get), self._keep_constant(x.encode)
+            lines.append(f"e{x.n} = {get_encoding}(p{x.slot}) or {encode}(p{x.slot}, t{x.slot})")
+            expressions[x.place] = f"*e{x.n}"
         grid = ", ".join(map(self._keep_constant, launch.grid))
         lines.append(
-            f"{self._keep_constant(launch.bound.direct)}({grid}, stream, {self._list(launch.values, written)})"
+            f"{self._keep_constant(launch.bound.direct)}({grid}, stream, {self._list(launch.values, expressions)})"
         )
         # Free memory after the last launch that uses it.
         return lines + [f"t{slot} = None" for slot in launch.last]
@@ -355,17 +357,17 @@ class _ReplayWriter:
     def _list(self, values: list, written: dict[int, str]) -> str:
         """Return a list expression with `written` at some positions and `values` at the others."""
         parts: list[str] = []
-        known: list = []
+        constants: list = []
         for n, value in enumerate(values):
             if n not in written:
-                known.append(value)
+                constants.append(value)
                 continue
-            if known:
-                parts.append(f"*{self._keep_constant(tuple(known))}")
-                known = []
+            if constants:
+                parts.append(f"*{self._keep_constant(tuple(constants))}")
+                constants = []
             parts.append(written[n])
-        if known:
-            parts.append(f"*{self._keep_constant(tuple(known))}")
+        if constants:
+            parts.append(f"*{self._keep_constant(tuple(constants))}")
         return f"[{', '.join(parts)}]"
 
 
@@ -388,15 +390,15 @@ class Calls:
             function: the function to run, which returns a sequence of newly allocated tensors.
             *arguments: arguments of `function`.
         """
-        found = self._found.get(key)
-        if callable(found):
-            results = found(given)
+        entry = self._found.get(key)
+        if callable(entry):
+            results = entry(given)
             return function(*arguments) if results is None else results
-        if found is None:
+        if entry is None:
             if launcher.thread_state.dry_run is None:
                 self._found.store(key, True)
             return launcher.run_first(partial(function, *arguments), function, *arguments)
-        if found and is_capturing() and not launcher.has_launch_hooks() and _can_record(given):
+        if entry and is_capturing() and not launcher.has_launch_hooks() and _can_record(given):
             with RecordingMode(given) as recorder:
                 results = function(*arguments)
             self._found.store(key, recorder.replay(results, device) or False)
@@ -405,8 +407,8 @@ class Calls:
 
     def replay(self, key: tuple) -> Replay | None:
         """Return the replay function for `key`, or None if no call was captured."""
-        found = self._found.get(key)
-        return found if callable(found) else None
+        entry = self._found.get(key)
+        return entry if callable(entry) else None
 
     @classmethod
     def forget(cls) -> None:

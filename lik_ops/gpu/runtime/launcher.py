@@ -79,11 +79,11 @@ def has_launch_hooks() -> bool:
     """Return whether a recorder or a launch hook, such as a profiler's, observes each launch."""
     if thread_state.active_recorder is not None:
         return True
-    before, after = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    enter_hook, exit_hook = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     try:
-        return bool(before.calls or after.calls)
+        return bool(enter_hook.calls or exit_hook.calls)
     except AttributeError:  # a hook is None or a function instead of a chain of hooks
-        return any(hook is not None and getattr(hook, "calls", True) for hook in (before, after))
+        return any(hook is not None and getattr(hook, "calls", True) for hook in (enter_hook, exit_hook))
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def _find_stride_fields(group: type) -> tuple[tuple[int, ...], tuple[int, ...]]:
     A group without a class has none.
     """
     names: tuple[str, ...] = getattr(group, "_fields", ())
-    vector, unit = (tuple(names.index(n) for n in of.get(group, ())) for of in (VECTOR_STRIDES, UNIT_STRIDES))
+    vector, unit = (tuple(names.index(n) for n in table.get(group, ())) for table in (VECTOR_STRIDES, UNIT_STRIDES))
     return vector, unit
 
 
@@ -103,11 +103,11 @@ _parameters: dict[int, tuple[JITFunction, list[tuple[bool, bool]]]] = {}
 
 def _get_parameters(kernel: JITFunction) -> list[tuple[bool, bool]]:
     """Return for each kernel parameter whether it is a constexpr and whether its integers are specialized."""
-    known = _parameters.get(id(kernel))
-    if known is None:
-        found = [(p.is_constexpr, not p.do_not_specialize) for p in kernel.params]
-        known = _parameters[id(kernel)] = kernel, found
-    return known[1]
+    entry = _parameters.get(id(kernel))
+    if entry is None:
+        flags = [(p.is_constexpr, not p.do_not_specialize) for p in kernel.params]
+        entry = _parameters[id(kernel)] = kernel, flags
+    return entry[1]
 
 
 def is_descriptor(x: object) -> bool:
@@ -117,10 +117,10 @@ def is_descriptor(x: object) -> bool:
 
 def _has_vector_strides(group: tuple, places: tuple[int, ...]) -> bool:
     """Return whether the fields of a group at these positions are all multiples of 16."""
-    merged = 0
+    stride_bits = 0
     for n in places:
-        merged |= group[n] or 0
-    return merged & 15 == 0
+        stride_bits |= group[n] or 0
+    return stride_bits & 15 == 0
 
 
 def describe_args(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
@@ -133,44 +133,44 @@ def describe_args(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
         kernel: the kernel.
         args: all of its arguments, in order.
     """
-    found: list = []
+    description: list = []
     values: list = []
-    for x, (constant, specialized) in zip(args, _get_parameters(kernel), strict=True):
+    for x, (is_constexpr, is_specialized) in zip(args, _get_parameters(kernel), strict=True):
         kind = type(x)
-        if constant:
-            found.append((kind, x))  # equal constants of different types, such as 1 and True, give different code
+        if is_constexpr:
+            description.append((kind, x))  # equal constants of different types, such as 1 and True, give different code
             values.append(x)
         elif kind is int:
-            found.append(x > _INT32_MAX)
-            if specialized:
-                found += (x == 1, x & 15 == 0)
+            description.append(x > _INT32_MAX)
+            if is_specialized:
+                description += (x == 1, x & 15 == 0)
             values.append(x)
         elif x is None:
-            found.append(None)
+            description.append(None)
             values.append(None)
         elif isinstance(x, Tensor):
             pointer = x.data_ptr()
-            found += (x.dtype, pointer & 15 == 0)
+            description += (x.dtype, pointer & 15 == 0)
             values.append(pointer)
         elif isinstance(x, tuple):
-            found.append(kind)
-            values.append(_describe_group(x, kind, found))
+            description.append(kind)
+            values.append(_describe_group(x, kind, description))
         else:
             if is_descriptor(x):
-                found += (kind, x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
+                description += (kind, x.base.dtype, tuple(x.block_shape), getattr(x, "layout", None), x.padding)
             else:
-                found.append(kind)
+                description.append(kind)
             values.append(x)
-    return tuple(found), values
+    return tuple(description), values
 
 
 def _describe_group(group: tuple, kind: type, found: list) -> list:
     """Add the description of a group's members to `found`, and return the members with pointers for tensors."""
     values: list = []
-    merged = 0
+    integer_bits = 0
     for y in group:
         if type(y) is int:
-            merged |= y
+            integer_bits |= y
             found.append(int)
             values.append(y)
             continue
@@ -185,7 +185,7 @@ def _describe_group(group: tuple, kind: type, found: list) -> list:
             found.append((type(y), y))
             values.append(y)
     vector, unit = _find_stride_fields(kind)
-    if not 0 <= merged <= _INT32_MAX:  # some integer needs 64 bits: record which one
+    if not 0 <= integer_bits <= _INT32_MAX:  # some integer needs 64 bits: record which one
         found.append(tuple([type(y) is int and y > _INT32_MAX for y in group]))
     found.append(_has_vector_strides(group, vector))
     found += [group[n] == 1 for n in unit]
@@ -200,8 +200,8 @@ def _make_representative_group(group: tuple) -> tuple:
     def representative(n: int, x: Any) -> Any:
         if not isinstance(x, int) or (x == 1 and n in unit):
             return x
-        odd = 0 if vector and n in vectors else 1
-        return (_INT32_MAX + 1 if x > _INT32_MAX else 16) + odd
+        remainder = 0 if vector and n in vectors else 1
+        return (_INT32_MAX + 1 if x > _INT32_MAX else 16) + remainder
 
     return type(group)(*(representative(n, x) for n, x in enumerate(group)))
 
@@ -261,10 +261,10 @@ class CompiledKernel:
     def _prepare_direct_launch(self) -> None:
         if triton_versions.needs_launch_work(self.compiled.run):  # loads the kernel
             return
-        direct, encoder = triton_versions.DIRECT_LAUNCHERS[triton_versions.get_triton_release()]
+        make_direct, encoder = triton_versions.DIRECT_LAUNCHERS[triton_versions.get_triton_release()]
         self._encode = encoder()
         self._descriptor_metadata = getattr(self.compiled.metadata, "tensordesc_meta", None) or []
-        self.direct = direct(self.compiled)
+        self.direct = make_direct(self.compiled)
 
     def encoded(self, n: int, descriptor: Any) -> tuple:
         """Return the n-th descriptor in the encoding of the kernel.
@@ -273,13 +273,13 @@ class CompiledKernel:
         address.
         """
         key = (n, descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
-        found = self._encoded.get(key)
-        if found is None:
+        encoding = self._encoded.get(key)
+        if encoding is None:
             ensure_cuda_context()
             if len(self._encoded) >= _MAX_DESCRIPTORS:
                 self._encoded.clear()
-            found = self._encoded[key] = tuple(self._encode(descriptor, self._descriptor_metadata[n]))
-        return found
+            encoding = self._encoded[key] = tuple(self._encode(descriptor, self._descriptor_metadata[n]))
+        return encoding
 
     def launch(self, grid: tuple[int, ...], args: tuple, values: list) -> None:
         """Launch on the current stream with `args` and with `values`, their form returned by `describe_args`."""
@@ -329,11 +329,11 @@ def get_compiled_kernel(
         KernelCompileError: Triton cannot compile the kernel. Nothing was launched.
     """
     key, values = _make_kernel_key(kernel, args, options)
-    found = _compiled_kernels.get(key)
-    if found is None:
+    bound = _compiled_kernels.get(key)
+    if bound is None:
         _compile_rehearsed()
-        found = _compiled_kernels.get(key) or _compile_kernel(kernel, args, options, key)
-    return found, values
+        bound = _compiled_kernels.get(key) or _compile_kernel(kernel, args, options, key)
+    return bound, values
 
 
 def _make_kernel_key(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple[tuple, list]:
@@ -345,16 +345,16 @@ def _make_kernel_key(kernel: JITFunction, args: tuple, options: dict[str, Any]) 
 def _compile_kernel(kernel: JITFunction, args: tuple, options: dict[str, Any], key: tuple) -> CompiledKernel | None:
     if key in _compile_failures:
         raise KernelCompileError(kernel.__name__, _compile_failures[key])
-    more = triton_versions.add_compile_options(options)
+    compile_options = triton_versions.add_compile_options(options)
     try:
         triton_versions.fix_cache_key(kernel)
-        compiled = kernel.warmup(*_make_representatives(kernel, args), grid=(1, 1, 1), **more)
+        compiled = kernel.warmup(*_make_representatives(kernel, args), grid=(1, 1, 1), **compile_options)
         if not hasattr(compiled, "_init_handles"):  # None, or compilation has not finished
             return None
         bound = _compiled_kernels[key] = CompiledKernel(compiled, torch._C._cuda_getDevice())
     except Exception as error:  # compiler passes, ptxas, and the driver raise many types
-        said = str(error).strip().splitlines() or [""]
-        _compile_failures[key] = f"{type(error).__name__}: {said[-1]}"
+        lines = str(error).strip().splitlines() or [""]
+        _compile_failures[key] = f"{type(error).__name__}: {lines[-1]}"
         raise KernelCompileError(kernel.__name__, _compile_failures[key]) from error
     _log.debug("compiled %s, launched %s", kernel.__name__, "directly" if bound.direct else "by Triton")
     return bound
@@ -366,19 +366,19 @@ def collect_launches() -> Iterator[list[tuple]]:
 
     The arguments have no memory, so workspaces are freed when the call itself would free them.
     """
-    found: list[tuple] = []
-    state, before = thread_state, (thread_state.dry_run, thread_state.active_recorder)
+    launches: list[tuple] = []
+    state, saved_state = thread_state, (thread_state.dry_run, thread_state.active_recorder)
 
     def collect(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
         """Add a launch."""
-        found.append((kernel, grid, tuple(map(_drop_memory, args)), options))
+        launches.append((kernel, grid, tuple(map(_drop_memory, args)), options))
 
     # With a recorder, every launch goes through `launch`, and no call is captured or replayed.
-    state.dry_run, state.active_recorder = collect, found
+    state.dry_run, state.active_recorder = collect, launches
     try:
-        yield found
+        yield launches
     finally:
-        state.dry_run, state.active_recorder = before
+        state.dry_run, state.active_recorder = saved_state
 
 
 def run_first(rehearsal: Callable[[], Any], function: Callable, *arguments: Any) -> Any:
@@ -421,13 +421,13 @@ def _compile_rehearsed() -> None:
 
 def find_missing_kernels(launches: list[tuple]) -> dict[tuple, tuple]:
     """Return the arguments of `_compile_kernel` by key, for kernels of collected launches that are not compiled yet."""
-    missing: dict[tuple, tuple] = {}
+    missing_kernels: dict[tuple, tuple] = {}
     for kernel, _, args, options in launches:
         if isinstance(kernel, JITFunction):
             key, _ = _make_kernel_key(kernel, args, options)
             if key not in _compiled_kernels and key not in _compile_failures:
-                missing[key] = kernel, args, options, key
-    return missing
+                missing_kernels[key] = kernel, args, options, key
+    return missing_kernels
 
 
 def _drop_memory(x: Any) -> Any:

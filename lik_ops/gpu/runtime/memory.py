@@ -32,11 +32,11 @@ def allocate_tensor(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return an uninitialized tensor for a kernel to fill."""
-    usual, filling = makers(device)
-    if usual is filling or is_deterministic() or current_device() != device.index:
-        return filling(shape, strides, dtype)
+    allocate_fast, allocate = makers(device)
+    if allocate_fast is allocate or is_deterministic() or current_device() != device.index:
+        return allocate(shape, strides, dtype)
     # A recorder sees only allocations through torch.
-    return (usual if launcher.thread_state.active_recorder is None else filling)(shape, strides, dtype)
+    return (allocate_fast if launcher.thread_state.active_recorder is None else allocate)(shape, strides, dtype)
 
 
 def makers(device: torch.device) -> tuple[Allocator, Allocator]:
@@ -51,5 +51,5 @@ def makers(device: torch.device) -> tuple[Allocator, Allocator]:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     # The interpreter's device has no index.
-    usual = by_torch if allocate_cuda is None or device.index is None else allocate_cuda
-    return usual, by_torch
+    allocate_fast = by_torch if allocate_cuda is None or device.index is None else allocate_cuda
+    return allocate_fast, by_torch

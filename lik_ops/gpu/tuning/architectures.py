@@ -98,9 +98,13 @@ class KernelKey(NamedTuple):
 
     def config(self, BM: int, BN: int, BD: int, **more: Any) -> KernelConfig:
         """Return a kernel configuration with products of fp32 sums unless `more` overrides `PRECISION`."""
-        own: dict[str, Any] = {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE_OFFSETS": self.wide}
-        own |= {"SINGLE_STEP": self.d <= BD, "PRECISION": choose_precision(torch.float32, self.arch, False)}
-        return KernelConfig(BM=BM, BN=BN, BD=BD, **{**own, **more})
+        fields_of_kind: dict[str, Any] = {
+            "CANDIDATES": self.candidates,
+            "NORMALIZE": self.normalize,
+            "WIDE_OFFSETS": self.wide,
+        }
+        fields_of_kind |= {"SINGLE_STEP": self.d <= BD, "PRECISION": choose_precision(torch.float32, self.arch, False)}
+        return KernelConfig(BM=BM, BN=BN, BD=BD, **{**fields_of_kind, **more})
 
 
 @dataclass(frozen=True)
@@ -127,10 +131,10 @@ class LaunchConfig:
 
     def change(self, **values: Any) -> LaunchConfig:
         """Return this configuration with other values of its own fields and of the fields of `config`."""
-        own = {
+        own_fields = {
             name: values.pop(name) for name in ("num_warps", "num_stages", "max_registers", "walkers") if name in values
         }
-        return replace(self, config=self.config._replace(**values), **own)
+        return replace(self, config=self.config._replace(**values), **own_fields)
 
     def make_non_persistent(self) -> LaunchConfig:
         """Return this configuration with one program for each document, for calls that cannot be persistent."""

@@ -41,15 +41,15 @@ def configure_gather(
         encoding: `KernelConfig.ENCODING` of documents that are dequantized, which costs registers too.
     """
     # With 128 features, decoded codes spill on sm_80 (Triton 3.6).
-    several = 128 if encoding == "" else 64
-    BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else several
+    step_features = 128 if encoding == "" else 64
+    BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else step_features
     rows = select_for(_GATHER_TABLE, kind)
-    short = kind.has_vector_loads and kind.d <= 128
-    if ragged and (encoding != "" or not (short and kind.half and not kind.normalize)):
+    is_short = kind.has_vector_loads and kind.d <= 128
+    if ragged and (encoding != "" or not (is_short and kind.half and not kind.normalize)):
         rows //= 2  # the addresses of the argmax tokens cost registers too
     config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee", ENCODING=encoding)
     spills = (
-        encoding != "" or not short or (ragged and kind.candidates and not kind.half) or (scaled and kind.normalize)
+        encoding != "" or not is_short or (ragged and kind.candidates and not kind.half) or (scaled and kind.normalize)
     )
     return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
 
@@ -107,8 +107,8 @@ class _DocumentsCall(NamedTuple):
     def has_large_tiles(self) -> bool:
         """Return whether documents are long and registers hold the largest tiles."""
         kind = self.kind
-        usual = not (kind.half or kind.candidates or kind.normalize)
-        return self.long and usual and kind.arch.unit in _WGMMA
+        is_usual = not (kind.half or kind.candidates or kind.normalize)
+        return self.long and is_usual and kind.arch.unit in _WGMMA
 
     @property
     def has_vector_rows(self) -> bool:
@@ -227,8 +227,8 @@ def configure_packed_documents(
     launch = configure_documents(kind, flat=flat, pieces=pieces)
     launch = apply_overrides(_PACKED_DOCUMENTS_OVERRIDES, call, launch)
     BM = launch.config.BM
-    each = BM if rows is None or listed else min(max(next_power_of_2(rows), 16), BM)
-    return launch.change(ROWS_PER_QUERY=each)
+    rows_per_query = BM if rows is None or listed else min(max(next_power_of_2(rows), 16), BM)
+    return launch.change(ROWS_PER_QUERY=rows_per_query)
 
 
 MAX_SPARSE_ROWS = 128  # maximum query rows of a document that one program holds
@@ -266,8 +266,8 @@ def configure_disjoint_documents(kind: KernelKey, rows: int, *, flat: bool) -> L
     BD = min(max(next_power_of_2(kind.d), 16), 256)
     config = kind.config(BM, 4, BD, EVEN_ROW_STRIDE=flat)
     # The programs mostly wait for memory. 32 programs, the maximum, share an SM unless ptxas spills then.
-    small = BM <= 32 and BD <= 128 and kind.has_vector_loads
-    return LaunchConfig(config, num_warps=1, num_stages=1, max_registers=64 if small else 128)
+    is_small = BM <= 32 and BD <= 128 and kind.has_vector_loads
+    return LaunchConfig(config, num_warps=1, num_stages=1, max_registers=64 if is_small else 128)
 
 
 def configure_buckets(arch: Architecture, documents: LaunchConfig, rows: int) -> LaunchConfig:
@@ -292,9 +292,9 @@ def configure_packed_buckets(arch: Architecture, documents: LaunchConfig, rows: 
     each block.
     """
     # ptxas spills with 16 rows for each thread, and on sm_120 with 8 rows in 128 registers.
-    most = MAX_BLOCK_ROWS.value // 2 if arch.name == "sm_120" else MAX_BLOCK_ROWS.value
-    most = _make_bucket_config(arch, documents, rows, most).BM
-    each = cdiv(rows, cdiv(rows, most))
-    config = _make_bucket_config(arch, documents, each, most)
+    max_rows = MAX_BLOCK_ROWS.value // 2 if arch.name == "sm_120" else MAX_BLOCK_ROWS.value
+    max_rows = _make_bucket_config(arch, documents, rows, max_rows).BM
+    block_rows = cdiv(rows, cdiv(rows, max_rows))
+    config = _make_bucket_config(arch, documents, block_rows, max_rows)
     warps = max(4, config.BM // 256)
-    return LaunchConfig(config, num_warps=warps, num_stages=1, max_registers=128 if warps == 16 else 255), each
+    return LaunchConfig(config, num_warps=warps, num_stages=1, max_registers=128 if warps == 16 else 255), block_rows

@@ -201,13 +201,13 @@ def select_tile(
     tiles: tuple[TileConfig, ...], Nq: int, Lq: int, candidates: bool, documents: int
 ) -> tuple[TileConfig, int]:
     """Return the tile of a call among the tiles of its rule, and the rows per query in the tile."""
-    most = tiles[-1].rows
-    slot = min(next_power_of_2(max(Lq, 1)), most)
-    rows = slot if candidates else min(Nq * slot, most)
-    serving = [tile for tile in tiles if tile.rows >= slot and tile.documents >= documents]
-    tile = next(tile for tile in serving if tile.rows >= rows)
+    max_rows = tiles[-1].rows
+    slot = min(next_power_of_2(max(Lq, 1)), max_rows)
+    rows = slot if candidates else min(Nq * slot, max_rows)
+    fitting_tiles = [tile for tile in tiles if tile.rows >= slot and tile.documents >= documents]
+    tile = next(tile for tile in fitting_tiles if tile.rows >= rows)
     if not candidates and cdiv(Nq * slot, tile.rows) * documents < MEASURED_SMS:
-        tile = serving[0]  # otherwise most SMs would idle
+        tile = fitting_tiles[0]  # otherwise most SMs would idle
     return tile, slot
 
 
@@ -284,8 +284,8 @@ def adjust_for_h100(launch: LaunchConfig, arch: Architecture, documents: int) ->
 
     `FORWARD_RULES` was measured on an H200.
     """
-    applies = "H100" in arch.gpu
-    return apply_overrides(_H100_OVERRIDES, documents, launch) if applies else launch
+    is_h100 = "H100" in arch.gpu
+    return apply_overrides(_H100_OVERRIDES, documents, launch) if is_h100 else launch
 
 
 def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:
@@ -293,8 +293,8 @@ def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:
 
     With one tile of few query rows, as many programs share an SM as without argmax.
     """
-    few = reads_tiles and _has_one_stage(launch) and launch.config.BD <= 128
-    return launch.change(PERSISTENT=False, walkers=0, max_registers=64 if few else launch.max_registers)
+    has_few_rows = reads_tiles and _has_one_stage(launch) and launch.config.BD <= 128
+    return launch.change(PERSISTENT=False, walkers=0, max_registers=64 if has_few_rows else launch.max_registers)
 
 
 class _PackedCall(NamedTuple):
@@ -339,8 +339,8 @@ class _PackedCall(NamedTuple):
     def spills(self, launch: LaunchConfig) -> bool:
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
         split = launch.config.FP32_TERMS > 0 and launch.config.BM < _MAX_PACKED_TILE_ROWS
-        crowded = self.unit == "mma" or (self.crowded and not launch.config.TOKENS_FIRST)
-        return split or (self.argmax and crowded)
+        is_crowded = self.unit == "mma" or (self.crowded and not launch.config.TOKENS_FIRST)
+        return split or (self.argmax and is_crowded)
 
 
 _SEGMENTS = "the segment bounds that a program reads cost registers"
@@ -523,11 +523,11 @@ def configure_packed_forward(
     launch = apply_overrides(_PACKED_OVERRIDES, _PackedCall(kind, Nq, argmax, few, bare, stored), launch)
     config = launch.config
     # Set for the same reason as in `configure_forward` even if it is not needed.
-    long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.FP32_TERMS > 0
-    even = has_words(stored) and kind.d % config.BD == 0
-    options = {"NORMALIZE": kind.normalize, "ENCODING": stored, "LONG_QUERIES": long, "EVEN_D": even}
-    most = select_tiles(kind.arch, kind.dtype, Lq, kind.d, dense.normalize, kind.wide)[-1].rows
-    return launch.change(SHORT_DOCUMENTS=True, **options), (most // config.ROWS_PER_QUERY).bit_length() - 1
+    is_long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.FP32_TERMS > 0
+    is_even = has_words(stored) and kind.d % config.BD == 0
+    options = {"NORMALIZE": kind.normalize, "ENCODING": stored, "LONG_QUERIES": is_long, "EVEN_D": is_even}
+    max_rows = select_tiles(kind.arch, kind.dtype, Lq, kind.d, dense.normalize, kind.wide)[-1].rows
+    return launch.change(SHORT_DOCUMENTS=True, **options), (max_rows // config.ROWS_PER_QUERY).bit_length() - 1
 
 
 def configure_row_sums(
@@ -537,6 +537,6 @@ def configure_row_sums(
 
     The sums have the bits of `configure_forward`.
     """
-    most = select_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
-    slot = min(max(next_power_of_2(Lq), MIN_ROWS_PER_QUERY), most)
-    return slot, (most // slot).bit_length() - 1
+    max_rows = select_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+    slot = min(max(next_power_of_2(Lq), MIN_ROWS_PER_QUERY), max_rows)
+    return slot, (max_rows // slot).bit_length() - 1

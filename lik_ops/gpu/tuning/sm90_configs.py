@@ -159,8 +159,8 @@ class Sm90Choice(NamedTuple):
     @property
     def launch_options(self) -> dict[str, int]:
         """Return the launch options of the kernel."""
-        two = isinstance(self.config, Sm90Config) and self.config.PROGRAMS_PER_SM == 2
-        return {"num_warps": 4} | ({"maxnreg": _TWO_PROGRAMS_REGISTERS} if two else {})
+        has_two_programs = isinstance(self.config, Sm90Config) and self.config.PROGRAMS_PER_SM == 2
+        return {"num_warps": 4} | ({"maxnreg": _TWO_PROGRAMS_REGISTERS} if has_two_programs else {})
 
     @property
     def kernel(self) -> str:
@@ -194,9 +194,9 @@ def _make_choice(
     """
     parts = cdiv(Lq, config.ROWS_PER_QUERY)
     row_tiles = cdiv(Nq * parts * config.ROWS_PER_QUERY, _count_tile_rows(config))
-    most = arch.processors * (config.PROGRAMS_PER_SM if isinstance(config, Sm90Config) else 1)
-    aligned = most // row_tiles * row_tiles
-    programs = aligned if aligned >= 0.95 * most else most
+    max_programs = arch.processors * (config.PROGRAMS_PER_SM if isinstance(config, Sm90Config) else 1)
+    aligned_programs = max_programs // row_tiles * row_tiles
+    programs = aligned_programs if aligned_programs >= 0.95 * max_programs else max_programs
     return Sm90Choice(config, parts, row_tiles, min(programs, row_tiles * K), tree)
 
 
@@ -205,16 +205,16 @@ def _select_least_waste(tiles: tuple[Sm90Tile, ...], Ld: int, most_packed: int =
 
     A tile with more than `most_packed` tokens may not be longer than a document.
     """
-    fitting = [tile for tile in tiles if tile.tokens <= max(Ld, most_packed)] or [min(tiles)]
-    return min(fitting, key=lambda tile: cdiv(Ld, tile.tokens) * tile.tokens * tile.cost)
+    fitting_tiles = [tile for tile in tiles if tile.tokens <= max(Ld, most_packed)] or [min(tiles)]
+    return min(fitting_tiles, key=lambda tile: cdiv(Ld, tile.tokens) * tile.tokens * tile.cost)
 
 
 def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> Sm90Tile:
     """Return the tile of `maxsim_forward_sm90` for many query rows."""
-    large = _NORMS_TILE if given else _ARGMAX_TILE
-    waste = cdiv(Ld, large.tokens) * large.tokens / (cdiv(Ld, _TILE.tokens) * _TILE.tokens)
-    worth = (given or (argmax and not normalize)) and waste <= (_MAX_PADDING_RATIO if argmax else 1)
-    return large if worth and Ld >= large.tokens else _TILE
+    large_tile = _NORMS_TILE if given else _ARGMAX_TILE
+    waste = cdiv(Ld, large_tile.tokens) * large_tile.tokens / (cdiv(Ld, _TILE.tokens) * _TILE.tokens)
+    is_worthwhile = (given or (argmax and not normalize)) and waste <= (_MAX_PADDING_RATIO if argmax else 1)
+    return large_tile if is_worthwhile and Ld >= large_tile.tokens else _TILE
 
 
 def configure_sm90(
@@ -223,7 +223,7 @@ def configure_sm90(
     """Return the configuration of an sm_90 kernel for half-precision documents, without a mask up to 128 features."""
     Nq, K, Lq, Ld = sizes
     config: Sm90Config | Sm90LargeDConfig
-    few = 0
+    small_m_rows = 0
     if d > 128:
         # An argmax of 256 tokens would spill registers.
         tile = _select_least_waste(_LARGE_D_TILES[argmax:], Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
@@ -239,11 +239,17 @@ def configure_sm90(
     else:
         slot = min(next_power_of_2(Lq), 128)
         if normalize or argmax:
-            few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS if argmax else _MAX_SMALL_M_ROWS)
+            small_m_rows = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS if argmax else _MAX_SMALL_M_ROWS)
         row_tiles = cdiv(Nq * cdiv(Lq, slot) * slot, SM90_TILE_ROWS)
-        given = normalize and not few and row_tiles >= _MIN_PRECOMPUTED_ROW_TILES
-        tile = _select_least_waste(SMALL_M_TILES[""], Ld) if few else _choose_tile(Ld, argmax, normalize, given)
-        config = _make_config(tile, slot, d, few, ARGMAX=argmax, NORMALIZE=normalize, PRECOMPUTED_SCALES=given)
+        has_norms = normalize and not small_m_rows and row_tiles >= _MIN_PRECOMPUTED_ROW_TILES
+        tile = (
+            _select_least_waste(SMALL_M_TILES[""], Ld)
+            if small_m_rows
+            else _choose_tile(Ld, argmax, normalize, has_norms)
+        )
+        config = _make_config(
+            tile, slot, d, small_m_rows, ARGMAX=argmax, NORMALIZE=normalize, PRECOMPUTED_SCALES=has_norms
+        )
     return _make_choice(arch, config, Nq, K, Lq)
 
 
@@ -263,12 +269,14 @@ def configure_fp32_split(
     """
     Nq, K, Lq, Ld = sizes
     tree = forward_configs.get_packed_tree_rows(arch, torch.float32, Lq, d, stored="")
-    few = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
-    tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if few else _SPLIT_TILES[terms]
-    slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 128, tree)
-    config = _make_config(tile, slot, d, few, ARGMAX=argmax, FP32_TERMS=terms, PRECOMPUTED_SCALES=not few)
+    small_m_rows = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
+    tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if small_m_rows else _SPLIT_TILES[terms]
+    slot = next_power_of_2(Lq) if small_m_rows else min(next_power_of_2(Lq), 128, tree)
+    config = _make_config(
+        tile, slot, d, small_m_rows, ARGMAX=argmax, FP32_TERMS=terms, PRECOMPUTED_SCALES=not small_m_rows
+    )
     choice = _make_choice(arch, config, Nq, K, Lq, tree // slot)
-    if few or not (first or choice.row_tiles >= _MIN_SPLIT_ROW_TILES):
+    if small_m_rows or not (first or choice.row_tiles >= _MIN_SPLIT_ROW_TILES):
         return choice
     config = config._replace(PRECOMPUTED_TERMS=True, MASK=masked, STAGES=_PRECOMPUTED_SPLIT_STAGES)
     return choice._replace(config=config)
@@ -314,19 +322,21 @@ def configure_int8(
     """
     Nq, K, Lq, Ld = sizes
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
-    few = _count_small_m_rows(Nq, Lq, _MAX_SMALL_M_ROWS // terms) if next_power_of_2(Lq) <= tree else 0
-    slot = next_power_of_2(Lq) if few else min(next_power_of_2(Lq), 2 * rows, tree)
+    small_m_rows = _count_small_m_rows(Nq, Lq, _MAX_SMALL_M_ROWS // terms) if next_power_of_2(Lq) <= tree else 0
+    slot = next_power_of_2(Lq) if small_m_rows else min(next_power_of_2(Lq), 2 * rows, tree)
     # With two terms, a warp group needs more time for a tile than its products. Then larger tiles are used if the last
     # tile of a document wastes nothing, and if token scales do not need the registers.
     size = _INT8_LARGE_TILE.tokens
-    large = terms == 2 and not each_token and Ld >= size and -Ld % size < _INT8_TILE.tokens
-    tile = _select_least_waste(SMALL_M_TILES["int8"], Ld) if few else _INT8_LARGE_TILE if large else _INT8_TILE
+    is_large = terms == 2 and not each_token and Ld >= size and -Ld % size < _INT8_TILE.tokens
+    tile = (
+        _select_least_waste(SMALL_M_TILES["int8"], Ld) if small_m_rows else _INT8_LARGE_TILE if is_large else _INT8_TILE
+    )
     options: dict[str, Any] = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token}
     options |= {"MMA_ROWS": rows, "INT8_TERMS": terms}
     if kept:
-        tile = SMALL_M_TILES["bits"][0] if few else _INT8_TILE
-        options |= {"ENCODING": kept, "PROGRAMS_PER_SM": 2 if few == _MIN_SMALL_M_ROWS else 1}
-    return _make_choice(arch, _make_config(tile, slot, d, few, **options), Nq, K, Lq, tree // slot)
+        tile = SMALL_M_TILES["bits"][0] if small_m_rows else _INT8_TILE
+        options |= {"ENCODING": kept, "PROGRAMS_PER_SM": 2 if small_m_rows == _MIN_SMALL_M_ROWS else 1}
+    return _make_choice(arch, _make_config(tile, slot, d, small_m_rows, **options), Nq, K, Lq, tree // slot)
 
 
 def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str) -> Sm90Choice:
@@ -335,9 +345,9 @@ def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str) -> 
     With "fp8_fp8", query rows are FP8, too.
     """
     Nq, K, Lq, Ld = sizes
-    few, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
-    tile = _select_least_waste(tiles if few == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if few else _TILE
+    small_m_rows, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
+    tile = _select_least_waste(tiles if small_m_rows == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if small_m_rows else _TILE
     if kept == "fp8_fp8":
-        tile = SMALL_M_TILES["int8"][0] if few else _INT8_TILE
+        tile = SMALL_M_TILES["int8"][0] if small_m_rows else _INT8_TILE
     options = {"ARGMAX": False, "PRECOMPUTED_SCALES": True, "ENCODING": kept}
-    return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, few, **options), Nq, K, Lq)
+    return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, small_m_rows, **options), Nq, K, Lq)

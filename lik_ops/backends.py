@@ -41,15 +41,15 @@ def select_backend(device: torch.device, dtype: torch.dtype) -> ModuleType:
     Raises:
         RuntimeError: the requested backend is ``"triton"``, and it cannot run there.
     """
-    requested = get_requested_backend()
-    if requested == "portable" or (requested == "auto" and device.type == "cpu"):
+    backend_name = get_requested_backend()
+    if backend_name == "portable" or (backend_name == "auto" and device.type == "cpu"):
         return portable
     reason = explain_no_triton(device, dtype)
     if reason is None:
         from .gpu import backend as cuda
 
         return cuda
-    if requested == "triton":
+    if backend_name == "triton":
         raise RuntimeError(f"lik_ops: backend 'triton' cannot compute {dtype} on {device}: {reason}")
     _log.debug("portable backend for %s on %s: %s", dtype, device, reason)
     return portable

@@ -64,8 +64,8 @@ class Launch(NamedTuple):
         root = Path(__file__).resolve().parent.parent
         config = next((str(x) for x in reversed(self.args) if type(x).__name__.endswith("Config")), "")
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        where = path.relative_to(root) if path.is_relative_to(root) else path
-        return f"{self.name} ({where}), grid {self.grid}, {options}" + f"\n    {config}" * bool(config)
+        location = path.relative_to(root) if path.is_relative_to(root) else path
+        return f"{self.name} ({location}), grid {self.grid}, {options}" + f"\n    {config}" * bool(config)
 
 
 class Explanation(NamedTuple):
@@ -77,12 +77,12 @@ class Explanation(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report."""
-        for number, (kernel, found) in enumerate(self.rules, 1):
-            tile = f", {found.tile()}" if hasattr(found, "tile") else ""
-            yield f"rule {number}: {kernel}: " + (f"no, {found}" if isinstance(found, str) else f"yes{tile}")
-        for what, launches in (("forward", self.forward), ("backward", self.backward)):
+        for number, (kernel, choice) in enumerate(self.rules, 1):
+            tile = f", {choice.tile()}" if hasattr(choice, "tile") else ""
+            yield f"rule {number}: {kernel}: " + (f"no, {choice}" if isinstance(choice, str) else f"yes{tile}")
+        for direction, launches in (("forward", self.forward), ("backward", self.backward)):
             for launch in launches:
-                yield f"{what}: {launch.describe()}"
+                yield f"{direction}: {launch.describe()}"
 
 
 def explain_call(call: CallDescription, arch: Any) -> Explanation:
@@ -163,8 +163,8 @@ def _run_soft(call: CallDescription, x: DenseArgs) -> tuple[list, Callable | Non
     scores, lse = backend.forward_soft(x, 0.1, call.normalize, bool(call.backward))
 
     def backward() -> None:
-        needs = [True, True, False, False]
-        backend.backward_soft(scores, x, lse, 0.1, call.normalize, needs)
+        needs_grad = [True, True, False, False]
+        backend.backward_soft(scores, x, lse, 0.1, call.normalize, needs_grad)
 
     return [], backward if call.backward else None
 
@@ -176,23 +176,23 @@ def _run_packed(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list, C
     Q, D = x.Q.flatten(0, 1), x.D.flatten(0, 1)
     masks = [None if t is None else t.flatten(0, 1) for t in x[2:4]]
     cu_q, offsets, lengths, pairs = _allocate(call.Nq + 1, dtype=torch.int32), None, None, None
-    listed = call.layout == "listed"
+    is_listed = call.layout == "listed"
     if call.layout == "packed":
         offsets = _allocate(call.Nd + 1, dtype=torch.int32)
     else:
-        shape = (call.Nq, call.Nd) if listed else (call.Nd,)
+        shape = (call.Nq, call.Nd) if is_listed else (call.Nd,)
         offsets, lengths = (_allocate(*shape, dtype=torch.int32) for _ in range(2))
-        pairs = None if listed else _allocate(call.pairs, 2, dtype=torch.int64)
-    most = call.Lq if call.layout == "pairs" else Q.shape[0]
-    c = PackedArgs.of((Q, D, cu_q, offsets, lengths, pairs, *masks, None), most)
+        pairs = None if is_listed else _allocate(call.pairs, 2, dtype=torch.int64)
+    max_seqlen_q = call.Lq if call.layout == "pairs" else Q.shape[0]
+    c = PackedArgs.of((Q, D, cu_q, offsets, lengths, pairs, *masks, None), max_seqlen_q)
     dtype = choose_argmax_dtype(c.Td) if call.argmax or call.backward else None
     rules = _apply(choose.PACKED_RULES, choose.PackedChoiceArgs(c, call.normalize, dtype is not None, "", arch))
     scores, argmax = backend.ragged_plan(c, call.normalize, dtype).forward(c)
 
     def backward() -> None:
         assert argmax is not None
-        needs = [True, True, False]
-        backend.backward_cut(scores, c, argmax, call.normalize, needs, call.backward == "unified")
+        needs_grad = [True, True, False]
+        backend.backward_cut(scores, c, argmax, call.normalize, needs_grad, call.backward == "unified")
 
     return rules, backward if call.backward else None
 
@@ -202,13 +202,13 @@ def _run_quantized(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list
     from .formats.quantize import quantize
     from .gpu import backend, choose
 
-    one = quantize(torch.zeros(1, 1, call.d), call.quantized).kept()  # type: ignore[arg-type]
-    data = _allocate(call.Nd, call.Ld, one.data.shape[-1], dtype=one.data.dtype)
+    sample = quantize(torch.zeros(1, 1, call.d), call.quantized).kept()  # type: ignore[arg-type]
+    data = _allocate(call.Nd, call.Ld, sample.data.shape[-1], dtype=sample.data.dtype)
     scale = _allocate(call.Nd, call.Ld, dtype=torch.float32)
-    stored = EncodedTokens(data, scale, None if one.minimum is None else scale.clone(), one.format)
+    tokens = EncodedTokens(data, scale, None if sample.minimum is None else scale.clone(), sample.format)
     c = PackedArgs.of((x.Q, data, *(None,) * 4, x.q_mask, x.d_mask, None), call.Lq)
     dtype = choose_argmax_dtype(c.Td) if call.argmax else None
-    args = choose.QuantizedChoiceArgs(c, stored, call.normalize, call.argmax, arch)
+    args = choose.QuantizedChoiceArgs(c, tokens, call.normalize, call.argmax, arch)
     rules = _apply(choose.QUANTIZED_RULES, args)
-    backend.forward_quantized_cut(c, stored, call.normalize, dtype)
+    backend.forward_quantized_cut(c, tokens, call.normalize, dtype)
     return rules, None

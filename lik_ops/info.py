@@ -119,8 +119,8 @@ def describe_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq
     from .gpu import choose
 
     Q, D = (torch.empty((n, length, d), dtype=dtype, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
-    chosen = choose.choose_dense(Q, D, None, False, None, arch)
-    return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
+    choice = choose.choose_dense(Q, D, None, False, None, arch)
+    return f"{choice.kernel} on {arch.name}: {choice.tile()}"
 
 
 def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> str:
@@ -129,23 +129,25 @@ def describe_int8_kernel(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: in
 
     Q = torch.empty((Nq, Lq, d), dtype=dtype, device="meta")
     data, scale = torch.empty((Nd, Ld, d), dtype=torch.int8, device="meta"), torch.empty((Nd, Ld), device="meta")
-    chosen = choose.choose_int8(Q, data, scale, 2, arch)
-    if isinstance(chosen, str):
+    choice = choose.choose_int8(Q, data, scale, 2, arch)
+    if isinstance(choice, str):
         return f"maxsim_forward_packed on {arch.name}"
-    return f"{chosen.kernel} on {arch.name}: {chosen.tile()}"
+    return f"{choice.kernel} on {arch.name}: {choice.tile()}"
 
 
 def describe_triton() -> str:
     """Return the version of Triton, and whether it is newer than the tested versions."""
-    found = _get_version("triton")
+    version = _get_version("triton")
     if find_spec("triton") is None:
-        return found
+        return version
     from .gpu import triton_versions
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report prints it
-        known = triton_versions.is_tested_version()
-    return found if known else f"{found}: newer than {triton_versions.format_newest()}, so plain kernels compute"
+        is_tested = triton_versions.is_tested_version()
+    return (
+        version if is_tested else f"{version}: newer than {triton_versions.format_newest()}, so plain kernels compute"
+    )
 
 
 def describe_fallbacks() -> list[str]:
@@ -252,13 +254,13 @@ def main(argv: list[str] | None = None) -> None:
     for device, name in _describe_devices():
         print(f"{device}: {name}")
         for dtype in _DTYPES:
-            said = describe_choice(device, dtype, *sizes, Nd=args.nd, Ld=args.ld)
-            print(f"  {str(dtype).removeprefix('torch.'):9} {said}")
-            if args.compile and not said.startswith("error"):
+            text = describe_choice(device, dtype, *sizes, Nd=args.nd, Ld=args.ld)
+            print(f"  {str(dtype).removeprefix('torch.'):9} {text}")
+            if args.compile and not text.startswith("error"):
                 _compile_choice(device, dtype, *sizes, args.nd, args.ld)
         print(f"  {'int8':9} {describe_choice(device, torch.bfloat16, *sizes, int8=True, Nd=args.nd, Ld=args.ld)}")
-    for said in describe_fallbacks():
-        print(f"fallback {said}")
+    for text in describe_fallbacks():
+        print(f"fallback {text}")
 
 
 if __name__ == "__main__":

@@ -49,14 +49,14 @@ def _check(
     if D.dim() not in (2, 3, 4) or D.shape[-1] != Q.shape[-1] or (D.dim() == 4 and (is_single or len(D) != len(Q))):
         expected = "[Ld, d], [Nd, Ld, d] or [Nq, K, Ld, d]"
         raise ValueError(f"reference: D: expected {expected} for Q {list(Q.shape)}, got {list(D.shape)}")
-    for name, x, of in (("q_mask", q_mask, Q), ("d_mask", d_mask, D), ("q_weight", q_weight, Q)):
+    for name, x, tokens in (("q_mask", q_mask, Q), ("d_mask", d_mask, D), ("q_weight", q_weight, Q)):
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.dtype not in (_WEIGHTS if name == "q_weight" else _MASKS):
-            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"reference: {name}: expected a Tensor, masks of bools or integers, got {found}")
-        if x.shape != of.shape[:-1]:
-            raise ValueError(f"reference: {name}: expected {list(of.shape[:-1])}, got {list(x.shape)}")
+            actual = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"reference: {name}: expected a Tensor, masks of bools or integers, got {actual}")
+        if x.shape != tokens.shape[:-1]:
+            raise ValueError(f"reference: {name}: expected {list(tokens.shape[:-1])}, got {list(x.shape)}")
 
 
 def _prepare_tokens(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -72,8 +72,8 @@ def _add_axes(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Add the axis that a 2-D `Q` or `D` lacks. `per_token` pairs a mask or weight with True if it belongs to Q."""
     q_flat, d_flat = Q.dim() == 2, D.dim() == 2
-    lifted = [x if x is None or not (q_flat if of_q else d_flat) else x[None] for x, of_q in per_token]
-    return (Q[None] if q_flat else Q), (D[None] if d_flat else D), lifted
+    tensors = [x if x is None or not (q_flat if is_query else d_flat) else x[None] for x, is_query in per_token]
+    return (Q[None] if q_flat else Q), (D[None] if d_flat else D), tensors
 
 
 def _drop_axes(x: Tensor, Q: Tensor, D: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ def maxsim_soft(
     """
     _check(Q, D, q_mask, d_mask, q_weight, normalize)
     if isinstance(temperature, Tensor):
-        right = temperature.dim() == 0 and temperature.dtype in _WEIGHTS and temperature.device == Q.device
+        is_valid = temperature.dim() == 0 and temperature.dtype in _WEIGHTS and temperature.device == Q.device
     else:
-        right = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature > 0
-    if not right:
+        is_valid = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature > 0
+    if not is_valid:
         raise ValueError(f"reference: temperature: expected a number above 0 or a 0-dim Tensor, got {temperature}")
     Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
     Qn, q_keep = _prepare_tokens(Q3, q_mask, normalize)
@@ -163,8 +163,8 @@ def maxsim_soft(
     S = (similarities(Qn, Dn) / temperature).masked_fill(~keep, float("-inf"))
     best = torch.logsumexp(S, -1) * temperature if S.shape[-1] else S.sum(-1)
     d_any = d_any if D3.dim() == 4 else d_any[None]
-    there = d_any[:, :, None] & q_keep[:, None]
-    return _drop_axes(_sum_maxima(best, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
+    has_match = d_any[:, :, None] & q_keep[:, None]
+    return _drop_axes(_sum_maxima(best, torch.where(has_match, 0, -1), q_keep, q_weight, d_any), Q, D)
 
 
 def maxsim_from_hidden(
@@ -192,8 +192,8 @@ def maxsim_from_hidden(
         raise ValueError(f"reference: d_mask: expected {list(H.shape[:-1])}, got {list(d_mask.shape)}")
     if not isinstance(normalize, bool):
         raise TypeError(f"reference: normalize: expected a bool, got {type(normalize).__name__}")
-    kept, _ = _prepare_tokens(H, d_mask, False)
-    D = kept @ W.to(kept).t() + (0 if b is None else b.to(kept))
+    hidden, _ = _prepare_tokens(H, d_mask, False)
+    D = hidden @ W.to(hidden).t() + (0 if b is None else b.to(hidden))
     D = F.normalize(D, dim=-1) if normalize else D
     return maxsim(Q, D, q_mask, d_mask, q_weight=q_weight)
 
@@ -226,23 +226,23 @@ def maxsim_at(
     _check(Q, D, None, None, q_weight, normalize)
     expected = (len(Q), D.shape[-3] if D.dim() > 2 else 0, Q.shape[-2])
     if argmax.shape != expected or argmax.dtype not in _MASKS[1:]:
-        found = f"{argmax.dtype} {list(argmax.shape)}"
-        raise ValueError(f"reference: argmax: expected integers {list(expected)}, got {found}")
-    won = argmax >= 0
+        actual = f"{argmax.dtype} {list(argmax.shape)}"
+        raise ValueError(f"reference: argmax: expected integers {list(expected)}, got {actual}")
+    has_argmax = argmax >= 0
     if D.shape[-2] == 0:  # indexing needs one token, which no argmax refers to
         D = F.pad(D, (0, 0, 0, 1))
     index = argmax.clamp(min=0).long()
     rows = torch.arange(Q.shape[0], device=Q.device)[:, None, None]
     columns = torch.arange(argmax.shape[1], device=Q.device)[:, None]
     # Rows without an argmax are zeroed before any arithmetic. They may hold NaN, and 0 * NaN is NaN.
-    Qz = torch.where(won.any(1)[..., None], Q, 0)
+    Qz = torch.where(has_argmax.any(1)[..., None], Q, 0)
     Dz = D[columns, index] if D.dim() == 3 else D[rows, columns, index]
-    Dz = torch.where(won[..., None], Dz, 0)
+    Dz = torch.where(has_argmax[..., None], Dz, 0)
     if normalize:
         Qz, Dz = F.normalize(Qz, dim=-1), F.normalize(Dz, dim=-1)
     terms = torch.einsum("isd,ijsd->ijs", Qz, Dz)
     if q_weight is not None:
-        terms = terms * torch.where(won.any(1), q_weight, 0)[:, None]
+        terms = terms * torch.where(has_argmax.any(1), q_weight, 0)[:, None]
     return terms.sum(-1)
 
 
@@ -263,20 +263,20 @@ def maxsim_xtr(
     if Dn.shape[-2] == 0:
         Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
     S = similarities(Qn, Dn).masked_fill(~d_keep[None, :, None], float("-inf"))  # [Nq, Nd, Lq, Ld]
-    among = S.transpose(1, 2).flatten(2)
-    if not among.shape[2]:  # no documents
+    candidates = S.transpose(1, 2).flatten(2)
+    if not candidates.shape[2]:  # no documents
         return _drop_axes(S.sum((-1, -2)), Q, D)
-    least = among.topk(min(top_k, among.shape[2]), dim=2).values[..., -1]
+    threshold = candidates.topk(min(top_k, candidates.shape[2]), dim=2).values[..., -1]
     best = S.amax(-1)
-    retrieved = (best >= least[:, None]) & (best > float("-inf"))
+    is_retrieved = (best >= threshold[:, None]) & (best > float("-inf"))
     if normalizer == "positive":
-        retrieved = retrieved & (best > 0)
-    retrieved = (retrieved | best.isnan()) & q_keep[:, None]
-    terms = torch.where(retrieved, best, 0)
+        is_retrieved = is_retrieved & (best > 0)
+    is_retrieved = (is_retrieved | best.isnan()) & q_keep[:, None]
+    terms = torch.where(is_retrieved, best, 0)
     if q_weight is not None:
         terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
-    found = terms.sum(-1) / retrieved.sum(-1).clamp(min=1e-3 if normalizer == "positive" else 1)
-    return _drop_axes(found.masked_fill(q_keep.any(-1)[:, None] & ~d_keep.any(-1), float("-inf")), Q, D)
+    scores = terms.sum(-1) / is_retrieved.sum(-1).clamp(min=1e-3 if normalizer == "positive" else 1)
+    return _drop_axes(scores.masked_fill(q_keep.any(-1)[:, None] & ~d_keep.any(-1), float("-inf")), Q, D)
 
 
 def maxsim_token_topk(
@@ -305,8 +305,8 @@ def maxsim_token_topk(
     if reduction == "mean":
         terms = terms / count.clamp(1, top_k)
     d_any = d_keep.any(-1)
-    there = d_any[:, :, None] & q_keep[:, None]
-    return _drop_axes(_sum_maxima(terms, torch.where(there, 0, -1), q_keep, q_weight, d_any), Q, D)
+    has_match = d_any[:, :, None] & q_keep[:, None]
+    return _drop_axes(_sum_maxima(terms, torch.where(has_match, 0, -1), q_keep, q_weight, d_any), Q, D)
 
 
 def chamfer_distance(
@@ -324,9 +324,9 @@ def chamfer_distance(
     The arguments are described at `lik_ops.chamfer_distance`.
     """
     if P.dim() == 2:
-        one = [None if x is None else x[None] for x in (p_lengths, r_lengths, p_weight, r_weight)]
-        named = dict(zip(("p_lengths", "r_lengths", "p_weight", "r_weight"), one, strict=True))
-        return chamfer_distance(P[None], R[None], metric=metric, **named)[0]
+        tensors = [None if x is None else x[None] for x in (p_lengths, r_lengths, p_weight, r_weight)]
+        options = dict(zip(("p_lengths", "r_lengths", "p_weight", "r_weight"), tensors, strict=True))
+        return chamfer_distance(P[None], R[None], metric=metric, **options)[0]
     distances = []
     for b in range(len(P)):
         N, M = (X.shape[1] if n is None else int(n[b]) for X, n in ((P, p_lengths), (R, r_lengths)))
@@ -342,8 +342,8 @@ def chamfer_distance(
             if c.shape[axis] == 0:
                 total = total + float("inf")
                 continue
-            least = c.min(axis).values
-            total = total + (least if w is None else least * w[b, : len(least)]).mean()
+            minima = c.min(axis).values
+            total = total + (minima if w is None else minima * w[b, : len(minima)]).mean()
         distances.append(total)
     return torch.stack(distances) if distances else P.new_zeros(0)
 
@@ -368,14 +368,14 @@ def maxsim_cross_entropy(
     scores = maxsim(Q, D, q_mask, d_mask, q_weight=q_weight, normalize=normalize)
     if labels.shape != scores.shape[:1] or labels.dtype not in _MASKS[1:]:
         raise ValueError(f"reference: labels: expected integers {[len(Q)]}, got {labels.dtype} {list(labels.shape)}")
-    there = (labels >= 0) & (labels < scores.shape[1])
+    is_valid = (labels >= 0) & (labels < scores.shape[1])
     logs = F.pad(scores / temperature, (0, 1), value=float("-inf")).log_softmax(1)
-    ignored = labels.long() == ignore_index
-    losses = -logs.gather(1, torch.where(there, labels, 0).long()[:, None])[:, 0]
-    losses = torch.where(ignored, 0, losses * torch.where(there | ignored, 1, torch.nan))
+    is_ignored = labels.long() == ignore_index
+    losses = -logs.gather(1, torch.where(is_valid, labels, 0).long()[:, None])[:, 0]
+    losses = torch.where(is_ignored, 0, losses * torch.where(is_valid | is_ignored, 1, torch.nan))
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / (~is_ignored).sum()
 
 
 def plaid_approx_score(
@@ -421,7 +421,7 @@ def pool_tokens(
     of the same cost as the last one follow. Clusters are in the order of their first tokens.
     """
     D, _ = _prepare_tokens(D, None, False)
-    protected, tokens = D[:num_protected], D[num_protected:]
+    protected_tokens, tokens = D[:num_protected], D[num_protected:]
     distances = 1 - tokens.detach() @ tokens.detach().t()
     if metric == "rows":
         distances = torch.cdist(distances, distances, compute_mode="donot_use_mm_for_euclid_dist")
@@ -430,18 +430,18 @@ def pool_tokens(
     clusters = {i: [i] for i in range(len(tokens))}  # by first token
     count, last = max(int(len(tokens) // factor), 1), float("-inf")
     while len(clusters) > 1:
-        least = float(costs.min())
-        if len(clusters) <= count and least > last:
+        min_cost = float(costs.min())
+        if len(clusters) <= count and min_cost > last:
             break
-        last = least
+        last = min_cost
         a, b = sorted(divmod(int(costs.argmin()), len(tokens)))
         # The formula of Lance and Williams (1967): the costs of merging the union of a and b with each cluster k.
-        sums = (sizes[a] + sizes) * costs[a] + (sizes[b] + sizes) * costs[b] - sizes * least
+        sums = (sizes[a] + sizes) * costs[a] + (sizes[b] + sizes) * costs[b] - sizes * min_cost
         costs[a] = costs[:, a] = sums / (sizes[a] + sizes[b] + sizes)
         costs[b] = costs[:, b] = float("inf")
         costs[a, a] = float("inf")
         sizes[a] += sizes[b]
         clusters[a] += clusters.pop(b)
     means = [tokens[members].mean(0) for members in clusters.values()]
-    pooled = torch.stack([*protected, *means]) if len(D) else D
-    return F.normalize(pooled, dim=-1) if normalize else pooled
+    pooled_tokens = torch.stack([*protected_tokens, *means]) if len(D) else D
+    return F.normalize(pooled_tokens, dim=-1) if normalize else pooled_tokens

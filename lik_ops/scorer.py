@@ -107,11 +107,11 @@ class MaxSimScorer(nn.Module):
         """
         if self.pad_id is None:
             raise ValueError("MaxSimScorer: pad_id: expected the id of padding for forward_with_ids, got None")
-        for name, ids, of, tokens in (("q_ids", q_ids, "Q", Q), ("d_ids", d_ids, "D", D)):
-            check_tensor("forward_with_ids", of, tokens)
-            check_strided("forward_with_ids", of, tokens)
+        for name, ids, tokens_name, tokens in (("q_ids", q_ids, "Q", Q), ("d_ids", d_ids, "D", D)):
+            check_tensor("forward_with_ids", tokens_name, tokens)
+            check_strided("forward_with_ids", tokens_name, tokens)
             check_tensor("forward_with_ids", name, ids)
-            check_mask("forward_with_ids", name, ids, of, tokens, _IDS)
+            check_mask("forward_with_ids", name, ids, tokens_name, tokens, _IDS)
         # torch would compare short integers modulo their range.
         return self.forward(Q, D, q_ids.long() != self.pad_id, d_ids.long() != self.pad_id)
 
@@ -148,5 +148,5 @@ class MaxSimScorer(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the options for the repr of the module."""
-        rest = [f", {name}={x!r}" for name, x in (("save", self.save), ("pad_id", self.pad_id)) if x is not None]
-        return f"normalize={self.normalize}, backward={self.backward!r}, recompute={self.recompute}{''.join(rest)}"
+        options = [f", {name}={x!r}" for name, x in (("save", self.save), ("pad_id", self.pad_id)) if x is not None]
+        return f"normalize={self.normalize}, backward={self.backward!r}, recompute={self.recompute}{''.join(options)}"

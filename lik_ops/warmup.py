@@ -45,18 +45,18 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(option, type=int, nargs="+", default=default, metavar="N", help=text)
     for option, text in _FLAGS.items():
         parser.add_argument(option, action="store_true", help=text)
-    given = vars(parser.parse_args(argv))
-    device, dtype, lengths = given.pop("device"), _DTYPES[given.pop("dtype")], given.pop("Lq")
+    options = vars(parser.parse_args(argv))
+    device, dtype, lengths = options.pop("device"), _DTYPES[options.pop("dtype")], options.pop("Lq")
     _check_backend(parser, device, dtype)
     total = 0.0
     for Lq in lengths:
         try:
-            calls = warmup(device, dtype, Lq=Lq, **given)
+            calls = warmup(device, dtype, Lq=Lq, **options)
         except (TypeError, ValueError) as error:
             parser.error(_explain(error, device))
-        for said, seconds in calls:
+        for label, seconds in calls:
             total += seconds
-            print(f"{seconds:8.2f} s  {said}")
+            print(f"{seconds:8.2f} s  {label}")
     print(f"{total:8.2f} s  in all")
 
 

@@ -84,10 +84,10 @@ def quantize(
     keep = None if d_mask is None else (d_mask != 0).flatten()
     if isinstance(format, ResidualCodec):
         return _add_errors(_encode_residual(rows, keep, D.shape, format, D.dtype), rows, keep, bounds)
-    shape, kept = D.shape[:-1], FORMATS[format]
+    shape, spec = D.shape[:-1], FORMATS[format]
     low, high = (torch.empty(len(rows), dtype=torch.float32, device=D.device) for _ in range(2))
     for part in split_rows(len(rows), D.shape[-1]):
-        low[part], high[part] = compute_extremes(_load_rows(rows, keep, part, kept.rotated), format)
+        low[part], high[part] = compute_extremes(_load_rows(rows, keep, part, spec.rotated), format)
 
     def joined(x: Tensor, largest: bool) -> Tensor:
         """Reduce `x` over the tokens that share a scale, and return it in the shape of the scales."""
@@ -102,14 +102,14 @@ def quantize(
 
     low, high = joined(low, False), joined(high, True)
     scales = compute_scales(low, high, format)
-    minimum = low if kept.affine else None
-    data = torch.empty((len(rows), -(-D.shape[-1] // kept.each)), dtype=kept.dtype, device=D.device)
-    made = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum, query=query)
-    _, per_token, shift, *_ = made.stored()
+    minimum = low if spec.affine else None
+    data = torch.empty((len(rows), -(-D.shape[-1] // spec.each)), dtype=spec.dtype, device=D.device)
+    documents = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum, query=query)
+    _, per_token, shift, *_ = documents.stored()
     for part in split_rows(len(rows), D.shape[-1]):
-        x = _load_rows(rows, keep, part, kept.rotated)
+        x = _load_rows(rows, keep, part, spec.rotated)
         data[part] = encode_tokens(x, select_rows(per_token, part), select_rows(shift, part), format)
-    return _add_errors(made, rows, keep, bounds)
+    return _add_errors(documents, rows, keep, bounds)
 
 
 def _encode_residual(
@@ -134,20 +134,20 @@ def _encode_residual(
 
 def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: DocumentBounds | None) -> Quantized:
     """Return `made` with the largest error and the largest norm of a token, for each document."""
-    stored, shape = made.stored(), made.shape[:-1]
+    tokens, shape = made.stored(), made.shape[:-1]
     error, norm = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
     for part in split_rows(len(rows), made.d):
         x = _load_rows(rows, keep, part).double()
         x = rotate(x) if ALL_FORMATS[made.format].rotated else x
-        off = x - stored.decoded(part, made.d).double()
-        error[part], norm[part] = (_round_up(torch.linalg.vector_norm(y, dim=-1)) for y in (off, x))
+        delta = x - tokens.decoded(part, made.d).double()
+        error[part], norm[part] = (_round_up(torch.linalg.vector_norm(y, dim=-1)) for y in (delta, x))
     if bounds is not None:
-        found = [bounds.reduce_tokens(x, "amax") for x in (error, norm)]
+        maxima = [bounds.reduce_tokens(x, "amax") for x in (error, norm)]
     elif shape[-1] == 0:
-        found = [x.new_zeros(shape[:-1]) for x in (error, norm)]
+        maxima = [x.new_zeros(shape[:-1]) for x in (error, norm)]
     else:
-        found = [x.view(shape).amax(-1) for x in (error, norm)]
-    return replace(made, error=found[0], norm=found[1])
+        maxima = [x.view(shape).amax(-1) for x in (error, norm)]
+    return replace(made, error=maxima[0], norm=maxima[1])
 
 
 def _load_rows(rows: Tensor, keep: Tensor | None, part: slice, rotated: bool = False) -> Tensor:
@@ -166,10 +166,10 @@ class DocumentBounds:
     """The documents that packed tokens belong to."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
-        ends, each = cu_seqlens[1:].long(), torch.arange(tokens, device=cu_seqlens.device)
+        ends, token_indices = cu_seqlens[1:].long(), torch.arange(tokens, device=cu_seqlens.device)
         self.count = len(ends)
         # The document of each token. Tokens outside all documents get an arbitrary one.
-        self.owner = torch.searchsorted(ends, each, right=True).clamp_(max=self.count - 1)
+        self.owner = torch.searchsorted(ends, token_indices, right=True).clamp_(max=self.count - 1)
 
     def reduce_tokens(self, x: Tensor, reduce: str) -> Tensor:
         """Reduce the values of each document's tokens to their largest or smallest.
@@ -181,8 +181,8 @@ class DocumentBounds:
         Returns:
             ``[Nd]``, 0 for a document without tokens.
         """
-        found = x.new_zeros(self.count)
-        return found.scatter_reduce_(0, self.owner, x, reduce, include_self=False)
+        out = x.new_zeros(self.count)
+        return out.scatter_reduce_(0, self.owner, x, reduce, include_self=False)
 
 
 def _check_quantize_args(op: str, D: Any, format: Any, scale: Any, d_mask: Any, cu_seqlens_d: Any) -> None:
@@ -204,5 +204,5 @@ def _check_quantize_args(op: str, D: Any, format: Any, scale: Any, d_mask: Any, 
         ends = cu_seqlens_d[0] == 0, cu_seqlens_d[-1] == len(D)
         if not (all(ends) and bool((cu_seqlens_d.diff() >= 0).all())):
             first, last = int(cu_seqlens_d[0]), int(cu_seqlens_d[-1])
-            got = f"{first} to {last}: {LOOKS_LIKE_LENGTHS}" if not all(ends) else "descending bounds"
-            raise ValueError(f"{op}: cu_seqlens_d: expected ascending bounds from 0 to {len(D)}, got {got}")
+            actual = f"{first} to {last}: {LOOKS_LIKE_LENGTHS}" if not all(ends) else "descending bounds"
+            raise ValueError(f"{op}: cu_seqlens_d: expected ascending bounds from 0 to {len(D)}, got {actual}")

@@ -96,39 +96,39 @@ class Quantized:
         op = "Quantized"
         check_choice(op, "format", self.format, tuple(ALL_FORMATS))
         check_choice(op, "query", self.query, list_queries(self.format))
-        kept = ALL_FORMATS[self.format]
+        spec = ALL_FORMATS[self.format]
         check_tensor(op, "data", self.data)
         check_strided(op, "data", self.data)
-        if self.data.dtype != kept.dtype:
-            raise TypeError(f"{op}: data: expected {kept.dtype} for {self.format}, got {self.data.dtype}")
+        if self.data.dtype != spec.dtype:
+            raise TypeError(f"{op}: data: expected {spec.dtype} for {self.format}, got {self.data.dtype}")
         check_count(op, "d", self.d, 1)
         check_dtype(op, "dtype", self.dtype)
-        if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // kept.each):
-            raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // kept.each)}], got {format_shape(self.data)}")
+        if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // spec.each):
+            raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // spec.each)}], got {format_shape(self.data)}")
         tokens = self.data.shape[:-1]
-        if self.minimum is not None and not kept.affine:
+        if self.minimum is not None and not spec.affine:
             raise TypeError(f"{op}: minimum: expected None for {self.format}, got {describe_type(self.minimum)}")
-        for name, required in (("scale", True), ("minimum", kept.affine)):
+        for name, is_required in (("scale", True), ("minimum", spec.affine)):
             sizes = f"{list(tokens)}, or 1 for any size,"
-            self._check(name, getattr(self, name), required, lambda x: _has_sizes(x, tokens), sizes)
-        of_packed, documents = len(tokens) == 1, tokens[:-1]
+            self._check(name, getattr(self, name), is_required, lambda x: _has_sizes(x, tokens), sizes)
+        is_packed, documents = len(tokens) == 1, tokens[:-1]
 
         def fits_documents(x: Tensor) -> bool:
-            return x.dim() <= 2 if of_packed else x.shape == documents
+            return x.dim() <= 2 if is_packed else x.shape == documents
 
         for name in ("error", "norm"):
-            sizes = "[] or [Nd]" if of_packed else f"{list(documents)}"
+            sizes = "[] or [Nd]" if is_packed else f"{list(documents)}"
             self._check(name, getattr(self, name), False, fits_documents, sizes)
-        self._check_codes(tokens, kept.nbits)
+        self._check_codes(tokens, spec.nbits)
 
     def _check_codes(self, tokens: torch.Size, nbits: int) -> None:
         """Raise TypeError or ValueError unless `codes` and `codec` fit the format."""
         op, codes, codec = "Quantized", self.codes, self.codec
         for name, x, kind in (("codes", codes, Tensor), ("codec", codec, ResidualCodec)):
             if not isinstance(x, kind if nbits else type(None)):
-                found = describe_type(x) if kind is ResidualCodec or not nbits else describe_non_tensor(x)
+                actual = describe_type(x) if kind is ResidualCodec or not nbits else describe_non_tensor(x)
                 raise TypeError(
-                    f"{op}: {name}: expected {kind.__name__ if nbits else None} for {self.format}, got {found}"
+                    f"{op}: {name}: expected {kind.__name__ if nbits else None} for {self.format}, got {actual}"
                 )
         if codes is None or codec is None:
             return
@@ -143,8 +143,8 @@ class Quantized:
             raise ValueError(f"{op}: codec: expected {expected}, got {codec} on {codec.centroids.device}")
         tensors = codec.tensors()
         if any(x.requires_grad for x in tensors.values()):  # documents have no gradient
-            detached: dict[str, Any] = {name: x.detach() for name, x in tensors.items()}
-            object.__setattr__(self, "codec", replace(codec, **detached))
+            detached_tensors: dict[str, Any] = {name: x.detach() for name, x in tensors.items()}
+            object.__setattr__(self, "codec", replace(codec, **detached_tensors))
 
     def _check(self, name: str, x: Any, required: bool, fits: Callable[[Tensor], bool], expected: str) -> None:
         """Raise TypeError or ValueError unless an attribute of numbers has a dtype, a shape and a device that fit."""
@@ -197,8 +197,8 @@ class Quantized:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of the documents by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Quantized:
         """Copy the documents to another device.
@@ -210,8 +210,8 @@ class Quantized:
         Returns:
             A `Quantized` on `device`.
         """
-        moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
-        return replace(self, **moved, codec=self.codec and self.codec.to(device, non_blocking))
+        tensors: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
+        return replace(self, **tensors, codec=self.codec and self.codec.to(device, non_blocking))
 
     def __getitem__(self, documents: Any) -> Quantized:
         """Select documents, or tokens of packed ``[Td, d]``.
@@ -231,21 +231,21 @@ class Quantized:
             raise TypeError(f"Quantized: index: expected a slice, a list or a tensor, got {type(documents).__name__}")
         if isinstance(documents, Tensor):
             check_strided("Quantized", "index", documents)
-        found: dict[str, Any] = {"data": self.data[documents]}
-        found["codes"] = None if self.codes is None else self.codes[documents]
-        axes = found["data"].dim() - self.dim() + 1  # axes that replace the first axis
-        taken = documents.dim() if isinstance(documents, Tensor) and documents.dtype == torch.bool else 1
+        changes: dict[str, Any] = {"data": self.data[documents]}
+        changes["codes"] = None if self.codes is None else self.codes[documents]
+        axes = changes["data"].dim() - self.dim() + 1  # axes that replace the first axis
+        index_axes = documents.dim() if isinstance(documents, Tensor) and documents.dtype == torch.bool else 1
         for name in ("scale", "minimum"):
             x = getattr(self, name)
-            if x is not None and taken > 1:
-                x = x.expand(*self.data.shape[:taken], *x.shape[taken:])[documents]
+            if x is not None and index_axes > 1:
+                x = x.expand(*self.data.shape[:index_axes], *x.shape[index_axes:])[documents]
             elif x is not None:  # a value shared by all documents stays shared
                 x = x[documents] if x.shape[0] == len(self) else x[0][(None,) * axes]
-            found[name] = x
+            changes[name] = x
         for name in ("error", "norm"):
-            x, of_tokens = getattr(self, name), taken == self.dim() - 1
-            found[name] = None if x is None or of_tokens else x[documents]
-        return replace(self, **found)
+            x, is_token_mask = getattr(self, name), index_axes == self.dim() - 1
+            changes[name] = None if x is None or is_token_mask else x[documents]
+        return replace(self, **changes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Dequantize the tokens and round them once.
@@ -261,21 +261,21 @@ class Quantized:
         """
         dtype = self.dtype if dtype is None else dtype
         check_dtype("Quantized.dequantize", "dtype", dtype)
-        stored = self.stored()
-        out = torch.empty((len(stored.data), self.d), dtype=dtype, device=self.device)
-        rotated = ALL_FORMATS[self.format].rotated
+        tokens = self.stored()
+        out = torch.empty((len(tokens.data), self.d), dtype=dtype, device=self.device)
+        is_rotated = ALL_FORMATS[self.format].rotated
         for part in split_rows(len(out), self.d):
-            x = stored.decoded(part, self.d)
-            out[part] = rotate(x.double(), inverse=True) if rotated else x
+            x = tokens.decoded(part, self.d)
+            out[part] = rotate(x.double(), inverse=True) if is_rotated else x
         return out.view(self.shape)
 
     def kept(self) -> EncodedTokens:
         """Return the tokens as `EncodedTokens` with all their axes and with FP8 as bytes."""
         data, codec = self.data, self.codec
-        coded = () if codec is None else (self.codes, codec.centroids, codec.table)
+        residual_args = () if codec is None else (self.codes, codec.centroids, codec.table)
         format = self.format if self.query == "half" else f"{self.format}_{self.query}"
         data = data.view(ALL_FORMATS[self.format].bytes) if data.is_floating_point() else data
-        return EncodedTokens(data, self.scale, self.minimum, format, *coded)
+        return EncodedTokens(data, self.scale, self.minimum, format, *residual_args)
 
     def stored(self) -> EncodedTokens:
         """Return the tokens of all documents as `EncodedTokens` with one token axis, for operators."""
@@ -335,14 +335,14 @@ class Quantized:
             OSError: an error of the disk, with `path`.
         """
         import_extra("Quantized.save", "retrieval", "numpy", "safetensors.torch")
-        found, codec = self.tensors(), self.codec
-        about = {"format": self.format, "d": str(self.d), "dtype": str(self.dtype).removeprefix("torch.")}
-        about |= {"query": self.query} if self.query != "half" else {}
+        tensors, codec = self.tensors(), self.codec
+        metadata = {"format": self.format, "d": str(self.d), "dtype": str(self.dtype).removeprefix("torch.")}
+        metadata |= {"query": self.query} if self.query != "half" else {}
         if codec is not None:
-            found |= {_CODEC + name: x for name, x in codec.tensors().items()}
-            about |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
+            tensors |= {_CODEC + name: x for name, x in codec.tensors().items()}
+            metadata |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
         # The documents may be memory-mapped from the file that is replaced.
-        replace_file(path, lambda whole: save_tensors(found, whole, {"lik_ops": "1", **about}))
+        replace_file(path, lambda whole: save_tensors(tensors, whole, {"lik_ops": "1", **metadata}))
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> Quantized:
@@ -365,19 +365,22 @@ class Quantized:
         safetensors = import_extra("Quantized.load", "retrieval", "safetensors")
         path, device = os.fspath(path), str(torch.device(device))
         try:
-            opened = safetensors.safe_open
-            with open(path, "rb") as whole, opened(get_path(whole, path), framework="pt", device=device) as file:
-                about = file.metadata() or {}
-                dtype = getattr(torch, about.get("dtype", ""), None)
-                if about.get("lik_ops") != "1" or about.get("format") not in ALL_FORMATS or dtype not in DTYPES:
+            safe_open = safetensors.safe_open
+            with (
+                open(path, "rb") as raw_file,
+                safe_open(get_path(raw_file, path), framework="pt", device=device) as file,
+            ):
+                metadata = file.metadata() or {}
+                dtype = getattr(torch, metadata.get("dtype", ""), None)
+                if metadata.get("lik_ops") != "1" or metadata.get("format") not in ALL_FORMATS or dtype not in DTYPES:
                     raise ValueError("its metadata is not from Quantized.save")
                 tensors: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             names = [name for name in ("centroids", "weights", "cutoffs") if _CODEC + name in tensors]
-            if of_codec := {name: tensors.pop(_CODEC + name) for name in names}:
-                options: Any = {"bit_order": about["bit_order"], "normalize": about["normalize"] == "True"}
-                tensors["codec"] = ResidualCodec(**of_codec, **options)
-            d, query = int(about["d"]), about.get("query", "half")
-            return cls(**tensors, format=about["format"], d=d, dtype=dtype, query=query)
+            if codec_tensors := {name: tensors.pop(_CODEC + name) for name in names}:
+                options: Any = {"bit_order": metadata["bit_order"], "normalize": metadata["normalize"] == "True"}
+                tensors["codec"] = ResidualCodec(**codec_tensors, **options)
+            d, query = int(metadata["d"]), metadata.get("query", "half")
+            return cls(**tensors, format=metadata["format"], d=d, dtype=dtype, query=query)
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
             expected = "expected a file that Quantized.save wrote"
             raise ValueError(f"Quantized: path: {expected}, got {path}: {error}") from error

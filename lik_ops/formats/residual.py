@@ -120,16 +120,16 @@ class ResidualCodec:
     @property
     def format(self) -> Residual:
         """Return the name of the format of documents that this codec encodes."""
-        found: Any = f"residual{self.nbits}"
-        return found
+        name: Any = f"residual{self.nbits}"
+        return name
 
     def __repr__(self) -> str:
         return f"ResidualCodec({len(self.centroids)} centroids, d={self.d}, nbits={self.nbits})"
 
     def tensors(self) -> dict[str, Tensor]:
         """Return centroids, weights and cutoffs by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: x for name, x in values.items() if isinstance(x, Tensor)}
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ResidualCodec:
         """Copy the codec to another device.
@@ -141,8 +141,8 @@ class ResidualCodec:
         Returns:
             A `ResidualCodec` on `device`.
         """
-        moved: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
-        return replace(self, **moved)
+        tensors: dict[str, Any] = {name: x.to(device, non_blocking=non_blocking) for name, x in self.tensors().items()}
+        return replace(self, **tensors)
 
     def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Encode tokens as codes and residuals.
@@ -160,8 +160,8 @@ class ResidualCodec:
         op = "ResidualCodec.encode"
         self._check_tokens(op, tokens)
         if self.cutoffs is None or not len(self.centroids):
-            missing = "cutoffs" if self.cutoffs is None else "centroids"
-            raise ValueError(f"{op}: expected a codec with {missing}, but this codec has none")
+            missing_field = "cutoffs" if self.cutoffs is None else "centroids"
+            raise ValueError(f"{op}: expected a codec with {missing_field}, but this codec has none")
         rows, shape = tokens.flatten(0, -2), tokens.shape[:-1]
         codes = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         residuals = torch.empty((len(rows), self.width), dtype=torch.uint8, device=rows.device)
@@ -169,9 +169,9 @@ class ResidualCodec:
         for part in split_rows(len(rows), self.d):
             x = rows[part].float().nan_to_num(0)
             codes[part] = nearest = _find_nearest(x, centroids)
-            off = x - centroids[nearest]
+            delta = x - centroids[nearest]
             # A residual that equals a cutoff is below it.
-            residuals[part] = self._pack_buckets(torch.bucketize(off, self.cutoffs))
+            residuals[part] = self._pack_buckets(torch.bucketize(delta, self.cutoffs))
         return codes.view(shape), residuals.view(*shape, self.width)
 
     def decode(self, codes: Tensor, residuals: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -192,10 +192,10 @@ class ResidualCodec:
         op, dtype = "ResidualCodec.decode", self.centroids.dtype if dtype is None else dtype
         self.check_codes(op, codes, residuals)
         check_dtype(op, "dtype", dtype)
-        stored = self._stored(codes, residuals)
-        out = torch.empty((len(stored.data), self.d), dtype=dtype, device=codes.device)
+        tokens = self._stored(codes, residuals)
+        out = torch.empty((len(tokens.data), self.d), dtype=dtype, device=codes.device)
         for part in split_rows(len(out), self.d):
-            x = stored.decoded(part, self.d)
+            x = tokens.decoded(part, self.d)
             out[part] = x * _compute_inverse_norms(x).unsqueeze(-1) if self.normalize else x
         return out.view(*codes.shape, self.d)
 
@@ -216,10 +216,10 @@ class ResidualCodec:
         self.check_codes("ResidualCodec.scales", codes, residuals)
         if not self.normalize:
             return torch.ones((1,) * codes.dim(), dtype=torch.float32, device=codes.device)
-        stored = self._stored(codes, residuals)
-        out = torch.empty(len(stored.data), dtype=torch.float32, device=codes.device)
+        tokens = self._stored(codes, residuals)
+        out = torch.empty(len(tokens.data), dtype=torch.float32, device=codes.device)
         for part in split_rows(len(out), self.d):
-            out[part] = _compute_inverse_norms(stored.decoded(part, self.d)).detach()
+            out[part] = _compute_inverse_norms(tokens.decoded(part, self.d)).detach()
         return out.view(codes.shape)
 
     def kept(self, residuals: Tensor) -> Tensor:
@@ -263,8 +263,8 @@ class ResidualCodec:
 
     def _pack_buckets(self, buckets: Tensor) -> Tensor:
         """Pack buckets ``[n, d]`` into bytes in the bit order of the codec."""
-        each = RESIDUAL_FORMATS[self.format].each
-        buckets = F.pad(buckets, (0, -self.d % each)).unflatten(-1, (self.width, each))
+        per_byte = RESIDUAL_FORMATS[self.format].each
+        buckets = F.pad(buckets, (0, -self.d % per_byte)).unflatten(-1, (self.width, per_byte))
         if self.bit_order == "plaid":
             buckets = reverse_bits(buckets, self.nbits)
         shifts = torch.arange(0, 8, self.nbits, device=buckets.device)
@@ -309,8 +309,8 @@ class ResidualCodec:
         check_has_values(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] < 1:
             raise ValueError(f"{op}: tokens: expected [..., d], got {format_shape(tokens)}")
-        for name, count, least in (("nbits", nbits, 1), ("iterations", iterations, 1), ("seed", seed, -(2**63))):
-            check_count(op, name, count, least)
+        for name, count, minimum in (("nbits", nbits, 1), ("iterations", iterations, 1), ("seed", seed, -(2**63))):
+            check_count(op, name, count, minimum)
         if nbits not in (1, 2, 4, 8):
             raise ValueError(f"{op}: nbits: expected 1, 2, 4 or 8, got {short_repr(nbits)}")
         if n_centroids is not None:
@@ -321,19 +321,25 @@ class ResidualCodec:
             raise ValueError(f"{op}: tokens: expected at least one finite token, got none in {format_shape(tokens)}")
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(rows), generator=generator, device="cpu").to(rows.device)
-        held = rows[order[: min(_MAX_HELD_OUT_TOKENS, max(1, len(rows) // 20))]].float()
-        seen = order[len(held) :] if len(rows) > len(held) else order
+        held_out_rows = rows[order[: min(_MAX_HELD_OUT_TOKENS, max(1, len(rows) // 20))]].float()
+        train_order = order[len(held_out_rows) :] if len(rows) > len(held_out_rows) else order
         count = n_centroids or 1 << max(0, (int(16 * len(rows) ** 0.5)).bit_length() - 1)
         centroids = _train_centroids(
-            rows[seen[: _TOKENS_PER_CENTROID * count]].float(), min(count, len(seen)), iterations, generator
+            rows[train_order[: _TOKENS_PER_CENTROID * count]].float(),
+            min(count, len(train_order)),
+            iterations,
+            generator,
         )
-        kept = centroids.half().float()
+        rounded_centroids = centroids.half().float()
         residuals = torch.cat(
-            [held[p] - kept[_find_nearest(held[p], kept)] for p in split_rows(len(held), held.shape[1])]
+            [
+                held_out_rows[p] - rounded_centroids[_find_nearest(held_out_rows[p], rounded_centroids)]
+                for p in split_rows(len(held_out_rows), held_out_rows.shape[1])
+            ]
         )
         n = 2**nbits
-        at = torch.arange(1, 2 * n, dtype=torch.float64, device="cpu") / (2 * n)
-        quantiles = _compute_quantiles(residuals.flatten(), at)
+        levels = torch.arange(1, 2 * n, dtype=torch.float64, device="cpu") / (2 * n)
+        quantiles = _compute_quantiles(residuals.flatten(), levels)
         return cls(centroids.half(), quantiles[0::2].clone(), quantiles[1::2].clone(), bit_order)
 
 
@@ -344,21 +350,21 @@ def _compute_inverse_norms(x: Tensor) -> Tensor:
 
 def reverse_bits(x: Tensor, nbits: int) -> Tensor:
     """Reverse the order of the lowest `nbits` bits of integers."""
-    found = torch.zeros_like(x)
+    out = torch.zeros_like(x)
     for bit in range(nbits):
-        found |= ((x >> bit) & 1) << (nbits - 1 - bit)
-    return found
+        out |= ((x >> bit) & 1) << (nbits - 1 - bit)
+    return out
 
 
 def _find_nearest(rows: Tensor, centroids: Tensor) -> Tensor:
     """Return the centroid with the largest dot product for each row, the argmax of MaxSim over one document."""
-    whole = len(rows) // _QUERY_ROWS * _QUERY_ROWS
-    queries = rows[:whole].view(-1, _QUERY_ROWS, rows.shape[1]), rows[whole:].unsqueeze(0)
-    found = [
+    aligned_rows = len(rows) // _QUERY_ROWS * _QUERY_ROWS
+    queries = rows[:aligned_rows].view(-1, _QUERY_ROWS, rows.shape[1]), rows[aligned_rows:].unsqueeze(0)
+    nearest = [
         lik.maxsim_fwd(Q, centroids.unsqueeze(0), None, None, None, False, torch.int32, "auto")[1].flatten()
         for Q in queries
     ]
-    return torch.cat(found)
+    return torch.cat(nearest)
 
 
 def _train_centroids(rows: Tensor, count: int, iterations: int, generator: torch.Generator) -> Tensor:
@@ -371,8 +377,8 @@ def _train_centroids(rows: Tensor, count: int, iterations: int, generator: torch
             sums.index_add_(0, nearest, rows[part])
             members += torch.bincount(nearest, minlength=count)
         # A centroid without rows restarts at a random row.
-        others = rows[torch.randint(len(rows), (count,), generator=generator, device="cpu").to(rows.device)]
-        centroids = F.normalize(torch.where((members > 0).unsqueeze(-1), sums, others), dim=-1)
+        random_rows = rows[torch.randint(len(rows), (count,), generator=generator, device="cpu").to(rows.device)]
+        centroids = F.normalize(torch.where((members > 0).unsqueeze(-1), sums, random_rows), dim=-1)
     return centroids
 
 

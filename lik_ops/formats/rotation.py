@@ -37,14 +37,14 @@ def rotate(x: Tensor, inverse: bool = False) -> Tensor:
 
 def make_rotation(d: int, device: torch.device) -> Tensor:
     """Return the orthogonal matrix of d features, fp64 ``[d, d]``, which multiplies rows from the right."""
-    found = _cached.get((d, device))
-    if found is None:
-        found = _compute_rotation(d).to(device)
-        if type(found) is Tensor:  # not a tensor of a tracer
+    matrix = _cached.get((d, device))
+    if matrix is None:
+        matrix = _compute_rotation(d).to(device)
+        if type(matrix) is Tensor:  # not a tensor of a tracer
             if len(_cached) >= _MAX_CACHED:
                 _cached.clear()
-            _cached[d, device] = found
-    return found
+            _cached[d, device] = matrix
+    return matrix
 
 
 # `torch.compiler.assume_constant_result` sets this too, but imports Dynamo.

@@ -63,19 +63,21 @@ def _decode_odd(nbits: int, codes: Tensor) -> Tensor:
 def _fit_scale(nbits: int, x: Tensor) -> Tensor:
     """Return the scale with the least squared error of each row, for odd numbers of `nbits` bits."""
     sigma = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) * x.shape[-1] ** -0.5
-    best, most = torch.zeros_like(sigma), torch.full_like(sigma, -1)
+    best, best_gain = torch.zeros_like(sigma), torch.full_like(sigma, -1)
     for step in _STEPS[nbits]:
         q = _decode_odd(nbits, _encode_odd(nbits, x, (1 / (step * sigma)).to(x.dtype).unsqueeze(-1))).to(x.dtype)
         product, square = (torch.linalg.vecdot(y, q).double() for y in (x, q))
         gain = product.square() / square  # the reduction of the squared error
-        best, most = torch.where(gain > most, product / square, best), torch.maximum(gain, most)
+        best, best_gain = torch.where(gain > best_gain, product / square, best), torch.maximum(gain, best_gain)
     return torch.where(sigma.isfinite(), best, sigma)
 
 
 def _pack_odd(nbits: int, x: Tensor, inverse: Tensor) -> Tensor:
     """Pack the codes of ``[n, d]`` into bytes ``[n, ceil(d nbits / 8)]`` with the first feature in the lowest bits."""
-    each, codes = 8 // nbits, _encode_odd(nbits, x, inverse)
-    codes = torch.nn.functional.pad(codes, (0, -x.shape[-1] % each)).unflatten(-1, (-(-x.shape[-1] // each), each))
+    per_byte, codes = 8 // nbits, _encode_odd(nbits, x, inverse)
+    codes = torch.nn.functional.pad(codes, (0, -x.shape[-1] % per_byte)).unflatten(
+        -1, (-(-x.shape[-1] // per_byte), per_byte)
+    )
     weights = 1 << torch.arange(0, 8, nbits, dtype=torch.int32, device=x.device)
     return (codes * weights).sum(-1).to(torch.uint8)
 
@@ -141,8 +143,8 @@ class Format(NamedTuple):
 def _make_odd(nbits: int, **options: Any) -> Format:
     """Return a format of odd numbers of `nbits` bits."""
     pack, unpack, size = (partial(f, nbits) for f in (_pack_odd, _unpack_odd, _fit_scale))
-    coded = {"size": size, "encode": pack, "decode": unpack, "kernel": f"bits{nbits}"}
-    return Format(torch.uint8, 1, 8 // nbits, **coded | options)
+    defaults = {"size": size, "encode": pack, "decode": unpack, "kernel": f"bits{nbits}"}
+    return Format(torch.uint8, 1, 8 // nbits, **defaults | options)
 
 
 FORMATS: dict[str, Format] = {
@@ -217,11 +219,11 @@ class EncodedTokens(NamedTuple):
         if self.codes is None or self.centroids is None or self.weights is None:
             return decode_tokens(data, scale, select_rows(self.minimum, rows), self.format, d, out=out)
         codes, nbits = self.codes[rows], RESIDUAL_FORMATS[self.format].nbits
-        inside = (codes >= 0) & (codes < len(self.centroids))
+        is_valid = (codes >= 0) & (codes < len(self.centroids))
         x = lookup_bucket_weights(data, self.weights, nbits)[:, :d]
         if len(self.centroids):
-            x = x.add_(self.centroids.index_select(0, torch.where(inside, codes, 0)))
-        return torch.mul(x, torch.where(inside, scale, torch.nan).unsqueeze(-1), out=out)
+            x = x.add_(self.centroids.index_select(0, torch.where(is_valid, codes, 0)))
+        return torch.mul(x, torch.where(is_valid, scale, torch.nan).unsqueeze(-1), out=out)
 
     def transform_queries(self, Q: Tensor, inverse: bool = False) -> Tensor:
         """Return query tokens ``[..., d]`` as these documents are multiplied by them, or apply the inverse.
@@ -247,10 +249,10 @@ def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """
     if x.shape[-1] == 0 or not x.numel():
         return x.new_zeros(len(x)), x.new_zeros(len(x))
-    kept = FORMATS[format]
-    low, high = torch.aminmax(x, dim=-1) if kept.affine else (x.new_zeros(len(x)), kept.size(x))
-    finite = low.isfinite() & high.isfinite()
-    return torch.where(finite, low, torch.nan).float(), torch.where(finite, high, torch.nan).float()
+    spec = FORMATS[format]
+    low, high = torch.aminmax(x, dim=-1) if spec.affine else (x.new_zeros(len(x)), spec.size(x))
+    is_finite = low.isfinite() & high.isfinite()
+    return torch.where(is_finite, low, torch.nan).float(), torch.where(is_finite, high, torch.nan).float()
 
 
 def compute_scales(low: Tensor, high: Tensor, format: str) -> Tensor:
@@ -275,16 +277,16 @@ def encode_tokens(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str)
     Returns:
         ``[n, d]``, or fewer elements if the format packs several features into a byte, in the dtype of the format.
     """
-    kept = FORMATS[format]
+    spec = FORMATS[format]
     # A token with a NaN scale stores 0. The division is in fp64, see `compute_scales`.
     inverse = torch.where(scale > 0, 1 / scale.double(), 0).float().unsqueeze(-1)
-    if kept.encode is not None:
-        return kept.encode(x, inverse)
+    if spec.encode is not None:
+        return spec.encode(x, inverse)
     x = (x if minimum is None else x - minimum.unsqueeze(-1)) * inverse
     x = x.nan_to_num(0)
-    x = x if kept.dtype.is_floating_point else x.round()
-    x = x.clamp(0 if kept.affine else -kept.largest, kept.largest)
-    return (x.float() if kept.dtype.is_floating_point else x).to(kept.dtype)
+    x = x if spec.dtype.is_floating_point else x.round()
+    x = x.clamp(0 if spec.affine else -spec.largest, spec.largest)
+    return (x.float() if spec.dtype.is_floating_point else x).to(spec.dtype)
 
 
 def decode_tokens(
@@ -303,19 +305,19 @@ def decode_tokens(
     Returns:
         fp32 ``[n, d]``.
     """
-    kept = OPERAND_FORMATS[format]
-    numbers, times = (data.view(kept.dtype), 1.0) if kept.decode is None else kept.decode(data, d)
+    spec = OPERAND_FORMATS[format]
+    numbers, factor = (data.view(spec.dtype), 1.0) if spec.decode is None else spec.decode(data, d)
     x = numbers.float() if out is None else out.copy_(numbers)
-    if times != 1:
-        x = x.mul_(times)
+    if factor != 1:
+        x = x.mul_(factor)
     x = x.mul_(scale.unsqueeze(-1))
     return x if minimum is None else x.add_(minimum.unsqueeze(-1))
 
 
 def lookup_bucket_weights(data: Tensor, weights: Tensor, nbits: int) -> Tensor:
     """Look up the weights ``[n, 8 / nbits * b]`` of the buckets in bytes ``[n, b]``."""
-    of_bytes = weights[unpack_slots(torch.arange(256, device=data.device), nbits)]  # [256, 8 / nbits]
-    return of_bytes.index_select(0, data.reshape(-1).int()).view(len(data), -1)
+    table = weights[unpack_slots(torch.arange(256, device=data.device), nbits)]  # [256, 8 / nbits]
+    return table.index_select(0, data.reshape(-1).int()).view(len(data), -1)
 
 
 def unpack_slots(numbers: Tensor, nbits: int) -> Tensor:

@@ -33,9 +33,9 @@ def is_factor(factor: Any) -> bool:
 
 def replace_method(pooler: Any, name: str, function: Any) -> Any:
     """Return a copy of a host's pooler that has another method of this name."""
-    other = copy.copy(pooler)
-    setattr(other, name, function)
-    return other
+    clone = copy.copy(pooler)
+    setattr(clone, name, function)
+    return clone
 
 
 def pool_each(documents: list[Tensor], factor: float, least: int = 0, **options: Any) -> list[Tensor] | None:

@@ -114,13 +114,13 @@ class Routing:
         """Replace the functions of the host."""
         for target in self.host.targets():
             owner, name = _find_owner(target.owner), target.name.partition(".")[0]
-            theirs = getattr(owner, name, None)
-            if theirs is None:
+            original = getattr(owner, name, None)
+            if original is None:
                 self.not_reached += (f"{target.owner}.{target.name}",)
                 continue
-            ours = self._make_replacement(theirs, target)
-            self._replaced.append((owner, name, theirs, ours))
-            setattr(owner, name, ours)
+            replacement = self._make_replacement(original, target)
+            self._replaced.append((owner, name, original, replacement))
+            setattr(owner, name, replacement)
 
     def _end(self) -> tuple[str, ...]:
         """Restore the functions of the host.
@@ -128,13 +128,13 @@ class Routing:
         Functions that other code replaced since then stay, and their names are returned.
         """
         self._ended = True
-        kept = []
-        for owner, name, theirs, ours in self._replaced:
-            if getattr(owner, name, None) is ours:
-                setattr(owner, name, theirs)
+        names = []
+        for owner, name, original, replacement in self._replaced:
+            if getattr(owner, name, None) is replacement:
+                setattr(owner, name, original)
             else:
-                kept.append(f"{owner.__name__}.{name}")
-        return tuple(kept)
+                names.append(f"{owner.__name__}.{name}")
+        return tuple(names)
 
 
 def _find_owner(path: str) -> Any:
@@ -173,9 +173,9 @@ def enable(host: HostLibrary) -> Routing:
         ImportError: the host library is not installed.
     """
     if (active := _active.get(host.distribution)) is not None:
-        again = Routing(host)
-        again.calls, again.not_reached = active.calls, active.not_reached
-        return again
+        handle = Routing(host)
+        handle.calls, handle.not_reached = active.calls, active.not_reached
+        return handle
     try:
         version = importlib.metadata.version(host.distribution)
     except importlib.metadata.PackageNotFoundError as error:
@@ -184,17 +184,17 @@ def enable(host: HostLibrary) -> Routing:
         raise make_missing_error("enable", name, name.removesuffix("-engine"), packages) from error
     routing = Routing(host)
     routing._began = True
-    missed: list[str] = []
+    gaps: list[str] = []
     if TorchVersion(version) < TorchVersion(host.at_least):
-        missed.append(f"any function, of {version}: the first version that can be routed is {host.at_least}")
+        gaps.append(f"any function, of {version}: the first version that can be routed is {host.at_least}")
     else:
         routing._begin()
-        missed += [*routing.not_reached, *host.list_bypassed()]
+        gaps += [*routing.not_reached, *host.list_bypassed()]
     if not is_enabled():
-        missed.append(f"any call, while {ENVIRONMENT_VARIABLE}=0")
+        gaps.append(f"any call, while {ENVIRONMENT_VARIABLE}=0")
     _active[host.distribution] = routing
-    if missed:
-        warnings.warn(f"lik_ops does not reach in {host.distribution}: {'; '.join(missed)}", stacklevel=3)
+    if gaps:
+        warnings.warn(f"lik_ops does not reach in {host.distribution}: {'; '.join(gaps)}", stacklevel=3)
     return routing
 
 
@@ -204,7 +204,7 @@ def disable(host: HostLibrary) -> None:
     Do nothing if they are not replaced.
     """
     routing = _active.pop(host.distribution, None)
-    if routing is not None and (kept := routing._end()):
+    if routing is not None and (names := routing._end()):
         warnings.warn(
-            f"lik_ops does not restore functions that other code has replaced: {', '.join(kept)}", stacklevel=3
+            f"lik_ops does not restore functions that other code has replaced: {', '.join(names)}", stacklevel=3
         )

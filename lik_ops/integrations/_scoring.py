@@ -78,15 +78,15 @@ def _as_embeddings(where: str, x: Any) -> Tensor:
     Errors begin with `where`, which says what is expected.
     """
     try:
-        found = as_tensor(x)
+        embeddings = as_tensor(x)
     except (TypeError, ValueError, RuntimeError):
         lengths = {len(row) for row in x if isinstance(row, (list, tuple))} if isinstance(x, (list, tuple)) else set()
         if len(lengths) > 1:
             raise ValueError(f"{where}, got rows of {min(lengths)} to {max(lengths)} numbers") from None
         raise TypeError(f"{where} numbers, got {type(x).__name__}") from None
-    if found.is_complex():
-        raise TypeError(f"{where} real numbers, got {found.dtype}")
-    return _as_floating(found)
+    if embeddings.is_complex():
+        raise TypeError(f"{where} real numbers, got {embeddings.dtype}")
+    return _as_floating(embeddings)
 
 
 def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Tensor:

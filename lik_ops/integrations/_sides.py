@@ -75,13 +75,13 @@ class EmbeddingSide:
             return [(0, len(self))]
         budget = MAX_CHUNK_ELEMENTS if elements is None else elements
         d = self.tokens[0].shape[-1]
-        found, begin, held = [], 0, 0
+        ranges, begin, size = [], 0, 0
         for i, width in enumerate(self._widths()):
-            if i > begin and held + width * d > budget:
-                found.append((begin, i))
-                begin, held = i, 0
-            held += width * d
-        return [*found, (begin, len(self))]
+            if i > begin and size + width * d > budget:
+                ranges.append((begin, i))
+                begin, size = i, 0
+            size += width * d
+        return [*ranges, (begin, len(self))]
 
     def part(self, begin: int, end: int, at: torch.device) -> tuple[Tokens, Tensor | None]:
         """Return items ``[begin, end)`` and their mask on the device `at`."""
@@ -103,9 +103,11 @@ def fill_empty(scores: Tensor, empty: Tensor) -> Tensor:
     The host's own function also warns about them. It is called if reading `empty` needs no sync: for ordinary tensors
     on the CPU.
     """
-    theirs = getattr(sys.modules.get(SIMILARITY), "_fill_empty_document_scores", None)
+    host_function = getattr(sys.modules.get(SIMILARITY), "_fill_empty_document_scores", None)
     return (
-        scores.masked_fill(empty, EMPTY_SCORE) if theirs is None or type(empty) is not Tensor else theirs(scores, empty)
+        scores.masked_fill(empty, EMPTY_SCORE)
+        if host_function is None or type(empty) is not Tensor
+        else host_function(scores, empty)
     )
 
 

@@ -93,13 +93,15 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
         >>> colpali.score_multi_vector([torch.eye(20, 128)], pages).shape
         torch.Size([1, 2])
     """
-    for name, given in (("qs", qs), ("ps", ps)):
-        if given is not None and len(given) == 0:
+    for name, embeddings in (("qs", qs), ("ps", ps)):
+        if embeddings is not None and len(embeddings) == 0:
             raise ValueError(f"score_multi_vector: {name}: expected at least one, got none")
-    at = torch.device(device or _choose_device())
-    queries, pages = _scoring.move_tokens(_scoring.as_tokens(qs, "qs"), at), _scoring.as_tokens(ps, "ps")
+    target_device = torch.device(device or _choose_device())
+    queries, pages = _scoring.move_tokens(_scoring.as_tokens(qs, "qs"), target_device), _scoring.as_tokens(ps, "ps")
     parts = [
-        _scoring.score_cross(queries, _scoring.move_tokens(pages[begin : begin + batch_size], at), None, None)
+        _scoring.score_cross(
+            queries, _scoring.move_tokens(pages[begin : begin + batch_size], target_device), None, None
+        )
         for begin in range(0, len(pages), batch_size)
     ]
     return torch.cat(parts, dim=1).to("cpu", torch.float32)
@@ -154,8 +156,8 @@ class _LazySimilarities:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [x.computed() if isinstance(x, cls) else x for x in args]
-        return function(*plain, **(kwargs or {}))
+        plain_args = [x.computed() if isinstance(x, cls) else x for x in args]
+        return function(*plain_args, **(kwargs or {}))
 
 
 def _accepts_einsum(equation: Any, *operands: Any) -> bool:
@@ -198,8 +200,8 @@ def _accepts_pooling(
     **named: Any,
 ) -> bool:
     """Return whether the host's pooler pools each document by Ward's method and is not asked for clusters."""
-    theirs, factor = importlib.import_module(_POOLING).HierarchicalTokenPooler, named.get("pool_factor")
-    if type(pooler) is not theirs or vars(pooler) or named.keys() != {"pool_factor"} or not isinstance(factor, int):
+    host_class, factor = importlib.import_module(_POOLING).HierarchicalTokenPooler, named.get("pool_factor")
+    if type(pooler) is not host_class or vars(pooler) or named.keys() != {"pool_factor"} or not isinstance(factor, int):
         return False
     return not return_dict and _pooling.is_factor(factor) and (num_workers is None or num_workers > 0)
 
@@ -207,21 +209,21 @@ def _accepts_pooling(
 def _pool_embeddings(theirs: Callable[..., Any], pooler: Any, embeddings: Any, *args: Any, **named: Any) -> Any:
     """Pool the documents of ``pool_embeddings`` of the host, all at once."""
     options = {"metric": "rows", "num_protected": 0, "normalize": True}
-    pooled: list[Tensor] = []
+    pooled_documents: list[Tensor] = []
 
     def pool(documents: list[Tensor], pool_factor: int, **_: Any) -> tuple[list[Tensor], None]:
         has_gradient = any(x.requires_grad for x in documents)  # the host raises
-        found = None if has_gradient else _pooling.pool_each(documents, pool_factor, 2, **options)
-        if found is None:
+        outputs = None if has_gradient else _pooling.pool_each(documents, pool_factor, 2, **options)
+        if outputs is None:
             raise _pooling.HostPoolsError
-        pooled.extend(found)
-        return pooled, None
+        pooled_documents.extend(outputs)
+        return pooled_documents, None
 
     try:
         result = theirs(_pooling.replace_method(pooler, "_pool_embeddings_impl", pool), embeddings, *args, **named)
     except _pooling.HostPoolsError:
         return NotImplemented
-    return result if pooled else NotImplemented
+    return result if pooled_documents else NotImplemented
 
 
 def _list_targets() -> list[_routing.PatchTarget]:

@@ -60,18 +60,18 @@ class MaxSimRanker:
         """
         query = _scoring.as_vectors("MaxSimRanker: query_multivector_embedding", query_multivector_embedding, rows="Lq")
         multi_vectors = [_get_multi_vector(document, query.shape[1]) for document in documents]
-        wanted = self.top_k if top_k is None else top_k
-        found = rerank_hits(
-            query, range(len(documents)), multi_vectors, wanted, normalize=self.normalize, device=self.device
+        limit = self.top_k if top_k is None else top_k
+        hits = rerank_hits(
+            query, range(len(documents)), multi_vectors, limit, normalize=self.normalize, device=self.device
         )
-        ranked = zip(found.ids, found.scores, strict=True)
-        return {"documents": [dataclasses.replace(documents[i], score=score) for i, score in ranked]}
+        pairs = zip(hits.ids, hits.scores, strict=True)
+        return {"documents": [dataclasses.replace(documents[i], score=score) for i, score in pairs]}
 
 
 def _get_multi_vector(document: Any, d: int) -> Any:
     """Return the multi-vector of a document as a tensor ``[L, d]``."""
-    found = getattr(document, "multivector_embedding", None)
-    found = document.meta.get("multivector_embedding") if found is None else found
-    if found is None:
+    multi_vector = getattr(document, "multivector_embedding", None)
+    multi_vector = document.meta.get("multivector_embedding") if multi_vector is None else multi_vector
+    if multi_vector is None:
         raise ValueError(f"MaxSimRanker: documents: expected each with a multivector_embedding, {document.id} has none")
-    return _scoring.as_vectors(f"MaxSimRanker: documents: multivector_embedding of {document.id}", found, d)
+    return _scoring.as_vectors(f"MaxSimRanker: documents: multivector_embedding of {document.id}", multi_vector, d)

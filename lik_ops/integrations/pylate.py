@@ -226,8 +226,8 @@ class _TokenList(list[Tensor]):
 
     def stacked(self) -> Tensor:
         """Let PyLate stack the items, which raises its error of different lengths."""
-        stacked: Tensor = importlib.import_module("pylate.utils.tensor").convert_to_tensor(list(self))
-        return stacked
+        tensor: Tensor = importlib.import_module("pylate.utils.tensor").convert_to_tensor(list(self))
+        return tensor
 
 
 def _is_token_list(x: Any) -> bool:

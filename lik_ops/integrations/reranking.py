@@ -145,8 +145,8 @@ def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
     for name, tensors in (("q_embs", q_embs), ("d_embs", d_embs)):
         for i, t in enumerate(tensors):
             if not isinstance(t, Tensor) or not t.is_floating_point():
-                found = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__
-                raise TypeError(f"{op}: {name}[{i}]: expected a floating-point Tensor, got {found}")
+                actual = str(t.dtype) if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(f"{op}: {name}[{i}]: expected a floating-point Tensor, got {actual}")
             if t.dim() != 2 or t.shape[1] != first.shape[1]:
                 d = first.shape[1] if first.dim() == 2 else "d"
                 raise ValueError(f"{op}: {name}[{i}]: expected [L, {d}], got {format_shape(t)}")
@@ -163,9 +163,9 @@ def _pack_documents(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """
     first = d_embs[0]
     d, memory = first.shape[-1], first.untyped_storage().data_ptr()
-    lowest = min(t.storage_offset() for t in d_embs)
-    highest = max(t.storage_offset() + t.numel() for t in d_embs)
-    apart = [t.storage_offset() - lowest for t in d_embs]
+    start = min(t.storage_offset() for t in d_embs)
+    end = max(t.storage_offset() + t.numel() for t in d_embs)
+    offsets = [t.storage_offset() - start for t in d_embs]
     if all(
         t.untyped_storage().data_ptr() == memory
         and t.dtype == first.dtype
@@ -173,9 +173,9 @@ def _pack_documents(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         and not t.is_neg()
         and t.shape[1:] == (d,)
         for t in d_embs
-    ) and not any(n % d for n in (highest - lowest, *apart)):
-        rows = first.as_strided(((highest - lowest) // d, d), (d, 1), lowest)
-        return rows, [int(n // d) for n in apart]
+    ) and not any(n % d for n in (end - start, *offsets)):
+        rows = first.as_strided(((end - start) // d, d), (d, 1), start)
+        return rows, [int(n // d) for n in offsets]
     begins, total = [], 0
     for t in d_embs:
         begins.append(total)

@@ -92,17 +92,19 @@ def maxsim(
         torch.Size([2, 3])
     """
     queries, documents = EmbeddingSide("a", a, a_mask), EmbeddingSide("b", b, b_mask)
-    home = documents.device or queries.device or torch.device("cpu")
+    output_device = documents.device or queries.device or torch.device("cpu")
     if not len(queries) or not len(documents):
-        return torch.zeros(len(queries), len(documents), device=home)
-    at = home if device is None else torch.device(device)
-    there = queries.part(0, len(queries), at)
+        return torch.zeros(len(queries), len(documents), device=output_device)
+    scoring_device = output_device if device is None else torch.device(device)
+    query_part = queries.part(0, len(queries), scoring_device)
     parts = [
-        score_host_cross(there[0], D, there[1], keep)
-        for D, keep in (documents.part(*ends, at) for ends in documents.ranges(chunk_elements, at))
+        score_host_cross(query_part[0], D, query_part[1], keep)
+        for D, keep in (
+            documents.part(*ends, scoring_device) for ends in documents.ranges(chunk_elements, scoring_device)
+        )
     ]
-    scores = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(home)
-    return scores / queries.counts(home).unsqueeze(1) if length_normalize else scores
+    scores = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).to(output_device)
+    return scores / queries.counts(output_device).unsqueeze(1) if length_normalize else scores
 
 
 def maxsim_pairwise(
@@ -127,16 +129,16 @@ def maxsim_pairwise(
         raise ValueError(
             f"maxsim_pairwise: b: expected {len(queries)} documents, as many as queries, got {len(documents)}"
         )
-    home = documents.device or queries.device or torch.device("cpu")
+    output_device = documents.device or queries.device or torch.device("cpu")
     if not len(queries):
-        return torch.zeros(0, device=home)
-    at = home if device is None else torch.device(device)
+        return torch.zeros(0, device=output_device)
+    scoring_device = output_device if device is None else torch.device(device)
     parts = []
-    for ends in documents.ranges(chunk_elements, at):
-        (Q, q_mask), (D, d_mask) = queries.part(*ends, at), documents.part(*ends, at)
+    for ends in documents.ranges(chunk_elements, scoring_device):
+        (Q, q_mask), (D, d_mask) = queries.part(*ends, scoring_device), documents.part(*ends, scoring_device)
         parts.append(score_host_pairs(Q, D, q_mask, d_mask))
-    scores = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(home)
-    return scores / queries.counts(home) if length_normalize else scores
+    scores = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(output_device)
+    return scores / queries.counts(output_device) if length_normalize else scores
 
 
 def colbert_scores(
@@ -405,9 +407,9 @@ def _choose_by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[...
 
 def _accepts_pooling(pooling: Any, *args: Any, **named: Any) -> bool:
     """Return whether the host's module pools each document by Ward's method."""
-    theirs = importlib.import_module(_POOLING).HierarchicalTokenPooling.pool_one
-    is_theirs = type(pooling).pool_one is theirs and "pool_one" not in vars(pooling)
-    return is_theirs and _pooling.is_factor(pooling.pool_factor) and not torch.compiler.is_compiling()
+    host_method = importlib.import_module(_POOLING).HierarchicalTokenPooling.pool_one
+    is_host_method = type(pooling).pool_one is host_method and "pool_one" not in vars(pooling)
+    return is_host_method and _pooling.is_factor(pooling.pool_factor) and not torch.compiler.is_compiling()
 
 
 def _pool_documents(theirs: Callable[..., Any], pooling: Any, given: Any, *args: Any, **named: Any) -> Any:
@@ -421,11 +423,11 @@ def _pool_documents(theirs: Callable[..., Any], pooling: Any, given: Any, *args:
     features = dict(given) if isinstance(given, Mapping) else given  # a run changes its features
     theirs(_pooling.replace_method(pooling, "pool_one", record), features, *args, **named)
     options = {"num_protected": pooling.num_protected_tokens, "normalize": bool(pooling.normalize_embeddings)}
-    pooled = _pooling.pool_each(documents, pooling.pool_factor, **options)
-    if pooled is None:
+    pooled_documents = _pooling.pool_each(documents, pooling.pool_factor, **options)
+    if pooled_documents is None:
         return NotImplemented
-    rest = iter(pooled)
-    return theirs(_pooling.replace_method(pooling, "pool_one", lambda *_: next(rest)), given, *args, **named)
+    iterator = iter(pooled_documents)
+    return theirs(_pooling.replace_method(pooling, "pool_one", lambda *_: next(iterator)), given, *args, **named)
 
 
 def _list_targets() -> list[_routing.PatchTarget]:

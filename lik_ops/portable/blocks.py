@@ -114,10 +114,10 @@ class SliceShape(NamedTuple):
 def choose_slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceShape:
     """Choose how documents of `Ld` tokens and queries of `Lq` tokens (both >= 1) are cut into slices."""
     token_bytes = d * dtype.itemsize
-    row_step, step, most = STEPS[dtype]
+    row_step, step, column_limit = STEPS[dtype]
     starts: tuple[int, ...] = (0,)
-    fits = MAX_SLICE_BYTES // token_bytes
-    max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, fits // 4 * 4), 1)
+    max_slice_tokens = MAX_SLICE_BYTES // token_bytes
+    max_rows = max(min(MAX_ROWS, MiB // token_bytes // 16 * 16), min(16, max_slice_tokens // 4 * 4), 1)
     if Ld < MIN_ROWS and Ld <= max_rows:
         rows = min(SHARED_ROWS, max_rows)
         documents = rows // Ld
@@ -125,8 +125,8 @@ def choose_slice_shape(Lq: int, Ld: int, d: int, dtype: torch.dtype) -> SliceSha
         tiles = ceil_div(Ld, max_rows)
         rows, documents = round_up(Ld, row_step) if tiles == 1 else min(max_rows, round_up(ceil_div(Ld, tiles), 16)), 1
         starts = tuple(min(tile * rows, max(Ld - rows, 0)) for tile in range(ceil_div(Ld, rows)))
-    part = max(n for n in (1, *FEW_COLUMNS, step) if n <= max(fits, 1))
-    max_columns = max(min(most, 2 * MiB // token_bytes // step * step), part)
+    part = max(n for n in (1, *FEW_COLUMNS, step) if n <= max(max_slice_tokens, 1))
+    max_columns = max(min(column_limit, 2 * MiB // token_bytes // step * step), part)
     if Lq < step <= max_columns:
         columns, queries, panels = step, step // Lq, 1
     else:
@@ -153,11 +153,13 @@ def copy_grouped(target: Tensor, source: Tensor) -> None:
         target = target.squeeze(-3)
         (target if target.shape[-3] == count else target[..., :count, :, :]).copy_(source)
         return
-    full, rest = divmod(count, group)
-    if full:
-        target[..., :full, :, :, :].copy_(source[..., : full * group, :, :].unflatten(-3, (full, group)))
-    if rest:
-        target[..., full, :rest, :, :].copy_(source[..., full * group :, :, :])
+    full_groups, remainder = divmod(count, group)
+    if full_groups:
+        target[..., :full_groups, :, :, :].copy_(
+            source[..., : full_groups * group, :, :].unflatten(-3, (full_groups, group))
+        )
+    if remainder:
+        target[..., full_groups, :remainder, :, :].copy_(source[..., full_groups * group :, :, :])
 
 
 def multiply_matrices(a: Tensor, b: Tensor) -> Tensor:
@@ -179,11 +181,11 @@ def multiply_by_rows(a: Tensor, b: Tensor) -> Tensor:
     step = CPU_PRODUCT_ROWS if a.device.type == "cpu" else GPU_PRODUCT_ROWS
     rows = a.shape[0]
     out = a.new_empty((round_up(rows, step), b.shape[1]))
-    for some in split_range(0, rows, step):
-        part = a[some]
+    for chunk in split_range(0, rows, step):
+        part = a[chunk]
         if len(part) < step:
             part = torch.cat([part, part.new_zeros((step - len(part), a.shape[1]))])
-        torch.mm(part, b, out=out[some.start : some.start + step])
+        torch.mm(part, b, out=out[chunk.start : chunk.start + step])
     return out[:rows]
 
 
@@ -244,10 +246,10 @@ def split_argmax_to_fit(
     if queries * documents * bytes_each <= room:
         yield slice(0, queries), slice(0, documents), list(needs)
         return
-    of_queries = list(needs) if candidates else [needs[0], False, needs[2]]
-    if any(of_queries):
+    query_needs = list(needs) if candidates else [needs[0], False, needs[2]]
+    if any(query_needs):
         for i in split_to_fit(queries, documents * bytes_each, room):
-            yield i, slice(0, documents), of_queries
+            yield i, slice(0, documents), query_needs
     if needs[1] and not candidates:
         for j in split_to_fit(documents, queries * bytes_each, room):
             yield slice(0, queries), j, [False, True, False]
@@ -267,7 +269,9 @@ class Piece(NamedTuple):
 
     def within(self, b: slice, items: slice) -> Piece:
         """Convert this piece of a part of a side into a piece of the whole side."""
-        i, j = (slice(s.start + of.start, s.stop + of.start) for s, of in ((self.batches, b), (self.items, items)))
+        i, j = (
+            slice(s.start + part.start, s.stop + part.start) for s, part in ((self.batches, b), (self.items, items))
+        )
         return Piece(i, j, self.tokens)
 
 

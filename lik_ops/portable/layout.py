@@ -135,9 +135,9 @@ class DecodedRows(PaddedRows):
 
     def _index(self, part: tuple[slice, slice, slice]) -> tuple[Tensor | slice, tuple[int, ...]]:
         """Return the rows of a part, as indices or a slice, and the shape of the part."""
-        sizes = [range(n)[some] for n, some in zip(self.shape[:3], part, strict=True)]
-        whole = len(sizes[2]) == self.shape[2] or len(sizes[0]) * len(sizes[1]) == 1
-        if self.first is None or not whole or not all(sizes):
+        sizes = [range(n)[axis_slice] for n, axis_slice in zip(self.shape[:3], part, strict=True)]
+        is_contiguous = len(sizes[2]) == self.shape[2] or len(sizes[0]) * len(sizes[1]) == 1
+        if self.first is None or not is_contiguous or not all(sizes):
             index = self.rows(*part)
             return index.reshape(-1), tuple(index.shape)
         shape = tuple(map(len, sizes))
@@ -187,7 +187,7 @@ class PairSegments:
         self.ragged, self.may_look = r, is_host_readable(r.Q)
         cu = r.cu_seqlens_q.long()
         self.q_start, self.q_length, self.q_valid = _check_segments(cu[:-1], cu.diff(), r.Q.shape[0])
-        start, length, valid = _check_segments(
+        start, length, is_valid = _check_segments(
             r.d_offsets.long().reshape(-1), r.d_lengths.long().reshape(-1), r.D.shape[0]
         )
         self.query: Tensor | None = None
@@ -197,24 +197,28 @@ class PairSegments:
             document, document_exists = _check_indices(r.pairs[:, 1], start.shape[0])
             exists = exists & document_exists
             if start.shape[0] and r.queries:
-                start, length, valid = (x[document] for x in (start, length, valid))
-                valid = valid & exists & self.q_valid[query]
+                start, length, is_valid = (x[document] for x in (start, length, is_valid))
+                is_valid = is_valid & exists & self.q_valid[query]
             else:
-                start, length, valid = document, document, torch.zeros_like(exists)
+                start, length, is_valid = document, document, torch.zeros_like(exists)
             self.query = query
         elif r.candidates:
             self.query = torch.arange(r.queries, device=r.Q.device).repeat_interleave(r.columns)
-            valid = valid & self.q_valid[self.query]
+            is_valid = is_valid & self.q_valid[self.query]
         self.q_length = torch.where(self.q_valid, self.q_length, 0)
-        self.start, self.length, self.valid = torch.where(valid, start, 0), torch.where(valid, length, 0), valid
+        self.start, self.length, self.valid = (
+            torch.where(is_valid, start, 0),
+            torch.where(is_valid, length, 0),
+            is_valid,
+        )
 
     def keeps(self) -> Tensor:
         """Return whether each query keeps a token, bool ``[Nq]``."""
         mask = self.ragged.q_mask
         if mask is None:
             return self.q_length > 0
-        before = F.pad(mask.cumsum(0), (1, 0))
-        return before[self.q_start + self.q_length] > before[self.q_start]
+        counts = F.pad(mask.cumsum(0), (1, 0))
+        return counts[self.q_start + self.q_length] > counts[self.q_start]
 
     def locate_scores(self, query: Tensor, item: Tensor) -> Tensor:
         """Return the flat indices of the scores of cells."""
@@ -230,8 +234,8 @@ class PairSegments:
 def _check_segments(start: Tensor, length: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return starts and lengths, 0 for segments that do not fit into `total` rows, and a mask of those that fit."""
     # start + length may overflow.
-    valid = (start >= 0) & (start <= total) & (length >= 0) & (length <= total - start)
-    return torch.where(valid, start, 0), torch.where(valid, length, 0), valid
+    is_valid = (start >= 0) & (start <= total) & (length >= 0) & (length <= total - start)
+    return torch.where(is_valid, start, 0), torch.where(is_valid, length, 0), is_valid
 
 
 def _check_indices(index: Tensor, size: int) -> tuple[Tensor, Tensor]:

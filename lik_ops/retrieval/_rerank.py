@@ -23,31 +23,31 @@ def score_indices(
     Q, _, q_mask, _, _, q_weight = arguments.convert_search(op, Q, None, q_mask, None, None, q_weight)
     check_flag(op, "normalize", normalize)
     manifest, tokens = snapshot.manifest, int(snapshot.cu_seqlens[-1])
-    Q, like, q_weight = sources.prepare_queries(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)
-    check_dense(op, Q, like, q_mask, None, q_weight)
-    flat = Q.dim() == 2
-    chosen = _check_indices(op, indices, Q, len(snapshot))
-    Q3, q_mask, q_weight = (add_batch_axis(x, flat) for x in (Q, as_bool(q_mask), q_weight))
+    Q, placeholder, q_weight = sources.prepare_queries(op, Q, (tokens, manifest.d), manifest.dtype, q_weight)
+    check_dense(op, Q, placeholder, q_mask, None, q_weight)
+    is_single = Q.dim() == 2
+    candidates = _check_indices(op, indices, Q, len(snapshot))
+    Q3, q_mask, q_weight = (add_batch_axis(x, is_single) for x in (Q, as_bool(q_mask), q_weight))
     assert Q3 is not None
-    g = inputs.ScoringArgs(op, Q3, like, q_mask=q_mask, q_weight=q_weight, normalize=normalize)
-    scores = Q3.new_full((len(Q3), chosen.shape[-1]), -torch.inf, dtype=score_dtype(Q3.dtype))
-    scores = _fill_scores(g, snapshot, chosen.expand(scores.shape), scores)
-    return scores.squeeze(0) if flat else scores
+    g = inputs.ScoringArgs(op, Q3, placeholder, q_mask=q_mask, q_weight=q_weight, normalize=normalize)
+    scores = Q3.new_full((len(Q3), candidates.shape[-1]), -torch.inf, dtype=score_dtype(Q3.dtype))
+    scores = _fill_scores(g, snapshot, candidates.expand(scores.shape), scores)
+    return scores.squeeze(0) if is_single else scores
 
 
 def _check_indices(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
     """Return the document indices ``[Nq, K]`` or ``[K]`` as int64 on the CPU."""
-    chosen = arguments.as_integers(op, "indices", indices)
+    candidates = arguments.as_integers(op, "indices", indices)
     shapes = [f"[{len(Q)}, K]", "[K]"] if Q.dim() == 3 else ["[K]"]
-    if chosen.dim() != 1 and not (chosen.dim() == 2 and Q.dim() == 3 and len(chosen) == len(Q)):
-        raise ValueError(f"{op}: indices: expected {' or '.join(shapes)}, got {list(chosen.shape)}")
-    bad = (chosen < -1) | (chosen >= documents)
-    if bool(bad.any()):
-        at = tuple(bad.nonzero()[0].tolist())
+    if candidates.dim() != 1 and not (candidates.dim() == 2 and Q.dim() == 3 and len(candidates) == len(Q)):
+        raise ValueError(f"{op}: indices: expected {' or '.join(shapes)}, got {list(candidates.shape)}")
+    is_invalid = (candidates < -1) | (candidates >= documents)
+    if bool(is_invalid.any()):
+        at = tuple(is_invalid.nonzero()[0].tolist())
         raise ValueError(
-            f"{op}: indices: expected indices of {documents} documents, or -1, got {int(chosen[at])} at {list(at)}"
+            f"{op}: indices: expected indices of {documents} documents, or -1, got {int(candidates[at])} at {list(at)}"
         )
-    return chosen
+    return candidates
 
 
 def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
@@ -57,20 +57,20 @@ def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scor
     """
     device = scores.device
     documents, inverse = chosen.unique(return_inverse=True)  # ascending
-    none = int((documents < 0).sum())
-    documents, inverse = documents[none:], (inverse - none).to(device)
+    n_missing = int((documents < 0).sum())
+    documents, inverse = documents[n_missing:], (inverse - n_missing).to(device)
     cu_seqlens = compute_offsets(snapshot.lengths[documents])
-    wanted = sources.PackedSource(cu_seqlens, int(cu_seqlens[-1]), snapshot.manifest.layout)
-    for begin, end in wanted.ranges(0, len(documents), None, sources.choose_part_bytes(device)):
+    source = sources.PackedSource(cu_seqlens, int(cu_seqlens[-1]), snapshot.manifest.layout)
+    for begin, end in source.ranges(0, len(documents), None, sources.choose_part_bytes(device)):
         packed, cu_seqlens = snapshot.gather_documents(documents[begin:end], pinned=device.type == "cuda")
         packed = join_pieces([packed], lambda found: found[0].to(device, non_blocking=True))
         cu_seqlens = cu_seqlens.to(device, non_blocking=True)
-        inside = (inverse >= begin) & (inverse < end)
+        is_in_part = (inverse >= begin) & (inverse < end)
         at = (inverse - begin).clamp(0, end - begin - 1)
-        lengths = cu_seqlens.diff()[at].where(inside, 0)
-        given = inputs.replace_documents(g, as_scorable(packed, g.D.dtype, cu_seqlens))
-        found = inputs.score_candidates(given, cu_seqlens[at], lengths)[0]
-        scores = torch.where(inside, found, scores)
+        lengths = cu_seqlens.diff()[at].where(is_in_part, 0)
+        args = inputs.replace_documents(g, as_scorable(packed, g.D.dtype, cu_seqlens))
+        found = inputs.score_candidates(args, cu_seqlens[at], lengths)[0]
+        scores = torch.where(is_in_part, found, scores)
     return scores
 
 
@@ -93,11 +93,11 @@ def rerank_indices(
         check_tensor(op, "Q", Q)
         indices = filter_candidates(op, subset, Q, len(snapshot), _check_indices(op, indices, Q, len(snapshot)))
     scores = score_indices(op, snapshot, Q, indices, q_mask, q_weight, normalize)
-    chosen = arguments.as_integers(op, "indices", indices).to(scores.device).expand(scores.shape)
-    scores, chosen = (x if Q.dim() == 3 else x.unsqueeze(0) for x in (scores, chosen))
+    candidates = arguments.as_integers(op, "indices", indices).to(scores.device).expand(scores.shape)
+    scores, candidates = (x if Q.dim() == 3 else x.unsqueeze(0) for x in (scores, candidates))
     # Equal scores are ordered by document index, and missing documents come last.
-    order = chosen.where(chosen >= 0, len(snapshot)).argsort(dim=1, stable=True)
-    found = topk.select_candidates(
-        scores.gather(1, order), chosen.gather(1, order), order.shape[1] if top_k is None else top_k
+    order = candidates.where(candidates >= 0, len(snapshot)).argsort(dim=1, stable=True)
+    results = topk.select_candidates(
+        scores.gather(1, order), candidates.gather(1, order), order.shape[1] if top_k is None else top_k
     )
-    return arguments.drop_query_axis(Q, found)
+    return arguments.drop_query_axis(Q, results)

@@ -228,8 +228,8 @@ def retrieve(
         [10, 10]
     """
     if not (isinstance(Q, Tensor) and isinstance(D, Tensor) and q_mask is None and d_mask is None and q_weight is None):
-        given = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
-        Q, D, q_mask, d_mask, cu_seqlens_d, q_weight = convert_search(_OP, *given)
+        args = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
+        Q, D, q_mask, d_mask, cu_seqlens_d, q_weight = convert_search(_OP, *args)
     topk.reject_derivatives(_OP, Q, D, q_weight)
     if progress is not None:
         check_flag(_OP, "progress", progress)
@@ -243,24 +243,24 @@ def retrieve(
         D = fix_snapshot(D)
     search = SearchArgs._make((Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk))
     _check_stages(D, coarse, n_probe, n_candidates)
-    found: Any
+    results: Any
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
             raise ValueError(f"{_OP}: largest: expected True with quantized documents, got False")
         with torch.no_grad():
             if coarse is not None:
-                found = retrieve_two_stage(search, coarse, n_candidates, subset)
+                results = retrieve_two_stage(search, coarse, n_candidates, subset)
             else:
-                found = retrieve_quantized(search, n_probe, n_candidates, subset=subset)
+                results = retrieve_quantized(search, n_probe, n_candidates, subset=subset)
     else:
         if is_sequences(D):
             D, cu_seqlens_d = sources.pack_documents(_OP, D, d_mask, cu_seqlens_d, Q)
             search = search._replace(D=D, cu_seqlens_d=cu_seqlens_d)
-        found = _search_documents(search, subset, largest, progress)
+        results = _search_documents(search, subset, largest, progress)
     if not return_argmax:
-        return found
-    argmax = find_argmax(_OP, search, found[1])
-    return (*found, argmax) if coarse is None else TwoStageArgmax(argmax=argmax, **found._asdict())
+        return results
+    argmax = find_argmax(_OP, search, results[1])
+    return (*results, argmax) if coarse is None else TwoStageArgmax(argmax=argmax, **results._asdict())
 
 
 def _check_stages(D: Any, coarse: Any, n_probe: Any, n_candidates: Any) -> None:
@@ -288,14 +288,14 @@ def _search_documents(s: SearchArgs, subset: Any, largest: bool, progress: bool 
     ):
         return retrieve_from_tensors(s, subset, lowest=not largest)
     source = sources.open_source(_OP, s.D, s.d_mask, s.cu_seqlens_d)
-    known: Any = {"chunk": s.chunk, "q_mask": s.q_mask, "q_weight": s.q_weight}
-    known |= {"normalize": s.normalize, "progress": progress}
+    options: Any = {"chunk": s.chunk, "q_mask": s.q_mask, "q_weight": s.q_weight}
+    options |= {"normalize": s.normalize, "progress": progress}
     if subset is None:
-        return retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **known)
-    source, names, own, width = select_from_source(_OP, s.Q, source, subset)
-    known |= {"own": own, "lowest": not largest}
-    found = retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **known)
-    return pad_results(name_results(found, names), min(s.top_k, width))
+        return retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **options)
+    source, names, positions, width = select_from_source(_OP, s.Q, source, subset)
+    options |= {"own": positions, "lowest": not largest}
+    results = retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **options)
+    return pad_results(name_results(results, names), min(s.top_k, width))
 
 
 def select_from_source(
@@ -314,9 +314,9 @@ def select_from_source(
         query as for `retrieve_from_source`, and the largest number of results.
     """
     check_tensor(op, "Q", Q, or_none=True)
-    chosen, width = resolve_subset(op, subset, Q, len(source), torch.device("cpu"))
-    names, own = list_union(chosen)
-    return source.select(names), names, own, width
+    indices, width = resolve_subset(op, subset, Q, len(source), torch.device("cpu"))
+    names, positions = list_union(indices)
+    return source.select(names), names, positions, width
 
 
 def retrieve_from_tensors(s: SearchArgs, subset: Any = None, lowest: bool = False) -> ScoresAndIndices:
@@ -331,19 +331,19 @@ def retrieve_checked(s: SearchArgs, subset: Any = None, lowest: bool = False) ->
     """Run `retrieve_from_tensors` on checked arguments in the dtype of the autocast region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
-    Q, chosen = s.Q, None
+    Q, indices = s.Q, None
     if subset is not None:
-        chosen, width = resolve_subset(_OP, subset, Q, s.documents, Q.device)
+        indices, width = resolve_subset(_OP, subset, Q, s.documents, Q.device)
     s = add_query_axis(s)
     # An exported program contains only the operator. `no_grad` would add a separate block to it.
-    exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
-    recording = torch.is_grad_enabled() and not exporting
-    with torch.no_grad() if recording else nullcontext():
-        if chosen is None:
-            found = topk.search_best(s)
+    is_exporting = torch.compiler._is_exporting_flag if _READS_FLAG else torch.compiler.is_exporting()
+    is_recording = torch.is_grad_enabled() and not is_exporting
+    with torch.no_grad() if is_recording else nullcontext():
+        if indices is None:
+            results = topk.search_best(s)
         else:
-            found = pad_results(search_chosen(_OP, s, chosen, lowest), min(s.top_k, width))
-    return drop_query_axis(Q, found)
+            results = pad_results(search_chosen(_OP, s, indices, lowest), min(s.top_k, width))
+    return drop_query_axis(Q, results)
 
 
 @torch.no_grad()
@@ -381,16 +381,16 @@ def retrieve_from_source(
     Returns:
         ``(scores, indices)``. Indices count from the first document of the source, not from `begin`.
     """
-    Q, like, q_weight = sources.prepare_queries(_OP, Q, source.shape, source.dtype, q_weight)
-    search = SearchArgs(Q, like, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
+    Q, placeholder, q_weight = sources.prepare_queries(_OP, Q, source.shape, source.dtype, q_weight)
+    search = SearchArgs(Q, placeholder, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
     _streamed.check_source(_OP, search, source)
     search = add_query_axis(search)
     best: Any = None
-    for at, part in _streamed.iterate_parts(source, begin, end, chunk, Q.device, progress):
-        D = as_scorable(part.D, like.dtype, part.cu_seqlens)
+    for bounds, part in _streamed.iterate_parts(source, begin, end, chunk, Q.device, progress):
+        D = as_scorable(part.D, placeholder.dtype, part.cu_seqlens)
         args = search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens)
-        found = _search_part(args, at, own, lowest)
-        best = found if best is None else topk.merge_parts([best, found], top_k, missing=own is not None)
+        results = _search_part(args, bounds, own, lowest)
+        best = results if best is None else topk.merge_parts([best, results], top_k, missing=own is not None)
     if lowest:
         best = (-best[0]).masked_fill(best[1] < 0, -torch.inf), best[1]
     return drop_query_axis(Q, best)
@@ -406,6 +406,6 @@ def _search_part(s: SearchArgs, at: tuple[int, int], own: Tensor | None, lowest:
         find = retrieve_checked if isinstance(s.D, Tensor) else search_quantized
         scores, indices = find(s)
         return scores, indices.add_(begin)
-    chosen = torch.arange(end - begin, device="cpu") if own is None else limit_to_part(own, begin, end)
-    scores, indices = search_chosen(_OP, s, chosen.to(s.Q.device, non_blocking=True), lowest)
+    documents = torch.arange(end - begin, device="cpu") if own is None else limit_to_part(own, begin, end)
+    scores, indices = search_chosen(_OP, s, documents.to(s.Q.device, non_blocking=True), lowest)
     return -scores if lowest else scores, torch.where(indices >= 0, indices + begin, -1)

@@ -74,11 +74,11 @@ def maxsim_streamed(
         torch.Size([2, 1000])
     """
     op = "maxsim_streamed"
-    given = convert_search(op, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight)
-    topk.reject_derivatives(op, *given[:2], given[-1])
-    search = SearchArgs._make((*given, normalize, 0, chunk))
-    found = torch.cat([scores for _, scores in iterate_scores(op, search, progress)], dim=1)
-    return drop_query_axis(search.Q, (found,))[0]
+    args = convert_search(op, Q, D, q_mask, d_mask, cu_seqlens_d, q_weight)
+    topk.reject_derivatives(op, *args[:2], args[-1])
+    search = SearchArgs._make((*args, normalize, 0, chunk))
+    all_scores = torch.cat([scores for _, scores in iterate_scores(op, search, progress)], dim=1)
+    return drop_query_axis(search.Q, (all_scores,))[0]
 
 
 @torch.no_grad()
@@ -97,8 +97,8 @@ def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndI
     best: ScoresAndIndices | None = None
     for begin, scores in iterate_scores(op, s, progress):
         values, columns = topk.select_first(-scores, s.top_k)
-        found = values, columns.add_(begin)
-        best = found if best is None else topk.merge_parts([best, found], s.top_k)
+        results = values, columns.add_(begin)
+        best = results if best is None else topk.merge_parts([best, results], s.top_k)
     assert best is not None
     return drop_query_axis(s.Q, (-best[0], best[1]))
 
@@ -124,20 +124,20 @@ def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tu
         s = check_search(op, s)
         step = s.chunk or _MAX_DOCUMENTS_AT_ONCE
         for begin in range(0, max(s.documents, 1), step):
-            at = slice(begin, begin + step)
+            document_slice = slice(begin, begin + step)
             if s.cu_seqlens_d is not None:
-                part = s._replace(cu_seqlens_d=s.cu_seqlens_d[begin : at.stop + 1])
+                part = s._replace(cu_seqlens_d=s.cu_seqlens_d[begin : document_slice.stop + 1])
             else:
-                part = s._replace(D=s.D[at], d_mask=None if s.d_mask is None else s.d_mask[at])
+                part = s._replace(D=s.D[document_slice], d_mask=None if s.d_mask is None else s.d_mask[document_slice])
             yield begin, _collect_scores(op, part)
         return
     source = sources.open_source(op, s.D, s.d_mask, s.cu_seqlens_d)
-    Q, like, q_weight = sources.prepare_queries(op, s.Q, source.shape, source.dtype, s.q_weight)
-    s = s._replace(Q=Q, D=like, d_mask=None, cu_seqlens_d=source.offsets, q_weight=q_weight)
+    Q, placeholder, q_weight = sources.prepare_queries(op, s.Q, source.shape, source.dtype, s.q_weight)
+    s = s._replace(Q=Q, D=placeholder, d_mask=None, cu_seqlens_d=source.offsets, q_weight=q_weight)
     check_source(op, s, source)
-    for (begin, _), read in iterate_parts(source, 0, len(source), s.chunk, Q.device, progress):
-        D = as_scorable(read.D, like.dtype, read.cu_seqlens)
-        yield begin, _collect_scores(op, s._replace(D=D, d_mask=read.d_mask, cu_seqlens_d=read.cu_seqlens))
+    for (begin, _), documents in iterate_parts(source, 0, len(source), s.chunk, Q.device, progress):
+        D = as_scorable(documents.D, placeholder.dtype, documents.cu_seqlens)
+        yield begin, _collect_scores(op, s._replace(D=D, d_mask=documents.d_mask, cu_seqlens_d=documents.cu_seqlens))
 
 
 def check_search(op: str, s: SearchArgs) -> SearchArgs:
@@ -178,12 +178,12 @@ def iterate_parts(
     """
     ranges = source.ranges(begin, end, chunk, sources.choose_part_bytes(device)) or [(begin, begin)]
     with make_progress_callback(end - begin, progress) as advance:
-        read = (source.read(*at) for at in ranges)
-        for at, part in zip(
-            ranges, iterate_on_device(read, device, max(source.nbytes(*at) for at in ranges)), strict=True
+        parts = (source.read(*bounds) for bounds in ranges)
+        for bounds, part in zip(
+            ranges, iterate_on_device(parts, device, max(source.nbytes(*bounds) for bounds in ranges)), strict=True
         ):
-            yield at, part
-            advance(at[1] - at[0])
+            yield bounds, part
+            advance(bounds[1] - bounds[0])
 
 
 def _collect_scores(op: str, s: SearchArgs) -> Tensor:
@@ -192,9 +192,9 @@ def _collect_scores(op: str, s: SearchArgs) -> Tensor:
     Q, q_mask, q_weight = s.Q, s.q_mask, s.q_weight
     if s.cu_seqlens_d is None:
         return maxsim(Q, s.D, q_mask, s.d_mask, q_weight=q_weight, normalize=s.normalize)
-    known: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cu_seqlens_d": s.cu_seqlens_d.to(Q.device, non_blocking=True),
         "q_mask": q_mask,
         "q_weight": q_weight,
     }
-    return inputs.score_varlen(inputs.prepare_args(op, Q, s.D, **known, normalize=s.normalize, whole=False))[0]
+    return inputs.score_varlen(inputs.prepare_args(op, Q, s.D, **options, normalize=s.normalize, whole=False))[0]

@@ -60,8 +60,8 @@ def find_argmax(op: str, s: SearchArgs, indices: Tensor) -> Tensor:
         Q, _, q_weight = sources.prepare_queries(op, s.Q, source.shape, source.dtype, s.q_weight)
     s = add_query_axis(s._replace(Q=Q, q_mask=as_bool(s.q_mask), q_weight=q_weight))
     indices = indices if Q.dim() == 3 else indices.unsqueeze(0)
-    found = _score_with_argmax(op, s, indices) if source is None else find_argmax_in_source(op, s, source, indices)
-    return drop_query_axis(Q, (found,))[0]
+    argmax = _score_with_argmax(op, s, indices) if source is None else find_argmax_in_source(op, s, source, indices)
+    return drop_query_axis(Q, (argmax,))[0]
 
 
 def find_argmax_in_source(op: str, s: SearchArgs, source: sources.DocumentSource, indices: Tensor) -> Tensor:
@@ -70,20 +70,20 @@ def find_argmax_in_source(op: str, s: SearchArgs, source: sources.DocumentSource
     The queries of `s` are 3-D, in the dtype of the autocast region. Its documents are not used.
     """
     documents, at = indices.cpu().unique(return_inverse=True)  # ascending
-    none = int((documents < 0).sum())
-    chosen, at = source.select(documents[none:]), (at - none).to(indices.device)
+    n_missing = int((documents < 0).sum())
+    selection, at = source.select(documents[n_missing:]), (at - n_missing).to(indices.device)
     argmax = indices.new_full((*indices.shape, s.Q.shape[1]), -1)
-    for (begin, end), part in iterate_parts(chosen, 0, len(chosen), None, s.Q.device, False):
+    for (begin, end), part in iterate_parts(selection, 0, len(selection), None, s.Q.device, False):
         D = as_scorable(part.D, s.Q.dtype, part.cu_seqlens)
-        inside = (at >= begin) & (at < end)
-        of_part = s._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens)
-        found = _score_with_argmax(op, of_part, torch.where(inside, at - begin, -1))
-        argmax = torch.where(inside.unsqueeze(-1), found, argmax)
+        is_in_part = (at >= begin) & (at < end)
+        part_args = s._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens)
+        part_argmax = _score_with_argmax(op, part_args, torch.where(is_in_part, at - begin, -1))
+        argmax = torch.where(is_in_part.unsqueeze(-1), part_argmax, argmax)
     return argmax
 
 
 def _score_with_argmax(op: str, s: SearchArgs, indices: Tensor) -> Tensor:
     """Return the argmax ``[Nq, k, Lq]`` of documents on the device of Q."""
     g = make_scoring_args(op, s)._replace(with_argmax=True)
-    found: Any = inputs.score_candidates(g, *locate_documents(s, indices))[1]
-    return found
+    argmax: Any = inputs.score_candidates(g, *locate_documents(s, indices))[1]
+    return argmax

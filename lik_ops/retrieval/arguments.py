@@ -27,8 +27,8 @@ def convert_search(
 
     One array of documents stays an array, because it may be memory-mapped.
     """
-    named = {"Q": Q, "q_mask": q_mask, "d_mask": d_mask, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
-    Q, q_mask, d_mask, cu_seqlens_d, q_weight = share_arrays(op, **named)
+    arrays = {"Q": Q, "q_mask": q_mask, "d_mask": d_mask, "cu_seqlens_d": cu_seqlens_d, "q_weight": q_weight}
+    Q, q_mask, d_mask, cu_seqlens_d, q_weight = share_arrays(op, **arrays)
     if isinstance(D, (list, tuple)):
         (D,) = share_arrays(op, D=D)
     Q, q_mask, q_weight = pad_queries(op, Q, q_mask, q_weight)
@@ -47,8 +47,8 @@ def drop_query_axis(Q: Tensor, results: Results) -> Results:
     """Return a tuple of results without the axis of queries if Q is a single query."""
     if Q.dim() == 3:
         return results
-    squeezed = [x.squeeze(0) for x in results]
-    return results._make(squeezed) if hasattr(results, "_make") else tuple(squeezed)  # type: ignore[return-value]
+    tensors = [x.squeeze(0) for x in results]
+    return results._make(tensors) if hasattr(results, "_make") else tuple(tensors)  # type: ignore[return-value]
 
 
 def as_index(op: str, name: str, x: Any) -> int:
@@ -91,10 +91,10 @@ def as_integers(op: str, name: str, x: Any) -> Tensor:
     empty = torch.float32, torch.get_default_dtype()  # the dtypes of an empty list
     if x.dtype not in _INTEGERS and (x.numel() or x.dtype not in empty):
         raise TypeError(f"{op}: {name}: expected integers, got {x.dtype}")
-    found = x.detach().to("cpu", torch.int64)
-    if x.dtype == torch.uint64 and bool((found < 0).any()):
-        raise TypeError(f"{op}: {name}: expected integers of int64, got {int(found[found < 0][0]) + 2**64}")
-    return found
+    integers = x.detach().to("cpu", torch.int64)
+    if x.dtype == torch.uint64 and bool((integers < 0).any()):
+        raise TypeError(f"{op}: {name}: expected integers of int64, got {int(integers[integers < 0][0]) + 2**64}")
+    return integers
 
 
 def as_mask_or_integers(op: str, name: str, x: Any) -> Tensor:

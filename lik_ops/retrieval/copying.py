@@ -105,14 +105,14 @@ class DoubleBuffer:
         The caller must launch the scoring of a part before requesting the next part.
         """
         try:
-            before: tuple[int, DocumentPart] | None = None
+            previous: tuple[int, DocumentPart] | None = None
             for i, part in enumerate(parts):
-                started = (i % 2, self._start(i % 2, part))
-                if before is not None:
-                    yield from self._hand_out(*before)
-                before = started
-            if before is not None:
-                yield from self._hand_out(*before)
+                current = (i % 2, self._start(i % 2, part))
+                if previous is not None:
+                    yield from self._hand_out(*previous)
+                previous = current
+            if previous is not None:
+                yield from self._hand_out(*previous)
         finally:
             self.lanes.close()
 
@@ -145,11 +145,11 @@ class DoubleBuffer:
         x = pieces[0]
         if len(pieces) == 1 and (x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned())):
             return x
-        staged = self.staged[slot]
-        if staged is None:
-            staged = self.staged[slot] = self.lanes.staging(self.slots[slot].shape[0])
+        buffer = self.staged[slot]
+        if buffer is None:
+            buffer = self.staged[slot] = self.lanes.staging(self.slots[slot].shape[0])
         self.lanes.wait_for_staging(slot)
-        target = staged[place].view(x.dtype).view(shape)
+        target = buffer[place].view(x.dtype).view(shape)
         for rows, piece in zip(target.split([len(piece) for piece in pieces]), pieces, strict=True):
             rows.copy_(piece)
         return target

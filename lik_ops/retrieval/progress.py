@@ -18,13 +18,13 @@ def make_progress_callback(total: int, progress: bool | None) -> Iterator[Callab
     Yields:
         A function to call with the number of documents that were processed since the last call.
     """
-    shown = sys.stderr.isatty() if progress is None else progress
-    if shown:
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    if is_shown:
         try:
             from tqdm import tqdm
         except ModuleNotFoundError:
-            shown = False
-    if not shown:
+            is_shown = False
+    if not is_shown:
         yield lambda count: None
         return
     with tqdm(total=total, desc="retrieving", unit="doc", unit_scale=True) as bar:

@@ -65,12 +65,12 @@ class StreamedTarget:
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         """Return the best documents of the range ``[begin, end)``."""
         Q, q_mask, q_weight = queries
-        found = _retrieve.retrieve_from_source(
+        results = _retrieve.retrieve_from_source(
             Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, own=self.own, **options
         )
         if self.names is not None:
-            found = pad_results(name_results(found, self.names), min(top_k, end - begin))
-        return RangeResult(_add_batch_axis(Q, *found), 0)
+            results = pad_results(name_results(results, self.names), min(top_k, end - begin))
+        return RangeResult(_add_batch_axis(Q, *results), 0)
 
 
 class ResidentTarget:
@@ -96,14 +96,13 @@ class ResidentTarget:
         self.documents = D.shape[0] if cu_seqlens_d is None else cu_seqlens_d.shape[0] - 1
         self.op, self.mask, self.chosen, self.size, self.width = op, None, None, self.documents, self.documents
         if subset is not None:
-            found, self.width = resolve_subset(op, subset, Q, self.documents, D.device)
-            given = as_mask_or_integers(op, "subset", subset)
-            if given.dtype == torch.bool and given.device.type != "cpu":
-                self.mask = (
-                    given  # each rank lists its part, because the host does not see how many documents there are
-                )
+            indices, self.width = resolve_subset(op, subset, Q, self.documents, D.device)
+            mask_or_indices = as_mask_or_integers(op, "subset", subset)
+            if mask_or_indices.dtype == torch.bool and mask_or_indices.device.type != "cpu":
+                # Each rank lists its part, because the host does not see how many documents there are.
+                self.mask = mask_or_indices
             else:
-                self.chosen, self.size = found, found.shape[-1]
+                self.chosen, self.size = indices, indices.shape[-1]
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         """Split all documents into `parts` ranges, by tokens if the host knows the offsets, else by count."""
@@ -127,18 +126,18 @@ class ResidentTarget:
     def list_part(self, begin: int, end: int) -> Tensor | None:
         """Return the documents of a part of the subset as indices, or None without a subset."""
         if self.mask is not None:
-            found = resolve_subset(self.op, self.mask[..., begin:end], None, end - begin, self.device).chosen
-            return torch.where(found >= 0, found + begin, -1)
+            indices = resolve_subset(self.op, self.mask[..., begin:end], None, end - begin, self.device).chosen
+            return torch.where(indices >= 0, indices + begin, -1)
         return None if self.chosen is None else self.chosen[..., begin:end]
 
     def best(self, queries: tuple, top_k: int, begin: int, end: int, options: dict[str, Any]) -> RangeResult:
         """Return the best documents of the range ``[begin, end)`` for checked arguments."""
         Q, q_mask, q_weight = queries
-        listed = self.list_part(begin, end)
-        D, d_mask, cu_seqlens_d = self.part(begin, end) if listed is None else (self.D, self.d_mask, self.cu_seqlens_d)
+        indices = self.list_part(begin, end)
+        D, d_mask, cu_seqlens_d = self.part(begin, end) if indices is None else (self.D, self.d_mask, self.cu_seqlens_d)
         tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
-        found = self._search(topk.SearchArgs(*tensors, options["normalize"], top_k, options["chunk"]), listed)
-        return RangeResult(_add_batch_axis(Q, *found), begin if listed is None else 0)
+        results = self._search(topk.SearchArgs(*tensors, options["normalize"], top_k, options["chunk"]), indices)
+        return RangeResult(_add_batch_axis(Q, *results), begin if indices is None else 0)
 
     def _search(self, s: topk.SearchArgs, listed: Tensor | None) -> topk.ScoresAndIndices:
         """Return the best of the documents of a search, or of the documents `listed` among them."""

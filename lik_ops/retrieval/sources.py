@@ -122,8 +122,8 @@ def split_by_tokens(offsets: Tensor, parts: int) -> list[int]:
         The bounds ``[parts + 1]`` of the ranges, in documents.
     """
     documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
-    wanted = offsets[0] + total * torch.arange(1, parts, device=offsets.device) // parts
-    return [0, *torch.searchsorted(offsets, wanted.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
+    targets = offsets[0] + total * torch.arange(1, parts, device=offsets.device) // parts
+    return [0, *torch.searchsorted(offsets, targets.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
 
 
 class _DenseSource:
@@ -203,9 +203,9 @@ class PackedSource:
         ends += torch.arange(len(ends), device="cpu") * self.document_bytes
         while begin < end:
             last = int(torch.searchsorted(ends, ends[begin] + budget, right=True)) - 1
-            at = (begin, min(max(last, begin + 1), end))
-            ranges.append(at)
-            begin = at[1]
+            bounds = (begin, min(max(last, begin + 1), end))
+            ranges.append(bounds)
+            begin = bounds[1]
         return ranges
 
     def split(self, parts: int) -> list[tuple[int, int]]:
@@ -300,9 +300,9 @@ def prepare_queries(
     if not isinstance(Q, Tensor):
         raise TypeError(f"{op}: Q: expected a Tensor, got {describe_non_tensor(Q)}")
     check_strided(op, "Q", Q)
-    Q, one, q_weight = autocast.cast_to_autocast(Q, torch.empty((), dtype=dtype, device=Q.device), q_weight)
-    check_dtype(op, Q, one.dtype)
-    return Q, one.expand(shape), q_weight
+    Q, placeholder, q_weight = autocast.cast_to_autocast(Q, torch.empty((), dtype=dtype, device=Q.device), q_weight)
+    check_dtype(op, Q, placeholder.dtype)
+    return Q, placeholder.expand(shape), q_weight
 
 
 def check_dtype(op: str, Q: Any, dtype: torch.dtype) -> None:
@@ -361,8 +361,8 @@ def pack_documents(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = Non
     """
     if not is_sequences(D):
         return D, cu_seqlens_d
-    found = pack_side(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
-    return found.tokens, found.cu_seqlens
+    side = pack_side(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
+    return side.tokens, side.cu_seqlens
 
 
 def _check_readable(op: str, D: Any) -> None:

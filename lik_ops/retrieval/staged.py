@@ -69,13 +69,13 @@ def plaid_approx_score(
     if isinstance(D, Index):
         D, cu_seqlens_d = inputs.unpack_index(op, D, cu_seqlens_d)
     if not isinstance(D, Quantized) or D.codes is None or D.codec is None:
-        found = D.format if isinstance(D, Quantized) else describe_type(D)
-        raise TypeError(f"{op}: D: expected a Quantized of residual codes or an Index, got {found}")
+        actual = D.format if isinstance(D, Quantized) else describe_type(D)
+        raise TypeError(f"{op}: D: expected a Quantized of residual codes or an Index, got {actual}")
     Q, _, *per_token, q_weight = convert_search(op, Q, None, q_mask, d_mask, cu_seqlens_d, q_weight)
     check_floats(op, "Q", Q)
     queries, _, q_weight = autocast.cast_to_autocast(Q, Q, q_weight)
-    like = make_tokens_like(queries, D.shape)
-    s = SearchArgs._make((queries, like, *per_token, q_weight, normalize, 0, None))
+    placeholder = make_tokens_like(queries, D.shape)
+    s = SearchArgs._make((queries, placeholder, *per_token, q_weight, normalize, 0, None))
     topk.check_search_args(op, s)
     if queries.device != D.device:
         raise ValueError(f"{op}: Q: expected the device of D, {D.device}, got {queries.device}")
@@ -112,31 +112,33 @@ def retrieve_staged(
     check_stages(op, D, s.chunk, n_probe, n_candidates)
     assert D.codes is not None and D.codec is not None
     s = s._replace(d_mask=as_bool(s.d_mask))
-    kept = max(s.top_k, 4 * s.top_k if n_candidates is None else n_candidates)
+    n_documents = max(s.top_k, 4 * s.top_k if n_candidates is None else n_candidates)
     tensors = s.Q, D.codes, D.codec.centroids, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight
-    args = topk_codes.CodeSearchArgs(*tensors, s.normalize, kept, n_probe)
-    rough, chosen = topk_codes.search_best(args) if subset is None else topk_codes.search_chosen(args, subset)
-    reached = rough > -torch.inf
-    offsets, lengths = locate_documents(s, chosen)
+    args = topk_codes.CodeSearchArgs(*tensors, s.normalize, n_documents, n_probe)
+    coarse_scores, candidates = (
+        topk_codes.search_best(args) if subset is None else topk_codes.search_chosen(args, subset)
+    )
+    is_reached = coarse_scores > -torch.inf
+    offsets, lengths = locate_documents(s, candidates)
     d_mask = None if s.d_mask is None else s.d_mask.flatten()
-    none = s.Q.new_empty((0, s.Q.shape[-1]))
-    g = inputs.ScoringArgs(op, s.Q, none, q_mask=s.q_mask, d_mask=d_mask, q_weight=s.q_weight, normalize=s.normalize)
+    empty = s.Q.new_empty((0, s.Q.shape[-1]))
+    g = inputs.ScoringArgs(op, s.Q, empty, q_mask=s.q_mask, d_mask=d_mask, q_weight=s.q_weight, normalize=s.normalize)
     g = inputs.replace_documents(g, pack_tokens(D))
-    scores = inputs.score_candidates(g, offsets, lengths.where(reached, 0))[0]
-    scores = scores.masked_fill(~reached, -torch.inf)
-    documents = chosen.where(reached, -1)
+    scores = inputs.score_candidates(g, offsets, lengths.where(is_reached, 0))[0]
+    scores = scores.masked_fill(~is_reached, -torch.inf)
+    documents = candidates.where(is_reached, -1)
     # Equal scores are ordered by document index, and missing documents come last.
-    order = chosen.where(reached, s.documents).argsort(dim=1)
+    order = candidates.where(is_reached, s.documents).argsort(dim=1)
     return topk.select_candidates(scores.gather(1, order), documents.gather(1, order), s.top_k)
 
 
 def check_stages(op: str, D: Quantized, chunk: Any, n_probe: Any, n_candidates: Any) -> None:
     """Raise TypeError or ValueError, naming the argument, unless D can be searched with these options."""
-    given = {"n_probe": n_probe, "n_candidates": n_candidates}
-    for name, count in given.items():
+    options = {"n_probe": n_probe, "n_candidates": n_candidates}
+    for name, count in options.items():
         if count is not None:
             check_count(op, name, count, 1)
-    if all(count is None for count in given.values()):
+    if all(count is None for count in options.values()):
         return
     if D.codes is None:
         raise ValueError(f"{op}: D: expected residual codes with n_probe and n_candidates, got {D.format}")

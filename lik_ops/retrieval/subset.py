@@ -54,9 +54,9 @@ def resolve_subset(op: str, subset: Any, Q: Tensor | None, documents: int, devic
         if device.type != "cpu":
             raise ValueError(f"{op}: subset: expected the device of Q, {device}, or cpu, got {x.device}")
         x = x.cpu()
-    most = documents if x.dtype == torch.bool else x.shape[-1]
-    chosen = _list_mask(x) if x.dtype == torch.bool else _sort_indices(op, x, documents)
-    return Subset(chosen.to(device, non_blocking=True), most)
+    width = documents if x.dtype == torch.bool else x.shape[-1]
+    indices = _list_mask(x) if x.dtype == torch.bool else _sort_indices(op, x, documents)
+    return Subset(indices.to(device, non_blocking=True), width)
 
 
 def _list_mask(mask: Tensor) -> Tensor:
@@ -64,8 +64,8 @@ def _list_mask(mask: Tensor) -> Tensor:
     if mask.dim() == 1 and mask.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
         return mask.nonzero().flatten()
     count = mask.shape[-1]
-    found = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
-    return _trim(found.masked_fill(found == count, -1))
+    indices = torch.where(mask, torch.arange(count, device=mask.device), count).sort(dim=-1).values
+    return _trim(indices.masked_fill(indices == count, -1))
 
 
 def _sort_indices(op: str, x: Tensor, documents: int) -> Tensor:
@@ -74,18 +74,18 @@ def _sort_indices(op: str, x: Tensor, documents: int) -> Tensor:
     On a GPU, an index out of range stays, or becomes the number of documents if it is negative.
     """
     if x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
-        bad = (x < -1) | (x >= documents)
-        if bool(bad.any()):
-            at = tuple(bad.nonzero()[0].tolist())
+        is_invalid = (x < -1) | (x >= documents)
+        if bool(is_invalid.any()):
+            at = tuple(is_invalid.nonzero()[0].tolist())
             expected = f"indices of {documents} documents, or -1"
             raise ValueError(f"{op}: subset: expected {expected}, got {int(x[at])} at {list(at)}")
-    none = torch.iinfo(torch.int64).max
+    sentinel = torch.iinfo(torch.int64).max
     x = torch.where(x < -1, documents, x)
-    found = torch.where(x < 0, none, x).sort(dim=-1).values
-    repeated = torch.zeros_like(found, dtype=torch.bool)
-    repeated[..., 1:] = found[..., 1:] == found[..., :-1]
-    found = found.masked_fill(repeated, none).sort(dim=-1).values
-    return _trim(found.masked_fill(found == none, -1))
+    indices = torch.where(x < 0, sentinel, x).sort(dim=-1).values
+    is_repeated = torch.zeros_like(indices, dtype=torch.bool)
+    is_repeated[..., 1:] = indices[..., 1:] == indices[..., :-1]
+    indices = indices.masked_fill(is_repeated, sentinel).sort(dim=-1).values
+    return _trim(indices.masked_fill(indices == sentinel, -1))
 
 
 def _trim(chosen: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ def make_scoring_args(op: str, s: SearchArgs) -> inputs.ScoringArgs:
     d_mask = None if s.d_mask is None else as_bool(s.d_mask).flatten()  # type: ignore[union-attr]
     packed = None if isinstance(s.D, Quantized) else s.D if s.D.dim() == 2 else s.D.flatten(0, 1)
     D = s.Q.new_empty((0, s.Q.shape[-1])) if packed is None else packed
-    given: Any = {"q_mask": as_bool(s.q_mask), "d_mask": d_mask, "q_weight": s.q_weight, "normalize": s.normalize}
-    g = inputs.ScoringArgs(op, s.Q, D, **given)
+    options: Any = {"q_mask": as_bool(s.q_mask), "d_mask": d_mask, "q_weight": s.q_weight, "normalize": s.normalize}
+    g = inputs.ScoringArgs(op, s.Q, D, **options)
     return inputs.replace_documents(g, pack_tokens(s.D)) if packed is None else g
 
 
@@ -149,15 +149,15 @@ def locate_documents(s: SearchArgs, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def filter_candidates(op: str, subset: Any, Q: Tensor, documents: int, candidates: Tensor) -> Tensor:
     """Return candidates ``[K]`` or ``[Nq, K]`` on the CPU, with -1 in place of documents outside the subset."""
-    chosen, _ = resolve_subset(op, subset, Q, documents, torch.device("cpu"))
-    if chosen.dim() == 2:
-        candidates = candidates.expand(len(chosen), -1).contiguous()
-    rows = torch.where(chosen < 0, torch.iinfo(torch.int64).max, chosen)
+    indices, _ = resolve_subset(op, subset, Q, documents, torch.device("cpu"))
+    if indices.dim() == 2:
+        candidates = candidates.expand(len(indices), -1).contiguous()
+    rows = torch.where(indices < 0, torch.iinfo(torch.int64).max, indices)
     if not rows.shape[-1]:
         return torch.full_like(candidates, -1)
     at = torch.searchsorted(rows, candidates).clamp(max=rows.shape[-1] - 1)
-    found = rows[at] if rows.dim() == 1 else rows.gather(1, at)
-    return torch.where(found == candidates, candidates, -1)
+    matches = rows[at] if rows.dim() == 1 else rows.gather(1, at)
+    return torch.where(matches == candidates, candidates, -1)
 
 
 def pad_results(found: ScoresAndIndices, width: int) -> ScoresAndIndices:
@@ -192,8 +192,8 @@ def list_union(chosen: Tensor) -> tuple[Tensor, Tensor | None]:
     if chosen.dim() == 1:
         return chosen[chosen >= 0], None
     documents = chosen[chosen >= 0].unique()
-    own = torch.searchsorted(documents, chosen.contiguous())
-    return documents, torch.where(chosen >= 0, own, -1)
+    positions = torch.searchsorted(documents, chosen.contiguous())
+    return documents, torch.where(chosen >= 0, positions, -1)
 
 
 def limit_to_part(own: Tensor, begin: int, end: int) -> Tensor:

@@ -81,39 +81,39 @@ def retrieve_quantized(
     """
     D: Quantized = s.D
     check_floats(_OP, "Q", s.Q)  # before the placeholder, which torch cannot make for some dtypes
-    like = make_placeholder(D)
-    other = like.new_empty(()).expand(1, 1, D.d)
-    topk.check_search_args(_OP, s._replace(Q=other, D=like, q_mask=None, q_weight=None), whole)
-    own = make_tokens_like(s.Q, D.shape)
-    own = own if s.cu_seqlens_d is None else own.unsqueeze(0)
+    placeholder = make_placeholder(D)
+    query_placeholder = placeholder.new_empty(()).expand(1, 1, D.d)
+    topk.check_search_args(_OP, s._replace(Q=query_placeholder, D=placeholder, q_mask=None, q_weight=None), whole)
+    document_placeholder = make_tokens_like(s.Q, D.shape)
+    document_placeholder = document_placeholder if s.cu_seqlens_d is None else document_placeholder.unsqueeze(0)
     if n_probe is None and n_candidates is None:
-        check_dense(_OP, s.Q, own, None, None, None)
+        check_dense(_OP, s.Q, document_placeholder, None, None, None)
         for name, x in (("q_mask", s.q_mask), ("q_weight", s.q_weight)):
             check_tensor(_OP, name, x, or_none=True)
         return search_quantized(s) if subset is None else _search_quantized_subset(s, subset)
     Q, _, q_weight = autocast.cast_to_autocast(s.Q, s.Q, s.q_weight)
     s = s._replace(Q=Q, q_weight=q_weight)
-    check_dense(_OP, Q, make_tokens_like(Q, own.shape), s.q_mask, None, q_weight)
+    check_dense(_OP, Q, make_tokens_like(Q, document_placeholder.shape), s.q_mask, None, q_weight)
     if s.Q.device != D.device:
         raise ValueError(f"{_OP}: Q: expected the device of D, {D.device}, got {s.Q.device}")
-    lifted = add_query_axis(s._replace(q_mask=as_bool(s.q_mask)))
-    chosen, width = None, s.documents
+    search = add_query_axis(s._replace(q_mask=as_bool(s.q_mask)))
+    indices, width = None, s.documents
     if subset is not None:
-        chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, D.device)
-    found = retrieve_staged(_OP, lifted, n_probe, n_candidates, chosen)
-    return drop_query_axis(s.Q, pad_results(found, min(s.top_k, width)))
+        indices, width = resolve_subset(_OP, subset, s.Q, s.documents, D.device)
+    results = retrieve_staged(_OP, search, n_probe, n_candidates, indices)
+    return drop_query_axis(s.Q, pad_results(results, min(s.top_k, width)))
 
 
 def _search_quantized_subset(s: SearchArgs, subset: Any) -> ScoresAndIndices:
     """Run `retrieve_quantized` on a subset of the documents, without stages."""
-    Q, given = s.Q, dict[str, Any]({"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize})
-    chosen, width = resolve_subset(_OP, subset, s.Q, s.documents, s.D.device)
+    Q, options = s.Q, dict[str, Any]({"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize})
+    indices, width = resolve_subset(_OP, subset, s.Q, s.documents, s.D.device)
     if s.cu_seqlens_d is not None:
-        given["cu_seqlens_d"] = s.cu_seqlens_d.new_zeros(1, device=s.D.device)
+        options["cu_seqlens_d"] = s.cu_seqlens_d.new_zeros(1, device=s.D.device)
     # Checks and casts the queries as a search of all documents does.
-    g = inputs.prepare_args(_OP, Q, s.D[:0], lifts="Q", whole=False, **given)
+    g = inputs.prepare_args(_OP, Q, s.D[:0], lifts="Q", whole=False, **options)
     s = s._replace(Q=g.Q, q_mask=g.q_mask, q_weight=g.q_weight)
-    return drop_query_axis(Q, pad_results(search_chosen(_OP, s, chosen), min(s.top_k, width)))
+    return drop_query_axis(Q, pad_results(search_chosen(_OP, s, indices), min(s.top_k, width)))
 
 
 def search_quantized(s: SearchArgs) -> ScoresAndIndices:
@@ -148,31 +148,33 @@ def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None,
     """
     Q, q_weight = _check_and_cast(s, coarse, n_candidates)
     s = add_query_axis(s._replace(Q=Q, q_mask=as_bool(s.q_mask), q_weight=q_weight))
-    chosen, width = (None, 0) if subset is None else _resolve_checked_subset(subset, Q, coarse, s)
-    count = _count_documents(coarse, s.cu_seqlens_d) if chosen is None else chosen.shape[-1]
-    step = max(1, _MAX_COARSE_BYTES // (20 * max(count, 1))) if chosen is None or chosen.dim() == 1 else 1
-    found = []
+    indices, width = (None, 0) if subset is None else _resolve_checked_subset(subset, Q, coarse, s)
+    count = _count_documents(coarse, s.cu_seqlens_d) if indices is None else indices.shape[-1]
+    step = max(1, _MAX_COARSE_BYTES // (20 * max(count, 1))) if indices is None or indices.dim() == 1 else 1
+    blocks = []
     for begin in range(0, max(len(s.Q), 1), step):
-        some = slice(begin, begin + step)
-        masked, weighted = (None if x is None else x[some] for x in (s.q_mask, s.q_weight))
-        own = chosen if chosen is None or chosen.dim() == 1 else chosen[some].flatten()
-        own = own if own is None else own[own >= 0]
-        block = _search_block(s._replace(Q=s.Q[some], q_mask=masked, q_weight=weighted), coarse, n_candidates, own)
-        if own is not None:
-            best = pad_results(name_results(block[:2], own), min(s.top_k, width))
+        query_slice = slice(begin, begin + step)
+        block_mask, block_weight = (None if x is None else x[query_slice] for x in (s.q_mask, s.q_weight))
+        documents = indices if indices is None or indices.dim() == 1 else indices[query_slice].flatten()
+        documents = documents if documents is None else documents[documents >= 0]
+        block = _search_block(
+            s._replace(Q=s.Q[query_slice], q_mask=block_mask, q_weight=block_weight), coarse, n_candidates, documents
+        )
+        if documents is not None:
+            best = pad_results(name_results(block[:2], documents), min(s.top_k, width))
             block = TwoStage(*best, *block[2:])
-        found.append(block)
-    joined = found[0] if len(found) == 1 else TwoStage(*(torch.cat(x) for x in zip(*found, strict=True)))
-    return drop_query_axis(Q, joined)
+        blocks.append(block)
+    result = blocks[0] if len(blocks) == 1 else TwoStage(*(torch.cat(x) for x in zip(*blocks, strict=True)))
+    return drop_query_axis(Q, result)
 
 
 def _resolve_checked_subset(subset: Any, Q: Tensor, coarse: Quantized, s: SearchArgs) -> tuple[Tensor, int]:
     """Return the chosen documents and the width of a subset, after checking its indices on any device."""
     count = _count_documents(coarse, s.cu_seqlens_d)
-    chosen, width = resolve_subset(_OP, subset, Q, count, Q.device)
-    if bool((chosen >= count).any()):
-        raise ValueError(f"{_OP}: subset: expected indices of {count} documents, or -1, got {int(chosen.max())}")
-    return chosen, width
+    indices, width = resolve_subset(_OP, subset, Q, count, Q.device)
+    if bool((indices >= count).any()):
+        raise ValueError(f"{_OP}: subset: expected indices of {count} documents, or -1, got {int(indices.max())}")
+    return indices, width
 
 
 def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, own: Tensor | None) -> TwoStage:
@@ -182,20 +184,24 @@ def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, ow
     """
     count = _count_documents(coarse, s.cu_seqlens_d) if own is None else len(own)
     k = min(s.top_k, count)
-    rough = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s, own), own)
-    chosen = _select_possible(rough, k) if n_candidates is None else _select_best(rough, max(n_candidates, k))
-    documents, rescored = _list_documents(chosen)
-    wanted = documents if own is None else name_results((rough.scores, documents), own)[1]
-    scores = _score_full(s, wanted).masked_fill_(documents < 0, -torch.inf)
+    intervals = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s, own), own)
+    is_candidate = (
+        _select_possible(intervals, k) if n_candidates is None else _select_best(intervals, max(n_candidates, k))
+    )
+    documents, n_rescored = _list_documents(is_candidate)
+    document_indices = documents if own is None else name_results((intervals.scores, documents), own)[1]
+    scores = _score_full(s, document_indices).masked_fill_(documents < 0, -torch.inf)
     values, indices = topk.select_candidates(scores, documents, k)
-    proven = torch.full_like(rescored, k)
+    n_proven = torch.full_like(n_rescored, k)
     if n_candidates is not None and k < count:
-        rest = rough.upper.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
-        sure = (values > rest) | (values.isnan() & (rest < torch.inf))
+        max_upper = intervals.upper.masked_fill(is_candidate, -torch.inf).amax(1, keepdim=True)
+        is_certain = (values > max_upper) | (values.isnan() & (max_upper < torch.inf))
         # Documents that score -inf are ordered by index, together with documents that were not chosen.
-        missed = (~chosen).int().argmax(1, keepdim=True).masked_fill(chosen.all(1, keepdim=True), count)
-        proven = (sure | ((rest == -torch.inf) & (indices < missed))).sum(1)
-    return TwoStage(values, indices, rescored, proven)
+        first_skipped = (
+            (~is_candidate).int().argmax(1, keepdim=True).masked_fill(is_candidate.all(1, keepdim=True), count)
+        )
+        n_proven = (is_certain | ((max_upper == -torch.inf) & (indices < first_skipped))).sum(1)
+    return TwoStage(values, indices, n_rescored, n_proven)
 
 
 def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None]:
@@ -207,11 +213,14 @@ def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tens
     shape, dtype, device = _get_metadata(s.D)
     check_floats(_OP, "Q", s.Q)
     check_dtype(_OP, "D", dtype)
-    Q, like, q_weight = sources.prepare_queries(_OP, s.Q, shape, dtype, s.q_weight)
+    Q, placeholder, q_weight = sources.prepare_queries(_OP, s.Q, shape, dtype, s.q_weight)
     # Queries and documents may be on two devices, so each side is checked against a placeholder for the other.
-    other = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
-    topk.check_search_args(_OP, s._replace(Q=other, D=make_tokens_like(other, shape), q_mask=None, q_weight=None))
-    check_dense(_OP, Q, like if s.cu_seqlens_d is None else like.unsqueeze(0), s.q_mask, None, q_weight)
+    query_placeholder = torch.empty((), dtype=Q.dtype, device=device).expand(Q.shape)
+    topk.check_search_args(
+        _OP,
+        s._replace(Q=query_placeholder, D=make_tokens_like(query_placeholder, shape), q_mask=None, q_weight=None),
+    )
+    check_dense(_OP, Q, placeholder if s.cu_seqlens_d is None else placeholder.unsqueeze(0), s.q_mask, None, q_weight)
     if device.type == "meta" or Q.is_meta:
         raise ValueError(f"{_OP}: {'Q' if Q.is_meta else 'D'}: expected values, got a meta tensor")
     if s.normalize:
@@ -248,14 +257,14 @@ def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs, 
     if own is not None:
         d_mask = None if s.d_mask is None else s.d_mask.to(Q.device)
         return score_chosen(_OP, s._replace(Q=Q, D=D, d_mask=d_mask), own)
-    given: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "whole": False}
+    options: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "whole": False}
     if s.cu_seqlens_d is not None:
-        given["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
+        options["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
     elif (begin, end) != (0, len(D)):
         D = D[begin:end]
     if s.d_mask is not None:
-        given["d_mask"] = s.d_mask[begin:end].to(Q.device)
-    return inputs.score_varlen(inputs.prepare_args(_OP, Q, D, **given))[0]
+        options["d_mask"] = s.d_mask[begin:end].to(Q.device)
+    return inputs.score_varlen(inputs.prepare_args(_OP, Q, D, **options))[0]
 
 
 def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor, own: Tensor | None = None) -> _ScoreIntervals:
@@ -273,26 +282,26 @@ def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor, own: Te
     if s.q_mask is not None:
         lengths = lengths.masked_fill(~s.q_mask, 0)
     rounding = 2 * (d + Lq + 16) * _bound_roundoff(s.Q)
-    relative = rounding + _bound_operand_error(s.Q, coarse)
+    relative_error = rounding + _bound_operand_error(s.Q, coarse)
     error, norm = coarse.error.double(), coarse.norm.double()
     if _get_metadata(s.D)[1] != s.Q.dtype:
-        off = _bound_cast_error(norm, d, s.Q.dtype)
-        error, norm = error + off, norm + off
-    each = torch.add(error * (1 + relative), norm, alpha=relative)
-    if (apart := _bound_operand_norms(s, coarse)) is not None:
-        each = each + rounding * apart
-    each = each if own is None else each[own]
-    rough, lengths = scores.double(), lengths.sum(1, keepdim=True)
-    lower, upper = (torch.addcmul(rough, lengths, each, value=sign) for sign in (-1, 1))
+        cast_error = _bound_cast_error(norm, d, s.Q.dtype)
+        error, norm = error + cast_error, norm + cast_error
+    error_bounds = torch.add(error * (1 + relative_error), norm, alpha=relative_error)
+    if (operand_norms := _bound_operand_norms(s, coarse)) is not None:
+        error_bounds = error_bounds + rounding * operand_norms
+    error_bounds = error_bounds if own is None else error_bounds[own]
+    centers, lengths = scores.double(), lengths.sum(1, keepdim=True)
+    lower, upper = (torch.addcmul(centers, lengths, error_bounds, value=sign) for sign in (-1, 1))
     inf = torch.inf
     return _ScoreIntervals(scores, lower.nan_to_num_(-inf, -inf, -inf), upper.nan_to_num_(inf, inf, -inf))
 
 
 def _bound_cast_error(norm: Tensor, d: int, dtype: torch.dtype) -> Tensor:
     """Return a bound on the L2 error of tokens with at most these norms when cast to `dtype`, or inf on overflow."""
-    about = torch.finfo(dtype)
-    off = about.eps / 2 * (norm + d**0.5 * about.smallest_normal)
-    return off.masked_fill(~(norm <= about.max), torch.inf)  # also for NaN
+    info = torch.finfo(dtype)
+    bound = info.eps / 2 * (norm + d**0.5 * info.smallest_normal)
+    return bound.masked_fill(~(norm <= info.max), torch.inf)  # also for NaN
 
 
 def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
@@ -302,11 +311,11 @@ def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
     if coarse.query == "fp8":  # query features are rounded to 4 bits, and sums to 14 bits
         return 1 / 16 + 1 / 64 + coarse.d**0.5 / 2**17
     # Rotated queries are rounded to their dtype, and query rows of int8 terms to 1/64,516 of their largest feature.
-    off = torch.finfo(Q.dtype).eps if ALL_FORMATS[coarse.format].rotated else 0.0
+    error = torch.finfo(Q.dtype).eps if ALL_FORMATS[coarse.format].rotated else 0.0
     if OPERAND_FORMATS[coarse.format].kernel in ("int8", "bits1_half", "bits1_rotated"):
-        return off + coarse.d**0.5 / 64_000
-    if off:
-        return off
+        return error + coarse.d**0.5 / 64_000
+    if error:
+        return error
     halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 
@@ -319,24 +328,26 @@ def _bound_operand_norms(s: SearchArgs, coarse: Quantized) -> Tensor | None:
     this rounding.
     """
     if coarse.codec is not None:
-        halves = s.Q.dtype in (torch.float16, torch.bfloat16)
-        largest = coarse.codec.weights.abs().amax().double() * (2.0**-9 / (2 * _bound_roundoff(s.Q)) if halves else 0.0)
-        each = coarse.d**0.5 * largest * coarse.scale.double().abs()
+        is_half = s.Q.dtype in (torch.float16, torch.bfloat16)
+        max_weight = coarse.codec.weights.abs().amax().double() * (
+            2.0**-9 / (2 * _bound_roundoff(s.Q)) if is_half else 0.0
+        )
+        norms = coarse.d**0.5 * max_weight * coarse.scale.double().abs()
     elif coarse.minimum is None:
         return None
     else:
-        each = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
-    each = each.nan_to_num(0)  # NaN: the scores are NaN anyway
-    if each.numel() == 1:
-        return each.reshape(())
+        norms = coarse.d**0.5 * (255 * coarse.scale.double().abs() + coarse.minimum.double().abs())
+    norms = norms.nan_to_num(0)  # NaN: the scores are NaN anyway
+    if norms.numel() == 1:
+        return norms.reshape(())
     if s.cu_seqlens_d is not None:
-        offsets = s.cu_seqlens_d.to(each.device)
-        if 0 in (len(each), len(offsets) - 1):
-            return each.new_zeros(len(offsets) - 1)
+        offsets = s.cu_seqlens_d.to(norms.device)
+        if 0 in (len(norms), len(offsets) - 1):
+            return norms.new_zeros(len(offsets) - 1)
         # Descending offsets make documents share tokens. All documents then use the largest bound.
-        ascending = (offsets.diff() >= 0).all()
-        return torch.where(ascending, DocumentBounds(offsets, len(each)).reduce_tokens(each, "amax"), each.amax())
-    return each.amax(1) if each.shape[1] else each.new_zeros(len(each))
+        is_ascending = (offsets.diff() >= 0).all()
+        return torch.where(is_ascending, DocumentBounds(offsets, len(norms)).reduce_tokens(norms, "amax"), norms.amax())
+    return norms.amax(1) if norms.shape[1] else norms.new_zeros(len(norms))
 
 
 def _bound_roundoff(Q: Tensor) -> float:
@@ -360,27 +371,27 @@ def _select_possible(rough: _ScoreIntervals, k: int) -> Tensor:
 
 def _select_best(rough: _ScoreIntervals, n: int) -> Tensor:
     """Return a mask ``[n, Nd]`` of the `n` documents with the best coarse scores."""
-    chosen = torch.zeros_like(rough.upper, dtype=torch.bool)
-    return chosen.scatter_(1, topk.select_first(rough.scores, n)[1], True)
+    mask = torch.zeros_like(rough.upper, dtype=torch.bool)
+    return mask.scatter_(1, topk.select_first(rough.scores, n)[1], True)
 
 
 def _list_documents(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Return the chosen documents of each query, ascending and padded with -1, and their number."""
-    rescored = chosen.sum(1)
+    counts = chosen.sum(1)
     query, document = chosen.nonzero(as_tuple=True)
     if len(chosen) == 1:
-        return document.unsqueeze(0), rescored
-    width = int(rescored.max()) if rescored.numel() else chosen.shape[1]  # without queries, any width is valid
-    before = rescored.cumsum(0) - rescored
-    place = torch.arange(len(document), device=document.device) - before[query]
+        return document.unsqueeze(0), counts
+    width = int(counts.max()) if counts.numel() else chosen.shape[1]  # without queries, any width is valid
+    offsets = counts.cumsum(0) - counts
+    place = torch.arange(len(document), device=document.device) - offsets[query]
     documents = document.new_full((len(chosen), width), -1)
     documents[query, place] = document
-    return documents, rescored
+    return documents, counts
 
 
 def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
     """Return the full scores ``[n, K]`` of documents given by index, with -1 for none."""
-    D, Q, there = s.D, s.Q, documents >= 0
+    D, Q, is_document = s.D, s.Q, documents >= 0
     at = documents.clamp(min=0)
     if not isinstance(D, Tensor):
         g = inputs.ScoringArgs(_OP, Q, Q.new_empty((0, Q.shape[-1])), q_mask=s.q_mask, q_weight=s.q_weight)
@@ -388,17 +399,17 @@ def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
         return _rerank._fill_scores(g, D, documents.cpu(), scores)
     cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
     if D.device != Q.device or D.dtype != Q.dtype:  # copy and cast only the documents that are needed
-        chosen, inverse = at.to(D.device).unique(return_inverse=True)
-        D, cu_seqlens = _gather_documents(D, cu_seqlens, chosen)
+        indices, inverse = at.to(D.device).unique(return_inverse=True)
+        D, cu_seqlens = _gather_documents(D, cu_seqlens, indices)
         D = D.to(Q.device, Q.dtype)
-        d_mask = None if d_mask is None else d_mask[chosen].to(Q.device)
+        d_mask = None if d_mask is None else d_mask[indices].to(Q.device)
         at = inverse.to(Q.device)
     if cu_seqlens is None:
-        offsets, lengths = at * D.shape[1], torch.where(there, D.shape[1], 0)
+        offsets, lengths = at * D.shape[1], torch.where(is_document, D.shape[1], 0)
         D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten()
     else:
         bounds = cu_seqlens.to(Q.device).long()
-        offsets, lengths = bounds[at], torch.where(there, bounds.diff()[at], 0)
+        offsets, lengths = bounds[at], torch.where(is_document, bounds.diff()[at], 0)
     g = inputs.ScoringArgs(_OP, Q, D, q_mask=s.q_mask, d_mask=as_bool(d_mask), q_weight=s.q_weight)
     return inputs.score_candidates(g, offsets, lengths)[0]
 

@@ -73,10 +73,10 @@ def sum_bags(table: Tensor, index: Tensor, weight: Tensor, offsets: Tensor | Non
 def backpropagate_norm(grad: Tensor, rows: Tensor) -> Tensor:
     """Compute the gradient of rows from the gradient of ``rows / max(||rows||, eps)``."""
     norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    clamped = norms.clamp_min(NORM_EPS)
-    unit = rows / clamped
-    along = (unit * grad).sum(-1, keepdim=True).masked_fill_(norms < NORM_EPS, 0)
-    return unit.mul_(along).sub_(grad).div_(-clamped)
+    clamped_norms = norms.clamp_min(NORM_EPS)
+    unit = rows / clamped_norms
+    projection = (unit * grad).sum(-1, keepdim=True).masked_fill_(norms < NORM_EPS, 0)
+    return unit.mul_(projection).sub_(grad).div_(-clamped_norms)
 
 
 class DenseBackward:
@@ -108,16 +108,16 @@ class DenseBackward:
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of Q, D and q_weight."""
-        found = self.grad_Q, self.grad_D, self.grad_q_weight
+        grads = self.grad_Q, self.grad_D, self.grad_q_weight
         if not self.has_upstream():
-            for grad in found:
+            for grad in grads:
                 grad.zero_()
         else:
             if self.needs[0] or self.needs[2]:
                 self.gather_into_queries()
             if self.needs[1]:
                 self.gather_into_documents()
-        return found
+        return grads
 
     def _argmax(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return argmax int64, a mask of the valid ones, and the gradients of their maxima before the weight.
@@ -125,10 +125,10 @@ class DenseBackward:
         All are ``[b, x, y, s]``.
         """
         assert self.layout.argmax is not None
-        winner = self.layout.argmax[query.batches, documents, query.items, query.tokens].to(torch.int64, copy=True)
-        exists = winner >= 0
+        argmax = self.layout.argmax[query.batches, documents, query.items, query.tokens].to(torch.int64, copy=True)
+        exists = argmax >= 0
         g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
-        return winner, exists, torch.where(exists, g, 0)
+        return argmax, exists, torch.where(exists, g, 0)
 
     def _apply_weights(self, g: Tensor, query: Piece) -> Tensor:
         """Return the gradients of the maximum similarities; NaN if there is no argmax and the weight is NaN."""
@@ -172,15 +172,15 @@ class DenseBackward:
 
     def _sum_argmax_tokens(self, query: Piece, documents: slice, group: int) -> Iterator[Tensor]:
         """Yield ``sum_x g[b, x, y] * D[b, x, argmax]`` as ``[b * y * s, d]`` for every `group` documents."""
-        winner, exists, g = self._argmax(query, documents)
-        batches, count = winner.shape[:2]
+        argmax, exists, g = self._argmax(query, documents)
+        batches, count = argmax.shape[:2]
         table = self._direct_table(query, documents, exists)
         if table is None:
             for part in split_range(0, count, group):
-                yield self._sum_gathered(query, documents, part, winner, exists, g)
+                yield self._sum_gathered(query, documents, part, argmax, exists, g)
             return
         first = torch.arange(batches * count, device=g.device).view(batches, count, 1, 1) * self.Ld
-        index, weight = (t.movedim(1, -1).reshape(-1) for t in (winner.clamp_min_(0).add_(first), g))
+        index, weight = (t.movedim(1, -1).reshape(-1) for t in (argmax.clamp_min_(0).add_(first), g))
         starts = torch.arange(0, index.numel(), count, device=g.device).unsqueeze(1)
         offsets = (starts + torch.arange(0, count, group, device=g.device)).view(-1)
         yield from sum_bags(table, index, weight, offsets).view(starts.shape[0], -1, self.d).unbind(1)
@@ -199,10 +199,10 @@ class DenseBackward:
         batch = torch.arange(batches, device=g.device).repeat_interleave(tokens // batches) + query.batches.start
         place = torch.arange(count, device=g.device).unsqueeze(1) + (documents.start + part.start)
         total = g.new_empty(tokens, self.d, dtype=self.dtype)
-        for some in split_range(0, tokens, max(1, self.piece_tokens // count)):
-            rows = self._rows(self._tokens((batch[some], place, winner[:, some].clamp_min(0))), exists[:, some])
+        for chunk in split_range(0, tokens, max(1, self.piece_tokens // count)):
+            rows = self._rows(self._tokens((batch[chunk], place, winner[:, chunk].clamp_min(0))), exists[:, chunk])
             index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
-            total[some] = sum_bags(rows, *(t.t().contiguous() for t in (index, g[:, some])))
+            total[chunk] = sum_bags(rows, *(t.t().contiguous() for t in (index, g[:, chunk])))
         return total
 
     def _direct_table(self, query: Piece, documents: slice, exists: Tensor) -> Tensor | None:
@@ -210,8 +210,8 @@ class DenseBackward:
         D = self.layout.D[query.batches, documents]
         if self.normalize or D.dtype != self.dtype or not D.is_contiguous():
             return None
-        maskless = self.layout.d_mask is None and self.layout.q_mask is None
-        return D.view(-1, self.d) if (bool(exists.all()) if self.may_look else maskless) else None
+        is_unmasked = self.layout.d_mask is None and self.layout.q_mask is None
+        return D.view(-1, self.d) if (bool(exists.all()) if self.may_look else is_unmasked) else None
 
     def gather_into_documents(self) -> None:
         """Compute grad_D: each piece of document tokens sums the query tokens whose argmax is in the piece."""
@@ -230,16 +230,16 @@ class DenseBackward:
 
     def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
         """Compute ``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` over argmax ``t``, as ``[b * x * t, d]``."""
-        winner, exists, g = self._argmax(query, document.items)
+        argmax, exists, g = self._argmax(query, document.items)
         weight = self._apply_weights(g, query).flatten()
         batches, items, tokens = document.counts()
         if tokens < self.Ld:
-            exists &= (winner >= document.tokens.start) & (winner < document.tokens.stop)
+            exists &= (argmax >= document.tokens.start) & (argmax < document.tokens.stop)
         # A stable sort by destination fixes the order of addition. Entries without a destination here are sorted to the
         # end.
         rows = batches * items * tokens
         first = torch.arange(batches * items, device=g.device).view(batches, items, 1, 1) * tokens
-        destination = torch.where(exists, winner.add_(first - document.tokens.start), rows).int().flatten()
+        destination = torch.where(exists, argmax.add_(first - document.tokens.start), rows).int().flatten()
         destination, order = torch.sort(destination, stable=True)
         bounds = torch.searchsorted(destination, torch.arange(rows + 1, dtype=torch.int32, device=g.device))
         if self.may_look:
@@ -257,15 +257,15 @@ class DenseBackward:
         q_weight = layout.q_weight if of_queries else None
         if needs_weight or self.normalize or q_weight is not None:
             # Rows that receive nothing may hold NaN, and so may their weights.
-            live = (total != 0).any(-1, keepdim=True)
+            has_gradient = (total != 0).any(-1, keepdim=True)
             rows = tokens[part].reshape(-1, self.d).contiguous().to(self.dtype) if of_queries else self._tokens(part)
-            rows = torch.where(live, rows, 0)
+            rows = torch.where(has_gradient, rows, 0)
             if needs_weight:
                 unit = rows / compute_row_norms(rows) if self.normalize else rows
                 target = self.grad_q_weight.view(tokens.shape[:-1])[part]
                 target.copy_((unit * total).sum(-1).view(target.shape))
             if q_weight is not None:
-                total = torch.where(live, total * q_weight[part].reshape(-1, 1), 0)
+                total = torch.where(has_gradient, total * q_weight[part].reshape(-1, 1), 0)
             if self.normalize:
                 total = backpropagate_norm(total, rows)
         if self.needs[0 if of_queries else 1]:

@@ -68,13 +68,13 @@ class _PackedBackward(DenseBackward):
 
     def gather_into_queries(self) -> None:
         """Compute grad_Q and grad_q_weight, a window of rows at a time."""
-        for window, chosen in self._windows(self.cells.q_start, self.cells.q_length, self.Lq):
-            self._gather(window, self._list_pairs(chosen, None), into_queries=True)
+        for window, queries in self._windows(self.cells.q_start, self.cells.q_length, self.Lq):
+            self._gather(window, self._list_pairs(queries, None), into_queries=True)
 
     def gather_into_documents(self) -> None:
         """Compute grad_D, a window of rows at a time."""
-        for window, chosen in self._windows(self.cells.start, self.cells.length, self.Ld):
-            self._gather(window, self._list_pairs(None, chosen), into_queries=False)
+        for window, items in self._windows(self.cells.start, self.cells.length, self.Ld):
+            self._gather(window, self._list_pairs(None, items), into_queries=False)
 
     def _windows(self, start: Tensor, length: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield windows of rows whose gradients are summed together, and the segments that overlap each window.
@@ -85,8 +85,8 @@ class _PackedBackward(DenseBackward):
             yield slice(0, rows), torch.arange(start.shape[0], device=start.device)
             return
         for window in split_range(0, rows, self.piece_tokens):
-            meets = (start < window.stop) & (start + length > window.start) & (length > 0)
-            yield window, meets.nonzero().squeeze(-1)
+            is_overlapping = (start < window.stop) & (start + length > window.start) & (length > 0)
+            yield window, is_overlapping.nonzero().squeeze(-1)
 
     def _list_pairs(self, queries: Tensor | None, items: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the queries and items of the cells of some queries or of some items, a bounded number at a time.
@@ -94,23 +94,23 @@ class _PackedBackward(DenseBackward):
         Their order depends on nothing else.
         """
         cells, device = self.cells, self.grad_scores.device
-        most = MAX_ENTRIES if self.may_look else max(1, MAX_ENTRIES // self.argmax.shape[1])
+        max_entries = MAX_ENTRIES if self.may_look else max(1, MAX_ENTRIES // self.argmax.shape[1])
         if items is None:
             items = torch.arange(cells.start.shape[0], device=device)
             if cells.query is not None and self.may_look and queries is not None:
-                alive = torch.zeros(self.ragged.queries, dtype=torch.bool)
-                alive[queries] = True
-                items = items[alive[cells.query] & (cells.length > 0)]
+                is_selected = torch.zeros(self.ragged.queries, dtype=torch.bool)
+                is_selected[queries] = True
+                items = items[is_selected[cells.query] & (cells.length > 0)]
         if cells.query is not None:
-            for part in items.split(most):
+            for part in items.split(max_entries):
                 yield cells.query[part], part
             return
         if queries is None:
             queries = torch.arange(self.ragged.queries, device=device)
         if queries.numel():
-            for some in queries.split(most):
-                for part in items.split(max(1, most // some.numel())):
-                    yield some.repeat_interleave(part.numel()), part.repeat(some.numel())
+            for chunk in queries.split(max_entries):
+                for part in items.split(max(1, max_entries // chunk.numel())):
+                    yield chunk.repeat_interleave(part.numel()), part.repeat(chunk.numel())
 
     def _entries(self, query: Tensor, item: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield cells repeated for each token of their query, and these tokens, at most `most` or those from one cell.
@@ -127,12 +127,12 @@ class _PackedBackward(DenseBackward):
         ends = lengths.cumsum(0)
         first = 0
         while first < lengths.numel():
-            before = int(ends[first - 1]) if first else 0
-            last = max(first + 1, int(torch.searchsorted(ends, before + most, right=True)))
-            of, total = lengths[first:last], int(ends[last - 1]) - before
-            s = torch.arange(before, before + total) - (ends[first:last] - of).repeat_interleave(of)
-            of_query, of_item = (x[first:last].repeat_interleave(of, output_size=total) for x in (query, item))
-            yield of_query, of_item, s
+            offset = int(ends[first - 1]) if first else 0
+            last = max(first + 1, int(torch.searchsorted(ends, offset + most, right=True)))
+            counts, total = lengths[first:last], int(ends[last - 1]) - offset
+            s = torch.arange(offset, offset + total) - (ends[first:last] - counts).repeat_interleave(counts)
+            queries, items = (x[first:last].repeat_interleave(counts, output_size=total) for x in (query, item))
+            yield queries, items, s
             first = last
 
     def _gather(self, window: slice, chunks: Iterator[tuple[Tensor, Tensor]], into_queries: bool) -> None:
@@ -150,12 +150,12 @@ class _PackedBackward(DenseBackward):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return source rows, destination rows in `window`, weights, and a mask of the contributions that exist."""
         cells = self.cells
-        winner = self.argmax[cells.locate_argmax(query, item, s, self.argmax.shape[1])].long()
+        argmax = self.argmax[cells.locate_argmax(query, item, s, self.argmax.shape[1])].long()
         # No forward of these arguments returns an argmax outside the document, and such rows must not be read.
-        exists = (winner >= 0) & (winner < cells.length[item])
+        exists = (argmax >= 0) & (argmax < cells.length[item])
         if not self.may_look:
             exists &= s < cells.q_length[query]
-        q_row, d_row = cells.q_start[query] + s, cells.start[item] + winner
+        q_row, d_row = cells.q_start[query] + s, cells.start[item] + argmax
         g = self.grad_scores[cells.locate_scores(query, item)]
         if not into_queries and self.ragged.q_weight is not None:
             g = g * self.ragged.q_weight[q_row.clamp_max(self.Lq - 1)]
@@ -200,8 +200,8 @@ class _PackedBackward(DenseBackward):
         # A stable sort fixes the order of addition. Only rows with contributions get a bag.
         destination, order = torch.sort(destination.int(), stable=True)
         origin, weight = origin[order], weight[order]
-        found, counts = torch.unique_consecutive(destination, return_counts=True)
+        unique_rows, counts = torch.unique_consecutive(destination, return_counts=True)
         if table is None:
             table = self._rows(self._read(source, origin), torch.ones_like(origin, dtype=torch.bool))
             origin = torch.arange(origin.numel())
-        total[found.long()] += sum_bags(table, origin, weight, counts.cumsum(0) - counts)
+        total[unique_rows.long()] += sum_bags(table, origin, weight, counts.cumsum(0) - counts)

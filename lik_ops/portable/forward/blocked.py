@@ -56,8 +56,8 @@ class _LoopSizes:
         self.Nq, self.Lq = Q.shape[:2]
         self.K, self.Ld = D.shape[-3], D.shape[-2]
         self.query_tokens = _choose_block_size(self.Lq, MAX_QUERY_TOKENS)
-        single = self.candidates or (isinstance(self.Nq, int) and self.Nq == 1)
-        self.queries = 1 if single else _choose_block_size(self.Nq, MAX_QUERY_TOKENS // self.query_tokens)
+        is_single = self.candidates or (isinstance(self.Nq, int) and self.Nq == 1)
+        self.queries = 1 if is_single else _choose_block_size(self.Nq, MAX_QUERY_TOKENS // self.query_tokens)
         self.document_tokens = _choose_block_size(self.Ld, MAX_DOCUMENT_TOKENS)
         self.documents = _choose_block_size(self.K, MAX_DOCUMENT_TOKENS // self.document_tokens)
         # From the innermost to the outermost loop.
@@ -124,41 +124,41 @@ def _gather_rows(X: Tensor, index: tuple[Tensor, ...], normalize: bool, dtype: t
 def _score_block(carried: _LoopState, plan: _LoopTensors, x: DenseArgs, normalize: bool) -> _LoopState:
     """Run one step: score a block of query tokens against a block of document tokens."""
     candidates, dtype = x.D.dim() == 4, carried.scores.dtype
-    QB, SB, DB, TB = (within.shape[0] for within in plan[-4:])
-    tile, rest = carried.n % plan.tiles, carried.n // plan.tiles
-    part, rest = rest % plan.parts, rest // plan.parts
-    group, unit = rest % plan.groups, rest // plan.groups
+    QB, SB, DB, TB = (block.shape[0] for block in plan[-4:])
+    tile, remainder = carried.n % plan.tiles, carried.n // plan.tiles
+    part, remainder = remainder % plan.parts, remainder // plan.parts
+    group, unit = remainder % plan.groups, remainder // plan.groups
     i, _ = _make_block_indices(unit, plan.queries, plan.Nq)
     s, s_ok = _make_block_indices(part, plan.query_tokens, plan.Lq)
     j, _ = _make_block_indices(group, plan.documents, plan.K)
     t, _ = _make_block_indices(tile, plan.document_tokens, plan.Ld)
-    of_query = (i[:, None], s[None])
-    of_document = (i[:, None], j[:, None], t[None]) if candidates else (j[:, None], t[None])
-    q, y = _gather_rows(x.Q, of_query, normalize, dtype), _gather_rows(x.D, of_document, normalize, dtype)
+    query_index = (i[:, None], s[None])
+    document_index = (i[:, None], j[:, None], t[None]) if candidates else (j[:, None], t[None])
+    q, y = _gather_rows(x.Q, query_index, normalize, dtype), _gather_rows(x.D, document_index, normalize, dtype)
     S = (q.reshape(QB * SB, -1) @ y.reshape(DB * TB, -1).mT).view(QB, SB, DB, TB)
-    kept = None if x.d_mask is None else x.d_mask[of_document]
-    if kept is not None:
-        S = torch.where(kept, S, NEG_INF)
+    is_kept = None if x.d_mask is None else x.d_mask[document_index]
+    if is_kept is not None:
+        S = torch.where(is_kept, S, NEG_INF)
     value = S.amax(-1)
-    before = torch.where(tile == 0, NEG_INF, carried.best)
-    best = torch.maximum(before, value)
-    keep = s_ok.expand(QB, SB) if x.q_mask is None else s_ok & x.q_mask[of_query]
+    previous = torch.where(tile == 0, NEG_INF, carried.best)
+    best = torch.maximum(previous, value)
+    keep = s_ok.expand(QB, SB) if x.q_mask is None else s_ok & x.q_mask[query_index]
     terms = best
     if x.q_weight is not None:
-        terms = terms * x.q_weight[of_query].to(dtype)[..., None]
+        terms = terms * x.q_weight[query_index].to(dtype)[..., None]
     terms = torch.where(keep[..., None], terms, 0)
     sums = torch.where(part == 0, 0, carried.sums)
     sums = torch.where(tile == plan.tiles - 1, sums + terms.sum(1), sums)
     scores = carried.scores.index_put((i[:, None], j[None]), sums)
-    where, argmax = None, None
+    first_tokens, argmax = None, None
     if carried.where is not None and carried.argmax is not None:
-        where = _update_argmax(S, kept, value, before, t, torch.where(tile == 0, NO_TOKEN, carried.where))
-        won = torch.where(where != NO_TOKEN, where, -1)
+        first_tokens = _update_argmax(S, is_kept, value, previous, t, torch.where(tile == 0, NO_TOKEN, carried.where))
+        block_argmax = torch.where(first_tokens != NO_TOKEN, first_tokens, -1)
         if x.q_mask is not None:
-            won = torch.where(x.q_mask[of_query][..., None], won, -1)
-        won = won.transpose(1, 2).to(carried.argmax.dtype)
-        argmax = carried.argmax.index_put((i[:, None, None], j[None, :, None], s[None, None]), won)
-    return _LoopState(carried.n + 1, best, sums, scores, where, argmax)
+            block_argmax = torch.where(x.q_mask[query_index][..., None], block_argmax, -1)
+        block_argmax = block_argmax.transpose(1, 2).to(carried.argmax.dtype)
+        argmax = carried.argmax.index_put((i[:, None, None], j[None, :, None], s[None, None]), block_argmax)
+    return _LoopState(carried.n + 1, best, sums, scores, first_tokens, argmax)
 
 
 def _update_argmax(S: Tensor, kept: Tensor | None, value: Tensor, before: Tensor, t: Tensor, where: Tensor) -> Tensor:
@@ -176,16 +176,16 @@ def _make_initial_state(x: DenseArgs, blocks: _LoopSizes, argmax_dtype: torch.dt
     device = x.Q.device
     dtype = torch.float64 if x.Q.dtype == torch.float64 else torch.float32
     block = (blocks.queries, blocks.query_tokens, blocks.documents)
-    where, argmax = None, None
+    first_tokens, argmax = None, None
     if argmax_dtype is not None:
-        where = torch.zeros(block, dtype=torch.int64, device=device)
+        first_tokens = torch.zeros(block, dtype=torch.int64, device=device)
         argmax = torch.full((blocks.Nq, blocks.K, blocks.Lq), -1, dtype=argmax_dtype, device=device)
     return _LoopState(
         torch.zeros((), dtype=torch.int64, device=device),
         torch.full(block, NEG_INF, dtype=dtype, device=device),
         torch.zeros((blocks.queries, blocks.documents), dtype=dtype, device=device),
         torch.zeros((blocks.Nq, blocks.K), dtype=dtype, device=device),
-        where,
+        first_tokens,
         argmax,
     )
 
@@ -203,18 +203,18 @@ def forward_blocked(
     # `torch.while_loop` would start another compiler.
     from torch._higher_order_ops.while_loop import while_loop_op
 
-    given = DenseArgs(Q, D, q_mask, d_mask, q_weight)
+    args = DenseArgs(Q, D, q_mask, d_mask, q_weight)
     blocks = _LoopSizes(Q, D)
-    start, plan = _make_initial_state(given, blocks, argmax_dtype), _make_loop_tensors(blocks, Q.device)
-    carried, present = [t for t in start if t is not None], [*plan, *(t for t in given if t is not None)]
+    start, plan = _make_initial_state(args, blocks, argmax_dtype), _make_loop_tensors(blocks, Q.device)
+    loop_tensors, constant_tensors = [t for t in start if t is not None], [*plan, *(t for t in args if t is not None)]
 
     def unpacked(tensors: tuple[Tensor, ...]) -> tuple[_LoopState, _LoopTensors, DenseArgs]:
         """Rebuild the records from the flat tensors of the loop."""
-        found = iter(tensors)
+        iterator = iter(tensors)
         return (
-            _LoopState(*(None if t is None else next(found) for t in start)),  # type: ignore[arg-type]
-            _LoopTensors(*(next(found) for _ in plan)),
-            DenseArgs(*(None if t is None else next(found) for t in given)),  # type: ignore[arg-type]
+            _LoopState(*(None if t is None else next(iterator) for t in start)),  # type: ignore[arg-type]
+            _LoopTensors(*(next(iterator) for _ in plan)),
+            DenseArgs(*(None if t is None else next(iterator) for t in args)),  # type: ignore[arg-type]
         )
 
     def goes_on(*tensors: Tensor) -> Tensor:
@@ -224,8 +224,8 @@ def forward_blocked(
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(t for t in _score_block(*unpacked(tensors), normalize) if t is not None)
 
-    end, *_ = unpacked((*while_loop_op(goes_on, step, tuple(carried), tuple(present)), *present))  # type: ignore[arg-type]
-    return _fill_empty_documents(end, given)
+    end, *_ = unpacked((*while_loop_op(goes_on, step, tuple(loop_tensors), tuple(constant_tensors)), *constant_tensors))  # type: ignore[arg-type]
+    return _fill_empty_documents(end, args)
 
 
 def select_topk(scores: Tensor, top_k: Any) -> tuple[Tensor, Tensor]:
@@ -240,17 +240,19 @@ def select_topk(scores: Tensor, top_k: Any) -> tuple[Tensor, Tensor]:
         scores = F.pad(scores, (0, 1), value=NEG_INF)
     values, columns = torch.sort(scores, dim=1, descending=True, stable=True)
     # A slice would add a guard on which of top_k and the number of columns is smaller, an index does not.
-    kept = torch.arange(count, device=scores.device)
-    return values[:, kept], columns[:, kept]
+    ranks = torch.arange(count, device=scores.device)
+    return values[:, ranks], columns[:, ranks]
 
 
 def _fill_empty_documents(end: _LoopState, x: DenseArgs) -> tuple[Tensor, Tensor | None]:
     """Set scores of documents without a kept token to ``-inf``, or to 0 if the query keeps no token either."""
     device = x.Q.device
-    queries = torch.ones(x.Q.shape[:2], dtype=torch.bool, device=device) if x.q_mask is None else x.q_mask
-    kept = torch.ones(x.D.shape[:-1], dtype=torch.bool, device=device) if x.d_mask is None else x.d_mask
-    any_kept = kept.any(-1) if x.D.dim() == 4 else kept.any(-1)[None]
-    scores = torch.where(any_kept, end.scores, torch.where(queries.any(-1)[:, None], NEG_INF, 0.0).to(end.scores.dtype))
+    q_mask = torch.ones(x.Q.shape[:2], dtype=torch.bool, device=device) if x.q_mask is None else x.q_mask
+    d_mask = torch.ones(x.D.shape[:-1], dtype=torch.bool, device=device) if x.d_mask is None else x.d_mask
+    has_tokens = d_mask.any(-1) if x.D.dim() == 4 else d_mask.any(-1)[None]
+    scores = torch.where(
+        has_tokens, end.scores, torch.where(q_mask.any(-1)[:, None], NEG_INF, 0.0).to(end.scores.dtype)
+    )
     if end.argmax is None:
         return scores, None
     return scores, end.argmax if x.D.dim() == 4 else end.argmax.transpose(0, 1).contiguous()

@@ -31,27 +31,32 @@ def code_scores(
     """
     Nq, count, Lq = table.shape
     scores = table.new_full((Nq, len(offsets)), torch.inf)
-    inside = (offsets >= 0) & (lengths >= 0) & (offsets <= len(codes) - lengths)
-    chosen = inside.nonzero().flatten()
-    offsets, lengths = offsets[chosen].long(), lengths[chosen].long()
+    is_valid = (offsets >= 0) & (lengths >= 0) & (offsets <= len(codes) - lengths)
+    documents = is_valid.nonzero().flatten()
+    offsets, lengths = offsets[documents].long(), lengths[documents].long()
     # One row for each code: products with all query tokens, and the queries that probe it. The last row stands for a
     # skipped token.
     rows = torch.cat([table.transpose(0, 1).reshape(count, Nq * Lq), table.new_full((1, Nq * Lq), -torch.inf)])
     hits = table.new_zeros((count + 1, Nq))
     hits[:count] = 1 if probed is None else probed.t().float()
     ends = lengths.cumsum(0)
-    begin, most = 0, max(1, _MAX_GATHERED_BYTES // max(4 * Nq * Lq, 1))
-    while begin < len(chosen):
-        before = ends[begin] - lengths[begin]
-        end = max(begin + 1, int(torch.searchsorted(ends, before + most, right=True)))
+    begin, max_tokens = 0, max(1, _MAX_GATHERED_BYTES // max(4 * Nq * Lq, 1))
+    while begin < len(documents):
+        offset = ends[begin] - lengths[begin]
+        end = max(begin + 1, int(torch.searchsorted(ends, offset + max_tokens, right=True)))
         at, _ = make_segment_rows(offsets[begin:end], lengths[begin:end])
-        found, each = codes[at].long(), lengths[begin:end]
-        ok = (found >= 0) & (found < count)
-        odd = _max_by_segment((~ok & (found != SKIPPED_CODE)).float().unsqueeze(1), each)[:, 0] > 0
-        found = torch.where(ok, found, count)
-        best, hit = _max_by_segment(rows[found], each).view(end - begin, Nq, Lq), _max_by_segment(hits[found], each) > 0
-        some = torch.where(hit, sum_pairwise(weight * best), -torch.inf)
-        scores[:, chosen[begin:end]] = some.masked_fill(odd.unsqueeze(1), torch.inf).t()
+        token_codes, counts = codes[at].long(), lengths[begin:end]
+        is_centroid = (token_codes >= 0) & (token_codes < count)
+        has_invalid_code = (
+            _max_by_segment((~is_centroid & (token_codes != SKIPPED_CODE)).float().unsqueeze(1), counts)[:, 0] > 0
+        )
+        token_codes = torch.where(is_centroid, token_codes, count)
+        best, is_hit = (
+            _max_by_segment(rows[token_codes], counts).view(end - begin, Nq, Lq),
+            _max_by_segment(hits[token_codes], counts) > 0,
+        )
+        part_scores = torch.where(is_hit, sum_pairwise(weight * best), -torch.inf)
+        scores[:, documents[begin:end]] = part_scores.masked_fill(has_invalid_code.unsqueeze(1), torch.inf).t()
         begin = end
     return scores
 

@@ -57,22 +57,23 @@ def allocate_outputs(
     (Nq, Lq, _), Ld = Q.shape, D.shape[-2]
     columns = D.shape[0] if cross else D.shape[1]
     scores = Q.new_empty((Nq, columns), dtype=score_dtype(Q.dtype))
-    kept = Q.new_empty(((columns, Nq, Lq) if cross else (Nq, columns, Lq)) if keep else (0,), dtype=dtype)
+    argmax = Q.new_empty(((columns, Nq, Lq) if cross else (Nq, columns, Lq)) if keep else (0,), dtype=dtype)
     if scores.numel() and Lq and Ld:
-        return scores, kept, False
+        return scores, argmax, False
     if Lq == 0:
-        return scores.zero_(), kept, True
+        return scores.zero_(), argmax, True
     scores.fill_(NEG_INF)
     if q_mask is not None:
         scores.masked_fill_(~q_mask.any(-1)[:, None], 0)
-    return scores, kept.fill_(nothing), True
+    return scores, argmax.fill_(nothing), True
 
 
 def run_forward(layout: BatchedArgs, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors must not be empty."""
     kind: type[PortableForward] = InPlaceForward if InPlaceForward.takes(layout, normalize) else SliceForward
     kind = next(
-        (special for special in (WideForward, FewQueriesForward, FewDocumentsForward) if special.takes(layout)), kind
+        (candidate for candidate in (WideForward, FewQueriesForward, FewDocumentsForward) if candidate.takes(layout)),
+        kind,
     )
     kind(layout, normalize).run()
 
@@ -101,8 +102,10 @@ class InPlaceForward(SliceForward):
     def _plan_blocks(self) -> None:
         X, size = self.X, self.dtype.itemsize
         self.shape = self.shape._replace(rows=1, documents=1, starts=(0,))
-        most = max(MIN_BLOCK_DOCUMENTS, MAX_TILE_BYTES // (self.Ld * self.shape.columns * size))
-        self.tiling = choose_tiling(self.shape, ceil_div(X, max(1, X // most)), 1, X, self.Y, self.d, self.dtype)
+        max_documents = max(MIN_BLOCK_DOCUMENTS, MAX_TILE_BYTES // (self.Ld * self.shape.columns * size))
+        self.tiling = choose_tiling(
+            self.shape, ceil_div(X, max(1, X // max_documents)), 1, X, self.Y, self.d, self.dtype
+        )
         row_bytes = self.tiling.block_slices * self.shape.columns * size
         self.slices = ceil_div(self.Ld, ceil_div(self.Ld, max(1, MAX_TILE_BYTES // row_bytes)))  # as even as possible
         self.similarities = self.layout.pairs.new_empty(self.slices * row_bytes // size)
@@ -114,11 +117,11 @@ class InPlaceForward(SliceForward):
     def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:
         layout, n, columns = self.layout, x.stop - x.start, self.shape.columns
         documents = layout.D[b.start, x].transpose(0, 1)
-        masked = None if layout.d_mask is None else ~layout.d_mask[b.start, x].t()
+        is_masked = None if layout.d_mask is None else ~layout.d_mask[b.start, x].t()
         for t in split_range(0, self.Ld, self.slices):
             part, tokens = documents[t], t.stop - t.start
             S = self.similarities[: tokens * n * columns].view(tokens, n, columns)
-            rows = None if masked is None else masked[t].reshape(-1).nonzero().squeeze(-1)
+            rows = None if is_masked is None else is_masked[t].reshape(-1).nonzero().squeeze(-1)
             for panel in panels:
                 adjust_threads()
                 torch.bmm(part, panel.columns[:tokens], out=S)

@@ -58,39 +58,39 @@ def has_slice_bits(rows: int, columns: int, d: int, dtype: torch.dtype, turned: 
     random = torch.Generator().manual_seed(0)
     size = round_up(max(rows, columns, MIN_ROWS), step)
     D, Q = (torch.rand((2, size, d), generator=random, dtype=dtype, device="cpu").sub_(0.5) for _ in range(2))
-    expected, across = multiply_matrices(D, Q.mT), (Q, D) if turned else (D, Q)
-    actual = multiply_matrices(across[0][:, :rows].contiguous(), across[1][:, :columns].contiguous().mT)
+    expected, operands = multiply_matrices(D, Q.mT), (Q, D) if turned else (D, Q)
+    actual = multiply_matrices(operands[0][:, :rows].contiguous(), operands[1][:, :columns].contiguous().mT)
     return torch.equal(actual, (expected.mT if turned else expected)[:, :rows, :columns])
 
 
 @lru_cache(maxsize=1024)
 def choose_few_rows(tokens: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> int | None:
     """Return rows below `MIN_ROWS` for `tokens` tokens, or None if this machine allows none."""
-    possible = range(round_up(tokens, 4), MIN_ROWS, 4)
-    return next((rows for rows in possible if has_slice_bits(rows, columns, d, dtype, turned)), None)
+    candidates = range(round_up(tokens, 4), MIN_ROWS, 4)
+    return next((rows for rows in candidates if has_slice_bits(rows, columns, d, dtype, turned)), None)
 
 
 def choose_rows(tokens: int, columns: int, d: int, dtype: torch.dtype) -> int:
     """Return the rows of a slice that holds `tokens` document tokens."""
-    few = choose_few_rows(tokens, columns, d, dtype)
-    return few or max(round_up(tokens, STEPS[dtype][0]), MIN_ROWS)
+    rows = choose_few_rows(tokens, columns, d, dtype)
+    return rows or max(round_up(tokens, STEPS[dtype][0]), MIN_ROWS)
 
 
 def choose_columns(tokens: int, dtype: torch.dtype) -> int:
     """Return the columns of slices that `tokens` tokens of the other side fill, two slices if possible."""
-    _, step, most = STEPS[dtype]
-    return max(step, min(most, tokens // 2 // step * step))
+    _, step, column_limit = STEPS[dtype]
+    return max(step, min(column_limit, tokens // 2 // step * step))
 
 
 @lru_cache(maxsize=1024)
 def choose_sharing(tokens: int, Lq: int, d: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return how many queries of `Lq` tokens, each with `tokens` of its own, share a slice, and its columns."""
-    _, step, most = STEPS[dtype]
+    _, step, column_limit = STEPS[dtype]
     for columns in (FEW_COLUMNS_BY_DTYPE[dtype], step):
         group = min(columns // Lq, max(columns, MIN_ROWS) // tokens)
         if group > 1 and has_slice_bits(choose_rows(group * tokens, columns, d, dtype), columns, d, dtype):
             return group, columns
-    return 1, min(most, round_up(Lq, step))
+    return 1, min(column_limit, round_up(Lq, step))
 
 
 class _NarrowForward(PortableForward):
@@ -103,8 +103,8 @@ class _NarrowForward(PortableForward):
         """Set the shape of slices, the number of slices multiplied at a time, and their buffer."""
         self.columns, self.rows = columns, rows
         size = self.dtype.itemsize
-        fit = MAX_SIMILARITY_BYTES // (rows * columns * size), MAX_SIDE_BYTES // (widest * self.d * size)
-        self.slices = max(2, min(fit))
+        limits = MAX_SIMILARITY_BYTES // (rows * columns * size), MAX_SIDE_BYTES // (widest * self.d * size)
+        self.slices = max(2, min(limits))
         self.similarities = self.layout.pairs.new_empty(self.slices * rows * columns)
         self.buffers: dict[bool, Tensor] = {}  # the last slices of each side
         self.loaded: Tensor | None = None  # slices of the narrow side
@@ -120,26 +120,28 @@ class _NarrowForward(PortableForward):
         used.
         """
         panels = ceil_div(each, self.columns)
-        filled = self._slices(other, each, panels * self.columns, 1 if panels > 1 else 2, narrow=False)
-        filled = filled.reshape(-1, self.columns, self.d)
-        n = filled.shape[0]
-        single = b.stop - b.start == 1  # one slice is multiplied with all panels, and may be read in place
+        other_slices = self._slices(other, each, panels * self.columns, 1 if panels > 1 else 2, narrow=False)
+        other_slices = other_slices.reshape(-1, self.columns, self.d)
+        n = other_slices.shape[0]
+        is_single = b.stop - b.start == 1  # one slice is multiplied with all panels, and may be read in place
         if self.loaded is None or self.B > 1:  # a single batch is multiplied with all pieces
-            least = 1 if single else 2
-            self.loaded = self._slices(self._narrow_side(b), self.group * self.tokens, self.rows, least, narrow=True)
-        few = self.loaded
-        if single:
-            few = few.expand(n, -1, -1)
+            min_slices = 1 if is_single else 2
+            self.loaded = self._slices(
+                self._narrow_side(b), self.group * self.tokens, self.rows, min_slices, narrow=True
+            )
+        narrow_slices = self.loaded
+        if is_single:
+            narrow_slices = narrow_slices.expand(n, -1, -1)
         elif panels > 1:
-            few = few[: n // panels].repeat_interleave(panels, 0)
+            narrow_slices = narrow_slices[: n // panels].repeat_interleave(panels, 0)
         S = self.similarities[: n * self.rows * self.columns].view(n, self.rows, self.columns)
-        return torch.bmm(few, filled.mT, out=S)
+        return torch.bmm(narrow_slices, other_slices.mT, out=S)
 
     def _joined(self, panels: Tensor, batches: int, count: int) -> Tensor:
         """Reshape ``[slices, n, columns]`` to ``[batches, n, count]`` by joining the panels of each batch."""
-        each = ceil_div(count, self.columns)
-        of_batches = panels[: batches * each].view(batches, each, *panels.shape[1:])
-        return of_batches.transpose(1, 2).reshape(batches, panels.shape[1], -1)[..., :count]
+        n_panels = ceil_div(count, self.columns)
+        batch_panels = panels[: batches * n_panels].view(batches, n_panels, *panels.shape[1:])
+        return batch_panels.transpose(1, 2).reshape(batches, panels.shape[1], -1)[..., :count]
 
     def _slices(self, source: Tensor, each: int, size: int, least: int, narrow: bool) -> Tensor:
         """Copy tokens of ``source [..., d]`` into slices ``[n, size, d]``, `each` tokens in a slice, followed by zeros.
@@ -149,10 +151,10 @@ class _NarrowForward(PortableForward):
         rows = source.reshape(-1, self.d)
         count, d = rows.shape
         n = max(least, ceil_div(count, each))
-        ready = rows.is_contiguous() and rows.dtype == self.dtype and not self.normalize
+        is_ready = rows.is_contiguous() and rows.dtype == self.dtype and not self.normalize
         itemsize = self.dtype.itemsize
         if (
-            ready
+            is_ready
             and count == n * size
             and not (rows.data_ptr() % ALIGNMENT_BYTES or size * d * itemsize % ALIGNMENT_BYTES)
         ):
@@ -161,13 +163,13 @@ class _NarrowForward(PortableForward):
         if slices is None or slices.shape[:2] != (n, size):
             slices = allocate_slices(rows, n, size, d, self.dtype)
         self.buffers[narrow] = slices
-        full, rest = divmod(count, each)
-        slices[:full, :each] = rows[: full * each].unflatten(0, (full, each))
+        full_slices, remainder = divmod(count, each)
+        slices[:full_slices, :each] = rows[: full_slices * each].unflatten(0, (full_slices, each))
         if each < size:
-            slices[:full, each:] = 0
-        if full < n:
-            slices[full:] = 0
-            slices[full, :rest] = rows[full * each :]
+            slices[:full_slices, each:] = 0
+        if full_slices < n:
+            slices[full_slices:] = 0
+            slices[full_slices, :remainder] = rows[full_slices * each :]
         if self.normalize:
             slices /= compute_row_norms(slices)
         return slices
@@ -207,15 +209,15 @@ class FewDocumentsForward(_NarrowForward):
             self.limit = self.slices // panels * self.group * self.Lq
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
-        layout, of = self.layout, u if self.crossed else b
-        for _, i, s in cut_pieces((1, of.stop - of.start, self.Lq), self.limit, whole=self.whole):
-            some = slice(of.start + i.start, of.start + i.stop)
-            part = (b, some, s) if self.crossed else (some, u, s)
+        layout, span = self.layout, u if self.crossed else b
+        for _, i, s in cut_pieces((1, span.stop - span.start, self.Lq), self.limit, whole=self.whole):
+            chunk = slice(span.start + i.start, span.start + i.stop)
+            part = (b, chunk, s) if self.crossed else (chunk, u, s)
             best = self.best[:, :, i, s] if self.crossed else self.best[i, :, :, s]
             S = self._similarities(*part)
             if layout.argmax is None:
-                whole = S[:, : S.shape[1] // self.Ld * self.Ld]
-                self._place(whole.unflatten(1, (-1, self.Ld)).amax(2), best)
+                full_documents = S[:, : S.shape[1] // self.Ld * self.Ld]
+                self._place(full_documents.unflatten(1, (-1, self.Ld)).amax(2), best)
                 continue
             value, index = reduce_maxima(S, self.Ld)
             self._place(value, best)
@@ -230,18 +232,18 @@ class FewDocumentsForward(_NarrowForward):
         Groups give only the blocks on the diagonal, ``[queries, tokens, query tokens]``.
         """
         layout, count = self.layout, s.stop - s.start
-        each = count * (y.stop - y.start) if self.crossed else count * self.group
-        S = self._products(b, layout.Q[b, y, s], each)
+        tokens_each = count * (y.stop - y.start) if self.crossed else count * self.group
+        S = self._products(b, layout.Q[b, y, s], tokens_each)
         if self.group > 1:
             S = S[:, : self.group * self.tokens, : self.group * count]
             S = S.unflatten(2, (self.group, count)).unflatten(1, (self.group, self.tokens))
             S = S.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(0, 1)
         if layout.d_mask is not None:
-            masked, used = ~layout.d_mask[b].reshape(-1, self.tokens, 1), S
+            is_masked, target = ~layout.d_mask[b].reshape(-1, self.tokens, 1), S
             if not self.crossed:
-                masked = masked.repeat_interleave(ceil_div(each, self.columns), 0)
-                used = S[: len(masked)]
-            used[:, : self.tokens].masked_fill_(masked, NEG_INF)
+                is_masked = is_masked.repeat_interleave(ceil_div(tokens_each, self.columns), 0)
+                target = S[: len(is_masked)]
+            target[:, : self.tokens].masked_fill_(is_masked, NEG_INF)
         return S
 
     def _place(self, values: Tensor, target: Tensor) -> None:
@@ -277,12 +279,12 @@ class FewQueriesForward(_NarrowForward):
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         argmax, sizes = self.layout.argmax, (b.stop - b.start, x.stop - x.start, self.Ld)
-        whole = self.columns // gcd(self.columns, self.Ld)
-        for piece in cut_pieces(sizes, self.slices * self.columns, whole=whole, pad=self.columns):
+        item_multiple = self.columns // gcd(self.columns, self.Ld)
+        for piece in cut_pieces(sizes, self.slices * self.columns, whole=item_multiple, pad=self.columns):
             part = piece.within(b, x)
             S, best, start = self._similarities(*part), self.best[piece.batches, piece.items], piece.tokens.start
             if argmax is not None:
-                value, index = (self._reorder_axes(found) for found in S.max(-1))
+                value, index = (self._reorder_axes(reduced_tensor) for reduced_tensor in S.max(-1))
                 update_maxima(best, argmax[part.batches, part.items], value, index, start)
             elif start == 0:
                 best.copy_(self._reorder_axes(S.amax(-1)))

@@ -67,14 +67,14 @@ def forward_ragged(
 
 def _fill_empty_scores(cells: PairSegments, scores: Tensor) -> None:
     """Set the scores of documents and queries without tokens and of invalid segments."""
-    valid, keeps, q_valid = cells.valid, cells.keeps(), cells.q_valid
+    is_valid, has_tokens, q_valid = cells.valid, cells.keeps(), cells.q_valid
     if cells.query is None:
-        valid, keeps = valid & q_valid[:, None], keeps[:, None]
+        is_valid, has_tokens = is_valid & q_valid[:, None], has_tokens[:, None]
     else:
         scores = scores.view(-1)
         # If a pair list has no queries at all, no item is valid.
-        keeps = keeps[cells.query] if len(keeps) else valid
-    scores.masked_fill_(cells.length == 0, NEG_INF).masked_fill_(~keeps, 0).masked_fill_(~valid, float("nan"))
+        has_tokens = has_tokens[cells.query] if len(has_tokens) else is_valid
+    scores.masked_fill_(cells.length == 0, NEG_INF).masked_fill_(~has_tokens, 0).masked_fill_(~is_valid, float("nan"))
 
 
 class _PackedForward:
@@ -103,22 +103,22 @@ class _PackedForward:
     def _split_by_length(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks of queries and items of similar lengths; reads values."""
         cells = self.cells
-        live = (cells.length > 0).nonzero().squeeze(-1)
-        if not live.numel():
+        items = (cells.length > 0).nonzero().squeeze(-1)
+        if not items.numel():
             return
         if cells.query is None:
-            yield from self._product((cells.q_length > 0).nonzero().squeeze(-1), live)
+            yield from self._product((cells.q_length > 0).nonzero().squeeze(-1), items)
             return
-        live = live[cells.q_length[cells.query[live]] > 0]
-        queries = cells.query[live]
-        if live.numel() >= MIN_OWN_BLOCK_ITEMS * max(1, int(torch.bincount(queries).count_nonzero())):
+        items = items[cells.q_length[cells.query[items]] > 0]
+        queries = cells.query[items]
+        if items.numel() >= MIN_OWN_BLOCK_ITEMS * max(1, int(torch.bincount(queries).count_nonzero())):
             order = queries.argsort(stable=True)
-            found, counts = torch.unique_consecutive(queries[order], return_counts=True)
-            for query, chosen in zip(found.view(-1, 1), live[order].split(counts.tolist()), strict=True):
-                yield from self._product(query, chosen)
+            unique_queries, counts = torch.unique_consecutive(queries[order], return_counts=True)
+            for query, query_items in zip(unique_queries.view(-1, 1), items[order].split(counts.tolist()), strict=True):
+                yield from self._product(query, query_items)
             return
-        for some in live.split(MAX_SORTED_ITEMS):
-            yield from self._split_aligned(some, cells.query)
+        for chunk in items.split(MAX_SORTED_ITEMS):
+            yield from self._split_aligned(chunk, cells.query)
 
     def _product(self, queries: Tensor, live: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks that cover every query against every item."""
@@ -132,20 +132,22 @@ class _PackedForward:
             Lq, rows = int(q_length[group].max()), int(q_length[group].sum())
             for part in live.split(MAX_SORTED_ITEMS):
                 # The argmax of one block is in memory at a time.
-                most = min(MAX_DOCUMENT_TOKENS, max(1, MAX_ENTRIES // (group.numel() * Lq)) * int(length[part].max()))
-                for chosen in _group_by_length(part, length, BLOCK_COST_MULTIPLICATIONS // (self.d * rows), most):
-                    yield group[None], chosen[None]
+                max_tokens = min(
+                    MAX_DOCUMENT_TOKENS, max(1, MAX_ENTRIES // (group.numel() * Lq)) * int(length[part].max())
+                )
+                for items in _group_by_length(part, length, BLOCK_COST_MULTIPLICATIONS // (self.d * rows), max_tokens):
+                    yield group[None], items[None]
 
     def _split_aligned(self, live: Tensor, query: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield blocks that cover every item against its own query."""
         q_length, length = self.cells.q_length[query], self.cells.length
         # A slice costs the same for up to 32 query tokens. Longer queries are grouped by powers of two.
         kind = (q_length[live].sub(1).div(32, rounding_mode="floor") + 1).log2().ceil()
-        for of_kind in kind.unique():
-            chosen = live[kind == of_kind]
-            Lq = int(q_length[chosen].max())
-            most = min(MAX_DOCUMENT_TOKENS, max(1, MAX_ENTRIES // Lq) * int(length[chosen].max()))
-            for part in _group_by_length(chosen, length, BLOCK_COST_MULTIPLICATIONS // (self.d * Lq), most):
+        for group_kind in kind.unique():
+            items = live[kind == group_kind]
+            Lq = int(q_length[items].max())
+            max_tokens = min(MAX_DOCUMENT_TOKENS, max(1, MAX_ENTRIES // Lq) * int(length[items].max()))
+            for part in _group_by_length(items, length, BLOCK_COST_MULTIPLICATIONS // (self.d * Lq), max_tokens):
                 yield query[part, None], part[:, None]
 
     def _split_by_bounds(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -153,8 +155,8 @@ class _PackedForward:
         cells, device = self.cells, self.scores.device
         if self.most_q == 0 or self.ragged.queries == 0:
             return
-        most = max(1, min(MAX_DOCUMENT_TOKENS // self.ragged.D.shape[0], MAX_ENTRIES // self.most_q))
-        for items in torch.arange(cells.start.shape[0], device=device).split(most):
+        max_items = max(1, min(MAX_DOCUMENT_TOKENS // self.ragged.D.shape[0], MAX_ENTRIES // self.most_q))
+        for items in torch.arange(cells.start.shape[0], device=device).split(max_items):
             if cells.query is not None:
                 yield cells.query[items, None], items[:, None]
                 continue
@@ -172,17 +174,17 @@ class _PackedForward:
             D = PaddedRows(r.D, start, length, Ld)
         else:
             D = DecodedRows(self.stored, self.scores.dtype, start, length, Ld, self.d)
-        everything = slice(None), slice(None), slice(None)
-        rows, token = Q.rows(*everything), torch.arange(Lq, device=queries.device)
+        full_index = slice(None), slice(None), slice(None)
+        rows, token = Q.rows(*full_index), torch.arange(Lq, device=queries.device)
         q_mask = None if r.q_mask is None else r.q_mask[rows]
         if not cells.may_look or not bool((q_length == Lq).all()):
-            real = token < q_length.unsqueeze(-1)
-            q_mask = real if q_mask is None else q_mask & real
+            is_token = token < q_length.unsqueeze(-1)
+            q_mask = is_token if q_mask is None else q_mask & is_token
         layout = BatchedArgs(
             Q=Q.simplify(),
             D=D.simplify(),
             q_mask=q_mask,
-            d_mask=None if r.d_mask is None else r.d_mask[D.rows(*everything)],
+            d_mask=None if r.d_mask is None else r.d_mask[D.rows(*full_index)],
             q_weight=None if r.q_weight is None else r.q_weight[rows],
             pairs=self.scores.new_empty((B, X, Y)),
             argmax=None if self.argmax is None else self.argmax.new_empty((B, X, Y, Lq)),
@@ -206,14 +208,14 @@ def _group_by_length(ids: Tensor, length: Tensor, allowance: int, most: int) -> 
     A group has at most `most` tokens, or one element. The longest come first, and equal lengths keep their order.
     """
     lengths, order = length[ids].sort(descending=True, stable=True)
-    ids, before = ids[order], F.pad(lengths.cumsum(0), (1, 0))
+    ids, offsets = ids[order], F.pad(lengths.cumsum(0), (1, 0))
     first, count = 0, ids.numel()
     while first < count:
         longest = int(lengths[first])
         step = max(1, most // longest)
-        tokens = before[first + 1 : first + step + 1] - before[first]
-        padded = longest * torch.arange(1, tokens.numel() + 1)
-        too_much = (padded - tokens > torch.clamp(tokens // TOKENS_PER_PADDING, min=allowance)).nonzero()
-        taken = int(too_much[0]) if too_much.numel() else tokens.numel()
-        yield ids[first : first + taken]
-        first += taken
+        tokens = offsets[first + 1 : first + step + 1] - offsets[first]
+        padded_tokens = longest * torch.arange(1, tokens.numel() + 1)
+        excess = (padded_tokens - tokens > torch.clamp(tokens // TOKENS_PER_PADDING, min=allowance)).nonzero()
+        group_size = int(excess[0]) if excess.numel() else tokens.numel()
+        yield ids[first : first + group_size]
+        first += group_size

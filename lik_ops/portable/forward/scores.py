@@ -67,9 +67,9 @@ class PortableForward:
         if layout.argmax is not None:
             argmax = layout.argmax[b, x, y]
             if d_mask is not None:
-                lost = (best == NEG_INF).flatten(2, 3)[:, :, :count]
+                is_unmatched = (best == NEG_INF).flatten(2, 3)[:, :, :count]
                 first = find_first_true(d_mask).to(argmax.dtype)[:, :, None, None]
-                argmax.copy_(torch.where(lost, first, argmax))
+                argmax.copy_(torch.where(is_unmatched, first, argmax))
                 argmax.masked_fill_(~d_mask.any(-1)[:, :, None, None], -1)
             if q_mask is not None:
                 argmax.masked_fill_(~q_mask[:, None], -1)
@@ -85,9 +85,9 @@ class PortableForward:
 
     def _group_by_unit(self, of_queries: Tensor, units: int) -> Tensor:
         """Reshape ``[batches, queries, Lq]`` to ``[batches, 1, units, queries of a unit, Lq]``, padded with zeros."""
-        missing = units * self.queries - of_queries.shape[1]
-        if missing:
-            of_queries = F.pad(of_queries, (0, 0, 0, missing))
+        padding = units * self.queries - of_queries.shape[1]
+        if padding:
+            of_queries = F.pad(of_queries, (0, 0, 0, padding))
         return of_queries.unflatten(1, (units, self.queries)).unsqueeze(1)
 
 
@@ -101,8 +101,8 @@ def reduce_maxima(S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         # torch.max finds indices one element at a time. Pooling over a channels-last image with `columns` channels
         # finds a vector of indices at a time. If there are several NaN, pooling returns the last one.
         image = S.unsqueeze(-2).permute(0, 3, 1, 2)
-        pooled = F.max_pool2d(image, (tokens, 1), return_indices=True)
-        value, index = (x.permute(0, 2, 3, 1).reshape(n, -1, columns) for x in pooled)
+        results = F.max_pool2d(image, (tokens, 1), return_indices=True)
+        value, index = (x.permute(0, 2, 3, 1).reshape(n, -1, columns) for x in results)
         if not isnan(value.sum()):
             if tokens < rows:
                 index -= torch.arange(0, rows // tokens * tokens, tokens).unsqueeze(-1)
@@ -119,6 +119,6 @@ def update_maxima(best: Tensor, argmax: Tensor, value: Tensor, index: Tensor, st
         best.copy_(value)
         argmax.copy_(index)
         return
-    better = (value > best) | (value.isnan() & ~best.isnan())
-    best.copy_(torch.where(better, value, best))
-    argmax.copy_(torch.where(better, (index + start).to(argmax.dtype), argmax))
+    is_better = (value > best) | (value.isnan() & ~best.isnan())
+    best.copy_(torch.where(is_better, value, best))
+    argmax.copy_(torch.where(is_better, (index + start).to(argmax.dtype), argmax))

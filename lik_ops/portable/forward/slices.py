@@ -68,8 +68,8 @@ def choose_tiling(shape: SliceShape, most: int, B: int, X: int, Y: int, d: int, 
 
     span = steps(MAX_PANEL_BYTES // panel_bytes, shape.panels)
     block_width = unit_width * block_documents * batches
-    kept = min(entries // block_width, (1 << 14) // unit_width, MAX_PANEL_BYTES // (panel_bytes * shape.panels))
-    slab_units = steps(kept, units)
+    max_units = min(entries // block_width, (1 << 14) // unit_width, MAX_PANEL_BYTES // (panel_bytes * shape.panels))
+    slab_units = steps(max_units, units)
     blocks = steps(entries // (slab_units * block_width), ceil_div(X, block_documents))
     slab_batches = batches
     if batches > 1:
@@ -106,38 +106,40 @@ class SliceForward(PortableForward):
         self._plan_blocks()
         self.slab, self.queries = self.tiling.slab, shape.queries
         self.units, self.width = ceil_div(self.Y, shape.queries), shape.panels * shape.columns
-        each = self.slices if self.tiling.block_batches > 1 else 1
+        panel_slices = self.slices if self.tiling.block_batches > 1 else 1
         # Columns without a token must not hold NaN, because NaN among the maxima is slow, see `reduce_maxima`.
-        full = shape.queries * self.Lq == self.width and self.Y % shape.queries == 0
-        new = self.layout.pairs.new_empty if full else self.layout.pairs.new_zeros
-        self.panels = new((each, self.slab[2], self.tiling.span * shape.columns, self.d), dtype=dtype)
+        is_full = shape.queries * self.Lq == self.width and self.Y % shape.queries == 0
+        allocate = self.layout.pairs.new_empty if is_full else self.layout.pairs.new_zeros
+        self.panels = allocate((panel_slices, self.slab[2], self.tiling.span * shape.columns, self.d), dtype=dtype)
 
     def _plan_blocks(self) -> None:
         """Set `tiling`, the maximum number of `slices` in one bmm, and the buffers of a block."""
         layout, shape, d, dtype = self.layout, self.shape, self.d, self.dtype
         self.tokens = self.Ld if len(shape.starts) == 1 else shape.rows  # tokens of one document in a slice
         # MKL uses another kernel for a single slice. Other libraries may choose by the number of slices.
-        most = count_slices_within_budget(shape, d, dtype)
-        self.tiling = tiling = choose_tiling(shape, most, self.B, self.X, self.Y, d, dtype)
-        self.slices = max(2, tiling.block_batches * tiling.block_slices) if self.may_look else most
-        new = layout.pairs.new_empty
+        max_slices = count_slices_within_budget(shape, d, dtype)
+        self.tiling = tiling = choose_tiling(shape, max_slices, self.B, self.X, self.Y, d, dtype)
+        self.slices = max(2, tiling.block_batches * tiling.block_slices) if self.may_look else max_slices
+        allocate = layout.pairs.new_empty
         self.documents = allocate_slices(layout.pairs, self.slices, shape.rows, d, dtype)
-        self.similarities = new((self.slices, shape.rows, shape.columns), dtype=dtype)
-        self.masked = None if layout.d_mask is None else new((self.slices, shape.rows), dtype=torch.bool).zero_()
+        self.similarities = allocate((self.slices, shape.rows, shape.columns), dtype=dtype)
+        self.masked = None if layout.d_mask is None else allocate((self.slices, shape.rows), dtype=torch.bool).zero_()
         self.views: dict[tuple[int, int], _BlockViews] = {}
-        whole = shape.documents == 1 and self.tokens == shape.rows >= MIN_ROWS
-        self.in_place = whole and self.may_look and not self.normalize and is_product_ready(layout.D, dtype)
+        is_single_document = shape.documents == 1 and self.tokens == shape.rows >= MIN_ROWS
+        self.in_place = (
+            is_single_document and self.may_look and not self.normalize and is_product_ready(layout.D, dtype)
+        )
         if self.in_place and tiling.block_batches > 1:  # slices of one bmm are equally spaced
             self.in_place = layout.D.stride(0) == self.X * layout.D.stride(1)
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         tiling = self.tiling
-        for some in split_range(b.start, b.stop, tiling.block_batches):
-            best = self.best[some.start - b.start : some.stop - b.start].flatten(0, 1)
+        for batches in split_range(b.start, b.stop, tiling.block_batches):
+            best = self.best[batches.start - b.start : batches.stop - b.start].flatten(0, 1)
             for p in split_range(0, self.shape.panels, tiling.span):
-                panels = list(self._panels(some, u, p, best))
+                panels = list(self._panels(batches, u, p, best))
                 for documents in self._steps(x.start, x.stop, tiling.block_slices * self.shape.documents):
-                    self._compute(some, documents, documents.start - x.start, panels)
+                    self._compute(batches, documents, documents.start - x.start, panels)
 
     def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:
         """Compute the maxima of a block, whose documents begin at `place` of the slab."""
@@ -152,12 +154,12 @@ class SliceForward(PortableForward):
     def _panels(self, b: slice, u: slice, p: slice, best: Tensor) -> Iterator[QueryPanel]:
         """Load the panels `p` of some units for some batches."""
         width = self.shape.columns
-        loaded = self._load_panels(b, u, p)
+        tokens = self._load_panels(b, u, p)
         for tile in range(p.start, p.stop):
-            columns = self._columns(loaded[:, :, (tile - p.start) * width : (tile - p.start + 1) * width])
+            columns = self._columns(tokens[:, :, (tile - p.start) * width : (tile - p.start + 1) * width])
             parts = columns.unbind(1), best[:, : u.stop - u.start, tile * width : (tile + 1) * width].unbind(1)
-            for unit, of_unit, best_of_unit in zip(range(u.start, u.stop), *parts, strict=True):
-                yield QueryPanel(unit, tile, of_unit, best_of_unit)
+            for unit, unit_columns, unit_best in zip(range(u.start, u.stop), *parts, strict=True):
+                yield QueryPanel(unit, tile, unit_columns, unit_best)
 
     def _columns(self, loaded: Tensor) -> Tensor:
         """Transpose ``[slices | 1, units, columns, d]`` to ``[slices, units, d, columns]``."""
@@ -169,30 +171,30 @@ class SliceForward(PortableForward):
         y = slice(u.start * shape.queries, u.stop * shape.queries)
         queries = self.layout.Q[b, y, p.start * shape.columns : p.stop * shape.columns].unsqueeze(1)
         tokens = queries.shape[-2]
-        loaded = self.panels[:, : u.stop - u.start]
-        used = batches * (self.tiling.block_slices if self.tiling.block_batches > 1 else 1)
-        target = loaded[:used].unflatten(0, (batches, -1))[..., : shape.queries * tokens, :]
+        panels = self.panels[:, : u.stop - u.start]
+        n_slices = batches * (self.tiling.block_slices if self.tiling.block_batches > 1 else 1)
+        target = panels[:n_slices].unflatten(0, (batches, -1))[..., : shape.queries * tokens, :]
         target = target.unflatten(-2, (shape.queries, tokens))
         copy_grouped(target, queries.expand(-1, target.shape[1], -1, -1, -1))
         if self.normalize:
-            loaded /= compute_row_norms(loaded)
-        return loaded
+            panels /= compute_row_norms(panels)
+        return panels
 
     def _views(self, batches: int, count: int) -> _BlockViews:
         """Return the buffers for a block of `count` documents of each of `batches`."""
         if (batches, count) not in self.views:
             shape = self.shape
-            used = batches * ceil_div(count, shape.documents)
-            n = max(used, 2) if self.may_look else self.slices
+            n_slices = batches * ceil_div(count, shape.documents)
+            n = max(n_slices, 2) if self.may_look else self.slices
 
             def target(buffer: Tensor) -> Tensor:
-                rows = buffer[:used, : shape.documents * self.tokens].unflatten(0, (batches, -1))
+                rows = buffer[:n_slices, : shape.documents * self.tokens].unflatten(0, (batches, -1))
                 return rows.unflatten(2, (shape.documents, self.tokens))
 
-            masked = None if self.masked is None else self.masked[:used]
+            is_masked = None if self.masked is None else self.masked[:n_slices]
             masked_target = None if self.masked is None else target(self.masked.unsqueeze(-1))
             documents, similarities = self.documents[:n], self.similarities[:n]
-            views = _BlockViews(used, documents, similarities, target(self.documents), masked, masked_target)
+            views = _BlockViews(n_slices, documents, similarities, target(self.documents), is_masked, masked_target)
             self.views[batches, count] = views
         return self.views[batches, count]
 
@@ -208,15 +210,15 @@ class SliceForward(PortableForward):
             else:
                 copy_grouped(views.target, self.layout.D[part])
             if self.normalize:
-                used = documents[: views.used]
-                used /= compute_row_norms(used)
+                rows = documents[: views.used]
+                rows /= compute_row_norms(rows)
         if self.layout.d_mask is not None:
             assert views.masked is not None and views.masked_target is not None
             copy_grouped(views.masked_target, ~self.layout.d_mask[part].unsqueeze(-1))
-            masked = views.masked.unsqueeze(-1)
+            is_masked = views.masked.unsqueeze(-1)
             # Indices of masked rows, possibly none, on a CPU. On other devices the mask itself, without a
             # synchronization.
-            self.masked_rows = masked.view(-1).nonzero().squeeze(-1) if self.may_look else masked
+            self.masked_rows = is_masked.view(-1).nonzero().squeeze(-1) if self.may_look else is_masked
         return documents
 
     def _score(
@@ -256,9 +258,9 @@ class SliceForward(PortableForward):
         It is for reductions in which a repeated token changes the result.
         """
         S = self._products(documents, views, panel)
-        repeated = self.shape.starts.index(start) * self.tokens - start
-        if repeated > 0:
-            S[:, :repeated] = NEG_INF
+        overlap = self.shape.starts.index(start) * self.tokens - start
+        if overlap > 0:
+            S[:, :overlap] = NEG_INF
         return S
 
     def _keep_argmax(
@@ -276,7 +278,7 @@ class SliceForward(PortableForward):
 
         def of_tokens(columns: Tensor) -> Tensor:
             """Reshape ``[batches * documents, columns]`` to ``[batches, documents, queries, tokens]``; drop padding."""
-            of_batches = columns.view(batches, -1, self.shape.columns)
-            return of_batches[:, :count, : queries * tokens].unflatten(-1, (queries, tokens))
+            batch_columns = columns.view(batches, -1, self.shape.columns)
+            return batch_columns[:, :count, : queries * tokens].unflatten(-1, (queries, tokens))
 
         update_maxima(of_tokens(best), target, of_tokens(value), of_tokens(index), start)

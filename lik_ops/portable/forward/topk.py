@@ -34,8 +34,8 @@ def best(scores: Tensor, top_k: int, indices: Tensor | None = None) -> tuple[Ten
 
     Equal scores are ordered by column. If `indices` ``[Nq, n]`` is given, its values are returned in place of columns.
     """
-    looks = needs_blocks(scores.shape[1], top_k)
-    columns = select_columns_by_blocks(scores, top_k) if looks else select_columns(scores, top_k)
+    has_many_columns = needs_blocks(scores.shape[1], top_k)
+    columns = select_columns_by_blocks(scores, top_k) if has_many_columns else select_columns(scores, top_k)
     return scores.gather(1, columns), columns if indices is None else indices.gather(1, columns)
 
 
@@ -47,18 +47,21 @@ def select_columns_by_blocks(scores: Tensor, top_k: int) -> Tensor:
     block.
     """
     count = scores.shape[1] // BLOCK_COLUMNS
-    whole, rest = (
+    full_blocks, tail = (
         scores[:, : count * BLOCK_COLUMNS].unflatten(1, (count, BLOCK_COLUMNS)),
         scores[:, count * BLOCK_COLUMNS :],
     )
-    blocks = select_columns(whole.amax(dim=2), top_k)
+    blocks = select_columns(full_blocks.amax(dim=2), top_k)
     if scores.dtype == torch.float64:
         blocks = blocks.sort(dim=1).values
-    candidates = whole.gather(1, blocks[:, :, None].expand(-1, -1, BLOCK_COLUMNS)).flatten(1)
+    candidates = full_blocks.gather(1, blocks[:, :, None].expand(-1, -1, BLOCK_COLUMNS)).flatten(1)
     columns = (blocks[:, :, None] * BLOCK_COLUMNS + torch.arange(BLOCK_COLUMNS, device=scores.device)).flatten(1)
-    if rest.shape[1]:
-        last = torch.arange(count * BLOCK_COLUMNS, scores.shape[1], device=scores.device)
-        candidates, columns = torch.cat([candidates, rest], 1), torch.cat([columns, last.expand(len(rest), -1)], 1)
+    if tail.shape[1]:
+        tail_columns = torch.arange(count * BLOCK_COLUMNS, scores.shape[1], device=scores.device)
+        candidates, columns = (
+            torch.cat([candidates, tail], 1),
+            torch.cat([columns, tail_columns.expand(len(tail), -1)], 1),
+        )
     return select_columns(candidates, top_k, columns)
 
 
@@ -74,15 +77,15 @@ def select_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) ->
         int64 ``[Nq, k]``, in order.
     """
     k, n, device = min(top_k, scores.shape[1]), scores.shape[1], scores.device
-    ordered = _to_sortable_integers(scores)
-    if ordered.dtype == torch.int64:
-        at = ordered.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    keys = _to_sortable_integers(scores)
+    if keys.dtype == torch.int64:
+        at = keys.sort(dim=1, descending=True, stable=True).indices[:, :k]
         # A copy, because a view would keep the memory of all indices.
         return at.clone(memory_format=torch.contiguous_format) if columns is None else columns.gather(1, at)
     # Distinct 64-bit keys with the score in the upper half and the inverted column in the lower half.
     low = torch.arange(-1, -n - 1, -1, dtype=torch.int32, device=device) if columns is None else ~columns.int()
-    halves = [ordered, ordered]
-    halves[_LOW_HALF] = low.expand_as(ordered)
+    halves = [keys, keys]
+    halves[_LOW_HALF] = low.expand_as(keys)
     best = torch.stack(halves, dim=2).view(torch.int64).squeeze(2).topk(k, dim=1).values
     return ~best.view(torch.int32)[:, _LOW_HALF::2].long()
 

@@ -43,22 +43,22 @@ class WideForward(PortableForward):
         self.slab = 1, self.X, min(self.Y, max(1, MAX_MAXIMA_BYTES // (self.X * self.Lq * size)))
         self.chunks = ceil_div(self.d, CHUNK_FEATURES)
         self.query_tokens = max(1, min(MAX_QUERY_TOKENS, self.Y * self.Lq, MAX_PRODUCT_BYTES // (self.Ld * size)))
-        most = MAX_PRODUCT_BYTES // (self.chunks * self.query_tokens * size)
-        self.document_tokens = max(1, min(MAX_DOCUMENT_TOKENS, most))
+        max_tokens = MAX_PRODUCT_BYTES // (self.chunks * self.query_tokens * size)
+        self.document_tokens = max(1, min(MAX_DOCUMENT_TOKENS, max_tokens))
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         argmax, sizes = self.layout.argmax, (1, u.stop - u.start, self.Lq)
         for query in cut_pieces(sizes, self.query_tokens):
             _, y, s = query.within(b, u)
-            for some in split_range(x.start, x.stop, max(1, self.document_tokens // self.Ld)):
-                S = self._similarities(b, some, y, s)
-                best = self.best[0, some.start - x.start : some.stop - x.start, query.items, s]
+            for documents in split_range(x.start, x.stop, max(1, self.document_tokens // self.Ld)):
+                S = self._similarities(b, documents, y, s)
+                best = self.best[0, documents.start - x.start : documents.stop - x.start, query.items, s]
                 if argmax is None:
                     best.copy_(S.amax(1).view(best.shape))
                     continue
-                value, index = (found.view(best.shape) for found in reduce_maxima(S, self.Ld))
+                value, index = (reduced_tensor.view(best.shape) for reduced_tensor in reduce_maxima(S, self.Ld))
                 best.copy_(value)
-                argmax[b, some, y, s] = index.unsqueeze(0).to(argmax.dtype)
+                argmax[b, documents, y, s] = index.unsqueeze(0).to(argmax.dtype)
 
     def _similarities(self, b: slice, x: slice, y: slice, s: slice) -> Tensor:
         """Compute ``[documents, tokens, query tokens]``, with ``-inf`` for masked tokens."""
@@ -75,11 +75,11 @@ class WideForward(PortableForward):
         products = documents[0].new_empty((len(documents), len(queries), self.chunks), dtype=self.dtype)
         norms = [[self._norm(row) for row in rows] if self.normalize else None for rows in (documents, queries)]
         step = max(2, MAX_READ_BYTES // ((len(documents) + len(queries)) * CHUNK_FEATURES * self.dtype.itemsize))
-        whole = self.d // CHUNK_FEATURES
+        full_chunks = self.d // CHUNK_FEATURES
         # Never a single chunk, for the same reason as never a single slice.
-        blocks = [(min(c, whole - 2), min(c + step, whole)) for c in range(0, whole, step)]
-        if whole < self.chunks:
-            blocks.append((whole - 1, self.chunks))
+        blocks = [(min(c, full_chunks - 2), min(c + step, full_chunks)) for c in range(0, full_chunks, step)]
+        if full_chunks < self.chunks:
+            blocks.append((full_chunks - 1, self.chunks))
         for first, last in blocks:
             D, Q = (self._read(rows, n, first, last) for rows, n in zip((documents, queries), norms, strict=True))
             for i, row in enumerate(D):
@@ -90,16 +90,16 @@ class WideForward(PortableForward):
     def _read(self, rows: list[Tensor], norms: list[Tensor] | None, first: int, last: int) -> list[Tensor]:
         """Return chunks ``[first, last)`` of each row as ``[chunks, 1, CHUNK_FEATURES]``, padded with zeros."""
         begin, end = first * CHUNK_FEATURES, min(last * CHUNK_FEATURES, self.d)
-        found = []
+        chunks = []
         for i, row in enumerate(rows):
             part = row[begin:end]
-            ready = norms is None and part.dtype == self.dtype and part.stride(0) == 1
-            if not ready or part.data_ptr() % ALIGNMENT_BYTES or part.shape[0] < (last - first) * CHUNK_FEATURES:
-                copied = row.new_zeros((last - first) * CHUNK_FEATURES, dtype=self.dtype)
-                copied[: end - begin] = part
-                part = copied if norms is None else copied.div_(norms[i])
-            found.append(part.view(-1, 1, CHUNK_FEATURES))
-        return found
+            is_ready = norms is None and part.dtype == self.dtype and part.stride(0) == 1
+            if not is_ready or part.data_ptr() % ALIGNMENT_BYTES or part.shape[0] < (last - first) * CHUNK_FEATURES:
+                buffer = row.new_zeros((last - first) * CHUNK_FEATURES, dtype=self.dtype)
+                buffer[: end - begin] = part
+                part = buffer if norms is None else buffer.div_(norms[i])
+            chunks.append(part.view(-1, 1, CHUNK_FEATURES))
+        return chunks
 
     def _norm(self, row: Tensor) -> Tensor:
         """Compute the norm of a row in a fixed order of chunks."""

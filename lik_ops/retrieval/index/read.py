@@ -67,9 +67,9 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     """
     files, device = _IndexFiles(Path(path)), as_device(_OP, device)
     with torch.device("cpu"):  # overrides the default device
-        found = _read_by_centroid(files) if (files.root / _REPACKED).exists() else _read_by_document(files)
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), found.lengths]).cumsum(0)
-    documents = Quantized.of_codes(found.codes.to(device), found.residuals.to(device), found.codec.to(device))
+        contents = _read_by_centroid(files) if (files.root / _REPACKED).exists() else _read_by_document(files)
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), contents.lengths]).cumsum(0)
+    documents = Quantized.of_codes(contents.codes.to(device), contents.residuals.to(device), contents.codec.to(device))
     return Index(documents, bounds.to(device))
 
 
@@ -86,25 +86,25 @@ def _read_by_document(files: _IndexFiles) -> _IndexDocuments:
     """Read an index that stores tokens by document."""
     nbits, lengths = files.about()
     codec, total, kind = files.codec(nbits), [int(x.sum()) for x in lengths], files.suffix
-    below = len(codec.centroids), "centroids"
+    bound = len(codec.centroids), "centroids"
     if (files.root / f"merged_codes{kind}").exists():
         longest = max((int(x.max()) for x in lengths if len(x)), default=0)
         names = f"merged_codes{kind}", f"merged_residuals{kind}"
-        parts = [files.tokens(names, codec.width, sum(total), below, longest)]
+        parts = [files.tokens(names, codec.width, sum(total), bound, longest)]
     else:
-        names_of = [(f"{n}.codes{kind}", f"{n}.residuals{kind}") for n in range(len(total))]
-        parts = [files.tokens(x, codec.width, n, below) for x, n in zip(names_of, total, strict=True)]
-    none = torch.empty(0, dtype=torch.int32), torch.empty((0, codec.width), dtype=torch.uint8)
-    codes, residuals = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*(parts or [none]), strict=True))
+        chunk_names = [(f"{n}.codes{kind}", f"{n}.residuals{kind}") for n in range(len(total))]
+        parts = [files.tokens(x, codec.width, n, bound) for x, n in zip(chunk_names, total, strict=True)]
+    empty = torch.empty(0, dtype=torch.int32), torch.empty((0, codec.width), dtype=torch.uint8)
+    codes, residuals = (torch.cat(x) if len(x) > 1 else x[0] for x in zip(*(parts or [empty]), strict=True))
     return _IndexDocuments(codec, codes, residuals, _join_chunks(lengths))
 
 
 def _read_by_centroid(files: _IndexFiles) -> _IndexDocuments:
     """Read an index of WARP, which stores tokens by centroid, with or without the index that it was built from."""
-    known = None
+    known_lengths = None
     if files.metadata.exists():
         nbits, chunks = files.about()
-        known = _join_chunks(chunks)
+        known_lengths = _join_chunks(chunks)
     else:
         nbits = files.nbits()
     codec = files.codec(nbits, "big", normalize=False)
@@ -112,10 +112,10 @@ def _read_by_centroid(files: _IndexFiles) -> _IndexDocuments:
     total = int(sizes.sum())
     # Without known lengths, a document number must be below the number of tokens. Otherwise most documents would be
     # empty.
-    below = total if known is None else len(known), "documents"
-    numbers, residuals = files.tokens(("codes.compacted.pt", _REPACKED), codec.width, total, below)
-    lengths = torch.bincount(numbers, minlength=0 if known is None else len(known))
-    if known is not None and not torch.equal(lengths, known):
+    bound = total if known_lengths is None else len(known_lengths), "documents"
+    numbers, residuals = files.tokens(("codes.compacted.pt", _REPACKED), codec.width, total, bound)
+    lengths = torch.bincount(numbers, minlength=0 if known_lengths is None else len(known_lengths))
+    if known_lengths is not None and not torch.equal(lengths, known_lengths):
         raise _make_error(files.root / "codes.compacted.pt", "tokens of each document as doclens say", "others")
     order = numbers.argsort(stable=True)
     codes = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(sizes)
@@ -137,18 +137,18 @@ class _IndexFiles:
 
     def about(self) -> tuple[int, list[Tensor]]:
         """Return the bits of a bucket, and the lengths of documents by chunk."""
-        about = _read_json(self.metadata)
-        if not isinstance(about, dict):
-            raise _make_error(self.metadata, "an object", type(about).__name__)
-        of = about.get("config", about)  # ColBERT stores its settings in a sub-object
-        nbits = _read_count(self.metadata, of if isinstance(of, dict) else {}, "nbits")
+        metadata = _read_json(self.metadata)
+        if not isinstance(metadata, dict):
+            raise _make_error(self.metadata, "an object", type(metadata).__name__)
+        settings = metadata.get("config", metadata)  # ColBERT stores its settings in a sub-object
+        nbits = _read_count(self.metadata, settings if isinstance(settings, dict) else {}, "nbits")
         if nbits not in _NBITS:
             raise _make_error(self.metadata, "nbits of 1, 2, 4 or 8", nbits)
-        lengths = [self.lengths(n) for n in range(_read_count(self.metadata, about, "num_chunks"))]
+        lengths = [self.lengths(n) for n in range(_read_count(self.metadata, metadata, "num_chunks"))]
         total = sum(int(x.sum()) for x in lengths)
-        for name, found in (("num_embeddings", total), ("num_documents", sum(map(len, lengths)))):
-            if name in about and about[name] != found:
-                raise _make_error(self.metadata, f"{name} {found}, as doclens say", about[name])
+        for name, count in (("num_embeddings", total), ("num_documents", sum(map(len, lengths)))):
+            if name in metadata and metadata[name] != count:
+                raise _make_error(self.metadata, f"{name} {count}, as doclens say", metadata[name])
         return nbits, lengths
 
     def nbits(self) -> int:
@@ -162,10 +162,10 @@ class _IndexFiles:
     def lengths(self, chunk: int) -> Tensor:
         """Return the lengths of the documents of a chunk."""
         file = self.root / f"doclens.{chunk}.json"
-        found = _read_json(file)
-        if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 2**31 for n in found):
+        lengths = _read_json(file)
+        if not isinstance(lengths, list) or not all(type(n) is int and 0 <= n < 2**31 for n in lengths):
             raise _make_error(file, "a list of lengths", "something else")
-        return torch.tensor(found, dtype=torch.int64)
+        return torch.tensor(lengths, dtype=torch.int64)
 
     def sizes(self, count: int) -> Tensor:
         """Return the number of tokens of each of `count` centroids.
@@ -187,8 +187,8 @@ class _IndexFiles:
         pair: list[Tensor] = []
         if self.suffix == ".pt":
             file = self.root / "buckets.pt"
-            found = _read_torch(file)
-            pair = list(found) if isinstance(found, (tuple, list)) else []
+            content = _read_torch(file)
+            pair = list(content) if isinstance(content, (tuple, list)) else []
         else:
             pair = [self._tensor(f"bucket_{name}.npy", _FLOATS)[1] for name in ("cutoffs", "weights")]
             file = self.root / "bucket_weights.npy"
@@ -205,16 +205,16 @@ class _IndexFiles:
 
         `below` is an upper bound of the codes and its name. Up to `padding` rows may follow the tokens.
         """
-        found = []
+        arrays = []
         for name, dtypes, row in zip(names, (_CODES, (torch.uint8,)), ((), (width,)), strict=True):
             file, x = self._tensor(name, dtypes, count)
             if tuple(x.shape[1:]) != row or not count <= self.rows <= count + padding:
                 expected = f"[{count}{f' to {count + padding}' if padding else ''}{''.join(f', {n}' for n in row)}]"
                 raise _make_error(file, f"{expected}, as the other files say", [self.rows, *x.shape[1:]])
-            found.append((file, x, self.rows))
-        (file, codes, rows), (other, residuals, others) = found
-        if rows != others:
-            raise _make_error(other, f"{rows} rows as {file.name}", others)
+            arrays.append((file, x, self.rows))
+        (file, codes, rows), (residuals_file, residuals, residual_rows) = arrays
+        if rows != residual_rows:
+            raise _make_error(residuals_file, f"{rows} rows as {file.name}", residual_rows)
         if count and not 0 <= int(codes.min()) <= int(codes.max()) < below[0]:
             raise _make_error(file, f"codes of {below[0]} {below[1]}", f"{int(codes.min())} to {int(codes.max())}")
         return codes.to(torch.int32), residuals

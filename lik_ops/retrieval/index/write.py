@@ -61,9 +61,9 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
     assert codec.cutoffs is not None
     _save(root / "bucket_cutoffs.npy", codec.cutoffs)
     _save(root / "bucket_weights.npy", codec.weights)
-    sizes, far = _measure_residuals(codec, index.documents.data)
+    sizes, quantile = _measure_residuals(codec, index.documents.data)
     _save(root / "avg_residual.npy", sizes)
-    _save(root / "cluster_threshold.npy", far)
+    _save(root / "cluster_threshold.npy", quantile)
     for name, kind, x in (("codes", "<i8", codes.long()), ("residuals", "|u1", bits)):
         _save_merged(root / f"merged_{name}.npy", kind, x, padding)
         manifest = {f"0.{name}.npy": {"rows": total, "merged": True, "mtime": None}}
@@ -75,9 +75,13 @@ def write_index(path: str | os.PathLike[str], index: Index) -> None:
     chunk = {"embedding_offset": 0, "num_documents": len(lengths), "num_embeddings": total}
     _write(root / "0.metadata.json", chunk)
     _write(root / "plan.json", {"nbits": codec.nbits, "num_chunks": 1})
-    about: dict[str, Any] = {"avg_doclen": total / max(len(lengths), 1), "compress_only": False, "nbits": codec.nbits}
-    about |= {"num_chunks": 1, "num_documents": len(lengths), "num_embeddings": total}
-    _write(root / "metadata.json", about | {"num_partitions": len(codec.centroids), "frozen": True, "mutable": True})
+    metadata: dict[str, Any] = {
+        "avg_doclen": total / max(len(lengths), 1),
+        "compress_only": False,
+        "nbits": codec.nbits,
+    }
+    metadata |= {"num_chunks": 1, "num_documents": len(lengths), "num_embeddings": total}
+    _write(root / "metadata.json", metadata | {"num_partitions": len(codec.centroids), "frozen": True, "mutable": True})
 
 
 def _check_index(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
@@ -115,10 +119,10 @@ def _convert_to_plaid(codec: ResidualCodec, data: Tensor) -> Tensor:
 
 def _measure_residuals(codec: ResidualCodec, data: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean absolute residual of each feature and the 0.75 quantile of the norms, for some tokens."""
-    some = data[:: max(1, len(data) // _MAX_SAMPLED_TOKENS)].cpu()
-    if not len(some):
-        return some.new_zeros(codec.d, dtype=torch.float32), some.new_zeros(1, dtype=torch.float32)
-    x = lookup_bucket_weights(some, codec.table, codec.nbits)[:, : codec.d]
+    sample = data[:: max(1, len(data) // _MAX_SAMPLED_TOKENS)].cpu()
+    if not len(sample):
+        return sample.new_zeros(codec.d, dtype=torch.float32), sample.new_zeros(1, dtype=torch.float32)
+    x = lookup_bucket_weights(sample, codec.table, codec.nbits)[:, : codec.d]
     return x.abs().mean(0), torch.linalg.vector_norm(x, dim=1).quantile(0.75).view(1)
 
 
@@ -146,10 +150,10 @@ def _save_merged(file: Path, kind: str, x: Tensor, padding: int) -> None:
     """Write an array with a header of fixed size, followed by `padding` rows of zeros."""
     rows = len(x) + padding
     shape = f"({rows},)" if x.dim() == 1 else f"({rows}, {x.shape[1]})"
-    about = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(_HEADER_BYTES - 11) + "\n"
+    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".ljust(_HEADER_BYTES - 11) + "\n"
 
     def write(out: BinaryIO) -> None:
-        out.write(b"\x93NUMPY\x01\x00" + len(about).to_bytes(2, "little") + about.encode("latin1"))
+        out.write(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin1"))
         out.write(_as_contiguous(x).data)
         out.write(bytes(padding * x[:1].nbytes if len(x) else 0))
 

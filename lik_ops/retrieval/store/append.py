@@ -58,9 +58,9 @@ def commit_shard(
     tensors = {**tensors, files.LENGTHS: counts}
     if ids is not None:
         tensors[files.IDS] = torch.frombuffer(bytearray(ids), dtype=torch.uint8)
-    shards, at = list(manifest.shards), slice(len(manifest.shards), None) if replaced is None else replaced
-    with writer.writing(at.start, [shard.file for shard in shards[at]]) as (directory, name):
-        shards[at] = [files.write_shard(directory, name, tensors)] if len(counts) else []
+    shards, shard_slice = list(manifest.shards), slice(len(manifest.shards), None) if replaced is None else replaced
+    with writer.writing(shard_slice.start, [shard.file for shard in shards[shard_slice]]) as (directory, name):
+        shards[shard_slice] = [files.write_shard(directory, name, tensors)] if len(counts) else []
         manifest = replace(manifest, has_ids=ids is not None, shards=tuple(shards))
         files.write_manifest(directory, manifest)
     return manifest
@@ -88,10 +88,10 @@ def pack_documents(op: str, layout: StorageLayout, documents: Any, lengths: Any)
         for name in ("error", "norm"):
             x = getattr(documents, name)
             if x is None or x.shape != counts.shape:
-                found = "None" if x is None else list(x.shape)
+                actual = "None" if x is None else list(x.shape)
                 raise ValueError(
                     f"{op}: documents: expected the {name} of {len(counts)} documents, as `quantize` finds it with"
-                    f" cu_seqlens_d, got {found}"
+                    f" cu_seqlens_d, got {actual}"
                 )
         documents = documents.to("cpu")
         tensors: dict[str, Any] = {name: x.resolve_neg() for name, x in documents.tensors().items()}

@@ -42,23 +42,23 @@ def mark_deleted(op: str, snapshot: Snapshot, ids: list) -> Manifest:
     if ids and manifest.shards and not manifest.has_ids:
         raise ValueError(f"{op}: ids: expected a corpus whose documents have ids, got one without: {snapshot.path}")
     missing, shards = dict.fromkeys(ids), []
-    wanted = set(missing)
+    id_set = set(missing)
     for i, shard in enumerate(manifest.shards if ids else ()):
-        found = snapshot.shard_ids(i)
-        chosen = [at for at, x in enumerate(found) if x in wanted]
-        if chosen:
-            for at in chosen:
-                missing.pop(found[at], None)
+        shard_ids = snapshot.shard_ids(i)
+        positions = [at for at, x in enumerate(shard_ids) if x in id_set]
+        if positions:
+            for at in positions:
+                missing.pop(shard_ids[at], None)
             deleted = torch.zeros(shard.documents, dtype=torch.bool, device="cpu")
             if shard.deleted is not None:
                 deleted |= shard.deleted.mask(shard.documents)
-            deleted[snapshot.shard_rows(i, torch.tensor(chosen, device="cpu"))] = True
+            deleted[snapshot.shard_rows(i, torch.tensor(positions, device="cpu"))] = True
             shard = shard._replace(deleted=Tombstones.of(deleted, snapshot.shard_file(i).lengths))
         shards.append(shard)
     if missing:
         first, *more = missing
-        others = f" and {len(more)} more" if more else ""
-        raise ValueError(f"{op}: ids: expected ids of documents in the corpus, got {short_repr(first)}{others}")
+        suffix = f" and {len(more)} more" if more else ""
+        raise ValueError(f"{op}: ids: expected ids of documents in the corpus, got {short_repr(first)}{suffix}")
     return replace(manifest, shards=tuple(shards)) if ids else manifest
 
 
@@ -77,21 +77,21 @@ def compact(op: str, writer: files.Writer, snapshot: Snapshot) -> Manifest:
         OSError: an error of the disk. Shards that were committed stay.
         ValueError: a shard is corrupt.
     """
-    manifest, layout, made = snapshot.manifest, snapshot.manifest.layout, 0
+    manifest, layout, position = snapshot.manifest, snapshot.manifest.layout, 0
     writer.remove_leftovers()  # even if there is nothing to write
     lengths = snapshot.lengths  # read before any file is removed
     for begin, end in list(_group_shards(manifest)):
-        if end - begin == 1 and manifest.shards[made].deleted is None:
-            made += 1
+        if end - begin == 1 and manifest.shards[position].deleted is None:
+            position += 1
             continue
         for i in range(begin, end):
             snapshot.shard_file(i).verify()  # a damaged shard must not get a new checksum
-        chosen = torch.arange(snapshot.starts[begin], snapshot.starts[end], device="cpu")
+        documents = torch.arange(snapshot.starts[begin], snapshot.starts[end], device="cpu")
         ids = [x for i in range(begin, end) for x in snapshot.shard_ids(i)] if manifest.has_ids else None
-        tensors, encoded = snapshot.copy_rows(chosen, layout.tensors), encode_ids(op, ids, len(chosen))
-        replaced = slice(made, made + end - begin)
-        manifest = commit_shard(op, writer, manifest, tensors, lengths[chosen], encoded, replaced)
-        made += int(len(chosen) > 0)
+        tensors, encoded = snapshot.copy_rows(documents, layout.tensors), encode_ids(op, ids, len(documents))
+        shard_slice = slice(position, position + end - begin)
+        manifest = commit_shard(op, writer, manifest, tensors, lengths[documents], encoded, shard_slice)
+        position += int(len(documents) > 0)
     return manifest
 
 

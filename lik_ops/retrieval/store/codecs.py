@@ -30,9 +30,9 @@ class CodecFile:
         """Return the entry of a codec that is not written yet."""
         codec = codec.to("cpu")
         text = serialize_codec(codec)
-        found = cls(hashlib.sha256(text).hexdigest(), len(text))
-        found.__dict__["codec"] = codec
-        return found
+        entry = cls(hashlib.sha256(text).hexdigest(), len(text))
+        entry.__dict__["codec"] = codec
+        return entry
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CodecFile) and self.sha256 == other.sha256
@@ -51,13 +51,13 @@ class CodecFile:
             ValueError: the file is missing, or differs from the manifest. The message has its path.
         """
         assert self.path is not None and self.file is not None
-        at = self.path / self.file
+        path = self.path / self.file
         try:
-            text = at.read_bytes()
+            text = path.read_bytes()
         except FileNotFoundError:
-            raise ValueError(f"{at}: the codec is missing") from None
+            raise ValueError(f"{path}: the codec is missing") from None
         if (len(text), hashlib.sha256(text).hexdigest()) != (self.bytes, self.sha256):
-            raise ValueError(f"{at}: the codec is truncated or corrupt: expected {self.bytes} bytes, got {len(text)}")
+            raise ValueError(f"{path}: the codec is truncated or corrupt: expected {self.bytes} bytes, got {len(text)}")
         return _deserialize_codec(text)
 
     @cached_property
@@ -71,17 +71,17 @@ class CodecFile:
         """
         if device.type == "cpu":
             return self.codec
-        found = self._device_copies.get(device)
-        if found is None:
-            found = self._device_copies[device] = self.codec.to(device)
-        return found
+        codec = self._device_copies.get(device)
+        if codec is None:
+            codec = self._device_copies[device] = self.codec.to(device)
+        return codec
 
     def check(self, format: str, d: int) -> None:
         """Raise ValueError, naming the file, unless the codec has this format and size."""
         if (self.codec.format, self.codec.d) != (format, d):
             assert self.path is not None and self.file is not None
-            found = f"{self.codec.format} of d={self.codec.d}"
-            raise ValueError(f"{self.path / self.file}: expected a codec for {format} of d={d}, got {found}")
+            actual = f"{self.codec.format} of d={self.codec.d}"
+            raise ValueError(f"{self.path / self.file}: expected a codec for {format} of d={d}, got {actual}")
 
 
 def serialize_codec(codec: ResidualCodec) -> bytes:
@@ -95,9 +95,9 @@ def serialize_codec(codec: ResidualCodec) -> bytes:
 
 def _deserialize_codec(text: bytes) -> ResidualCodec:
     """Return the codec that is stored in a file."""
-    found: dict[str, Any] = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").load(text)
-    bit_order, normalize = (bytes(found[name].tolist()).decode() for name in ("bit_order", "normalize"))
-    tensors = {name: found[name] for name in _TENSORS if name in found}
+    contents: dict[str, Any] = import_extra("Corpus", "retrieval", "numpy", "safetensors.torch").load(text)
+    bit_order, normalize = (bytes(contents[name].tolist()).decode() for name in ("bit_order", "normalize"))
+    tensors = {name: contents[name] for name in _TENSORS if name in contents}
     return ResidualCodec(**tensors, bit_order=bit_order, normalize=normalize == "True")  # type: ignore[arg-type]
 
 

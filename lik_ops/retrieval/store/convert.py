@@ -24,8 +24,8 @@ class Pooling(NamedTuple):
 
     def is_same(self, expected: Tensor, found: Tensor) -> bool:
         """Return whether two results for one document agree in the parts that no tie of distances changes."""
-        kept = slice(self.num_protected)
-        return expected.shape == found.shape and torch.equal(expected[kept], found[kept])
+        prefix = slice(self.num_protected)
+        return expected.shape == found.shape and torch.equal(expected[prefix], found[prefix])
 
 
 def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Pooling | None = None) -> Snapshot:
@@ -45,16 +45,16 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Po
         RuntimeError: another process or thread is writing there.
         ValueError: the corpus at `path` does not begin with the documents of `source` in that format.
     """
-    made = Snapshot.open_current(path)
-    _check_prefix(op, source, made, target, pooling)
-    if len(made) == len(source):
-        return made
+    snapshot = Snapshot.open_current(path)
+    _check_prefix(op, source, snapshot, target, pooling)
+    if len(snapshot) == len(source):
+        return snapshot
     with files.lock_corpus(path) as writer:
-        manifest = Manifest.read(path, made.manifest)
-        if manifest != made.manifest:  # another process may have written meanwhile
-            made = Snapshot(path, manifest)
-            _check_prefix(op, source, made, target, pooling)
-        begin, ids = len(made), source.ids
+        manifest = Manifest.read(path, snapshot.manifest)
+        if manifest != snapshot.manifest:  # another process may have written meanwhile
+            snapshot = Snapshot(path, manifest)
+            _check_prefix(op, source, snapshot, target, pooling)
+        begin, ids = len(snapshot), source.ids
         for end in source.starts:
             if end <= begin:
                 continue
@@ -67,27 +67,27 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Po
             tensors = manifest.layout.encoded(op, tokens, lengths)
             encoded = encode_ids(op, None if ids is None else ids[begin:end], end - begin)
             manifest, begin = commit_shard(op, writer, manifest, tensors, lengths, encoded), end
-    return Snapshot(path, manifest, made)
+    return Snapshot(path, manifest, snapshot)
 
 
 def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest, pooling: Pooling | None) -> None:
     """Raise unless `made` is a conversion of the first documents of `source`."""
     if made.manifest.layout != target.layout:
-        found = made.manifest.layout
-        raise ValueError(f"{op}: path: expected a corpus of {target.layout}, got one of {found} in {made.path}")
+        layout = made.manifest.layout
+        raise ValueError(f"{op}: path: expected a corpus of {target.layout}, got one of {layout} in {made.path}")
     count = len(made)
     if count > len(source):
         raise ValueError(f"{op}: path: expected {len(source)} documents or fewer, got {count} in {made.path}")
     expected = source.lengths[:count]
-    same = torch.equal(made.lengths, expected) if pooling is None else bool((made.lengths <= expected).all())
-    if same and count:
+    is_same = torch.equal(made.lengths, expected) if pooling is None else bool((made.lengths <= expected).all())
+    if is_same and count:
         ids = source.ids
-        same = made.ids == (None if ids is None else ids[:count])
-    if same and made.lengths.any():
+        is_same = made.ids == (None if ids is None else ids[:count])
+    if is_same and made.lengths.any():
         # Equal lengths do not prove equal documents, so the first and the last document with tokens are compared.
         ends = made.lengths.nonzero().flatten()[[0, -1]]
-        same = all(_has_same_tokens(source, made, at, pooling) for at in ends.tolist())
-    if not same:
+        is_same = all(_has_same_tokens(source, made, at, pooling) for at in ends.tolist())
+    if not is_same:
         raise ValueError(f"{op}: path: expected the first documents of {source.path}, got others in {made.path}")
 
 
@@ -95,10 +95,12 @@ def _has_same_tokens(source: Snapshot, made: Snapshot, index: int, pooling: Pool
     """Return whether a document of `source` has the same codes or pooled tokens in `made`."""
     layout = made.manifest.layout
     (tokens,), cu_seqlens = source.pieces(index, index + 1)
-    (found,), _ = made.pieces(index, index + 1)
+    (target_tokens,), _ = made.pieces(index, index + 1)
     assert isinstance(tokens, Tensor)
     if pooling is not None:
-        return isinstance(found, Tensor) and pooling.is_same(pooling.pool(tokens, cu_seqlens)[0], found)
-    assert not isinstance(found, Tensor)
+        return isinstance(target_tokens, Tensor) and pooling.is_same(pooling.pool(tokens, cu_seqlens)[0], target_tokens)
+    assert not isinstance(target_tokens, Tensor)
     expected = layout.encoded("", tokens, cu_seqlens.diff())
-    return all(torch.equal(expected[name], found.tensors[name]) for name in ("data", "codes") if name in expected)
+    return all(
+        torch.equal(expected[name], target_tokens.tensors[name]) for name in ("data", "codes") if name in expected
+    )

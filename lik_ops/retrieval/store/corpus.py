@@ -184,8 +184,8 @@ class Corpus:
 
         None for other formats.
         """
-        found = self._snapshot.manifest.codec
-        return None if found is None else deepcopy(found.codec)
+        codec_file = self._snapshot.manifest.codec
+        return None if codec_file is None else deepcopy(codec_file.codec)
 
     @property
     def lengths(self) -> Tensor:
@@ -235,8 +235,8 @@ class Corpus:
         begin = arguments.as_index(op, "begin", begin)
         end = len(snapshot) if end is None else arguments.as_index(op, "end", end)
         if not 0 <= begin <= end <= len(snapshot):
-            found = f"{short_repr(begin)}, {short_repr(end)}"
-            raise ValueError(f"{op}: begin, end: expected 0 <= begin <= end <= {len(snapshot)}, got {found}")
+            actual = f"{short_repr(begin)}, {short_repr(end)}"
+            raise ValueError(f"{op}: begin, end: expected 0 <= begin <= end <= {len(snapshot)}, got {actual}")
         return snapshot.documents(begin, end)
 
     @overload
@@ -269,15 +269,15 @@ class Corpus:
         """
         snapshot = self._snapshot
         if isinstance(index, slice):
-            chosen: Sequence[int] = range(len(snapshot))[index]
+            positions: Sequence[int] = range(len(snapshot))[index]
         elif hasattr(index, "__len__") and not (isinstance(index, Tensor) and index.dim() == 0):
-            found = arguments.as_integers("Corpus", "index", index)
-            if found.dim() != 1:
-                raise TypeError(f"Corpus: index: expected an int, a slice or [n] integers, got {list(found.shape)}")
-            chosen = found.tolist()
+            indices = arguments.as_integers("Corpus", "index", index)
+            if indices.dim() != 1:
+                raise TypeError(f"Corpus: index: expected an int, a slice or [n] integers, got {list(indices.shape)}")
+            positions = indices.tolist()
         else:
             return snapshot.copy_document(arguments.as_index("Corpus", "index", index))
-        return [snapshot.copy_document(i) for i in chosen]
+        return [snapshot.copy_document(i) for i in positions]
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterate over the tokens of all documents, with at most one document in memory."""
@@ -403,11 +403,11 @@ class Corpus:
         op, snapshot = "Corpus.rerank", self._snapshot
         check_flag(op, "return_argmax", return_argmax)
         Q, _, q_mask, _, _, q_weight = arguments.convert_search(op, Q, None, q_mask, None, None, q_weight)
-        found = _rerank.rerank_indices(op, snapshot, Q, indices, top_k, q_mask, q_weight, normalize, subset)
+        results = _rerank.rerank_indices(op, snapshot, Q, indices, top_k, q_mask, q_weight, normalize, subset)
         if not return_argmax:
-            return found
+            return results
         search = Q, Corpus(self.path, snapshot), q_mask, None, None, q_weight, normalize, 0, None
-        return (*found, find_argmax(op, SearchArgs._make(search), found[1]))
+        return (*results, find_argmax(op, SearchArgs._make(search), results[1]))
 
     def append(
         self,
@@ -433,15 +433,15 @@ class Corpus:
             TypeError: a dtype or type is wrong.
             ValueError: a size is wrong, ids are missing or unexpected, or the corpus is corrupt. See `open`.
         """
-        op, before = "Corpus.append", self._snapshot
-        layout = before.manifest.layout
+        op, snapshot = "Corpus.append", self._snapshot
+        layout = snapshot.manifest.layout
         packed, counts = appending.pack_documents(op, layout, documents, lengths)
         encoded = appending.encode_ids(op, ids, len(counts))
         tensors = layout.encoded(op, packed, counts)
-        with self._writing(before) as (writer, manifest):
+        with self._writing(snapshot) as (writer, manifest):
             if len(counts):
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
-            self._snapshot = Snapshot(self.path, manifest, before)
+            self._snapshot = Snapshot(self.path, manifest, snapshot)
 
     def delete(self, ids: appending.Ids) -> None:
         """Delete the documents that have these ids. They do not appear in any later result.
@@ -465,13 +465,13 @@ class Corpus:
             >>> corpus.ids, corpus.lengths.tolist()
             (['b', 'c'], [0, 7])
         """
-        op, before, chosen = "Corpus.delete", self._snapshot, appending.check_ids("Corpus.delete", ids)
-        with self._writing(before) as (writer, manifest):
-            before = Snapshot(self.path, manifest, before)
-            if chosen:
-                manifest = change.mark_deleted(op, before, chosen)
+        op, snapshot, id_list = "Corpus.delete", self._snapshot, appending.check_ids("Corpus.delete", ids)
+        with self._writing(snapshot) as (writer, manifest):
+            snapshot = Snapshot(self.path, manifest, snapshot)
+            if id_list:
+                manifest = change.mark_deleted(op, snapshot, id_list)
                 change.commit_manifest(writer, manifest)
-            self._snapshot = Snapshot(self.path, manifest, before)
+            self._snapshot = Snapshot(self.path, manifest, snapshot)
 
     def update(
         self,
@@ -503,20 +503,20 @@ class Corpus:
             >>> corpus.ids, corpus.lengths.tolist()
             (['a', 'c', 'b'], [3, 7, 5])
         """
-        op, before, chosen = "Corpus.update", self._snapshot, appending.check_ids("Corpus.update", ids)
-        if len(set(chosen)) < len(chosen):
-            twice = next(x for x, count in Counter(chosen).items() if count > 1)
-            raise ValueError(f"{op}: ids: expected each id once, got {short_repr(twice)} several times")
-        layout = before.manifest.layout
+        op, snapshot, id_list = "Corpus.update", self._snapshot, appending.check_ids("Corpus.update", ids)
+        if len(set(id_list)) < len(id_list):
+            duplicate = next(x for x, count in Counter(id_list).items() if count > 1)
+            raise ValueError(f"{op}: ids: expected each id once, got {short_repr(duplicate)} several times")
+        layout = snapshot.manifest.layout
         packed, counts = appending.pack_documents(op, layout, documents, lengths)
-        encoded = appending.encode_ids(op, chosen, len(counts))
+        encoded = appending.encode_ids(op, id_list, len(counts))
         tensors = layout.encoded(op, packed, counts)
-        with self._writing(before) as (writer, manifest):
-            before = Snapshot(self.path, manifest, before)
-            if chosen:
-                manifest = change.mark_deleted(op, before, chosen)
+        with self._writing(snapshot) as (writer, manifest):
+            snapshot = Snapshot(self.path, manifest, snapshot)
+            if id_list:
+                manifest = change.mark_deleted(op, snapshot, id_list)
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
-            self._snapshot = Snapshot(self.path, manifest, before)
+            self._snapshot = Snapshot(self.path, manifest, snapshot)
 
     def compact(self) -> None:
         """Return the space of deleted documents, and merge small shards.
@@ -542,15 +542,15 @@ class Corpus:
             >>> corpus.ids, len(list(corpus.path.glob("*.safetensors")))
             (['a', 'c'], 1)
         """
-        op, before = "Corpus.compact", self._snapshot
-        with self._writing(before) as (writer, manifest):
-            before = Snapshot(self.path, manifest, before)
+        op, snapshot = "Corpus.compact", self._snapshot
+        with self._writing(snapshot) as (writer, manifest):
+            snapshot = Snapshot(self.path, manifest, snapshot)
             try:
-                manifest = change.compact(op, writer, before)
+                manifest = change.compact(op, writer, snapshot)
             except BaseException:
                 self._snapshot = Snapshot.open_current(self.path)  # some shards may have been replaced
                 raise
-            self._snapshot = Snapshot(self.path, manifest, before)
+            self._snapshot = Snapshot(self.path, manifest, snapshot)
 
     @contextmanager
     def _writing(self, before: Snapshot) -> Iterator[tuple[files.Writer, Manifest]]:
@@ -652,8 +652,8 @@ class Corpus:
         path = _as_path(op, path)
 
         def pool(tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-            how: Any = {"method": method, "metric": metric, "num_protected": num_protected, "normalize": normalize}
-            return pool_tokens(tokens, factor, cu_seqlens_d=cu_seqlens, **how)
+            options: Any = {"method": method, "metric": metric, "num_protected": num_protected, "normalize": normalize}
+            return pool_tokens(tokens, factor, cu_seqlens_d=cu_seqlens, **options)
 
         if self.format is not None:
             raise ValueError(f"{op}: expected a corpus of unquantized tokens, got one in {self.format}: {self.path}")

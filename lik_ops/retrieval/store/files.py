@@ -62,11 +62,11 @@ def has_total(lengths: Tensor, tokens: int) -> bool:
 
 def compute_sha256(path: Path) -> str:
     """Return the SHA-256 checksum of a file in hexadecimal."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
-            found.update(block)
-    return found.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 class Writer:
@@ -148,12 +148,12 @@ class Writer:
         A shard is removed only if there is a manifest that does not list it.
         """
         with suppress(OSError, ValueError):
-            kept: set[str | None] = set()
+            manifest_files: set[str | None] = set()
             if not (name.startswith("codec") and not (self.path / MANIFEST).exists()):
                 manifest = Manifest.read(self.path)
-                kept = {shard.file for shard in manifest.shards}
-                kept.add(None if manifest.codec is None else manifest.codec.file)
-            for x in {name, *replaced} - kept:
+                manifest_files = {shard.file for shard in manifest.shards}
+                manifest_files.add(None if manifest.codec is None else manifest.codec.file)
+            for x in {name, *replaced} - manifest_files:
                 with suppress(OSError):  # a reader on Windows may have it open
                     (self.path / x).unlink(missing_ok=True)
         self._tidy(name)
@@ -219,14 +219,14 @@ def write_codec(directory: Path, name: str, codec: CodecFile) -> CodecFile:
 
 def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> ShardEntry:
     """Write a shard into the parent of `directory`, and return its manifest entry."""
-    written = []
+    entries = []
 
     def save(temporary: Path) -> None:
         save_tensors(tensors, temporary)
-        written.append((temporary.stat().st_size, compute_sha256(temporary)))
+        entries.append((temporary.stat().st_size, compute_sha256(temporary)))
 
     publish_file(directory, name, save)
-    return ShardEntry(name, *written[0], len(tensors[LENGTHS]), int(tensors[LENGTHS].sum()))
+    return ShardEntry(name, *entries[0], len(tensors[LENGTHS]), int(tensors[LENGTHS].sum()))
 
 
 def check_empty(path: Path, writer: Writer | None = None) -> None:
@@ -237,6 +237,6 @@ def check_empty(path: Path, writer: Writer | None = None) -> None:
     op = "Corpus.create: path"
     if (path / MANIFEST).exists():
         raise FileExistsError(f"{op}: expected no corpus there, found {path / MANIFEST}")
-    ours = {LOCK_FILE} if writer is not None and not writer.has_entry() else set()
-    if names := sorted(set(os.listdir(path)) - ours):
+    expected_names = {LOCK_FILE} if writer is not None and not writer.has_entry() else set()
+    if names := sorted(set(os.listdir(path)) - expected_names):
         raise FileExistsError(f"{op}: expected an empty directory, found {path / names[0]}")

@@ -51,18 +51,18 @@ class EncodedDocuments(NamedTuple):
         Returns:
             The quantized documents, with one scale for each token.
         """
-        layout, found = self.layout, dict[str, Any](self.tensors)
+        layout, tensors = self.layout, dict[str, Any](self.tensors)
         assert layout.format is not None
-        data = found["data"]
+        data = tensors["data"]
         if layout.scale == "document":
             lengths = cu_seqlens.to(data.device, non_blocking=True).diff()
             for name in _SCALES:
-                if name in found:
-                    found[name] = found[name].repeat_interleave(lengths, output_size=len(data))
-        found["data"] = data.view(ALL_FORMATS[layout.format].dtype)
+                if name in tensors:
+                    tensors[name] = tensors[name].repeat_interleave(lengths, output_size=len(data))
+        tensors["data"] = data.view(ALL_FORMATS[layout.format].dtype)
         if layout.codec is not None:
-            found["codec"] = layout.codec.on(data.device)
-        return Quantized(**found, format=layout.format, d=layout.d, dtype=layout.dtype)
+            tensors["codec"] = layout.codec.on(data.device)
+        return Quantized(**tensors, format=layout.format, d=layout.d, dtype=layout.dtype)
 
 
 Tokens: TypeAlias = Tensor | EncodedDocuments
@@ -104,28 +104,28 @@ class StorageLayout:
     codec: CodecFile | None = None  # for residual codes
 
     def __str__(self) -> str:
-        kept = "" if self.format is None else f", {self.format} with a scale for each {self.scale}"
+        suffix = "" if self.format is None else f", {self.format} with a scale for each {self.scale}"
         if self.codec is not None:
-            kept = f", {self.format} of {len(self.codec.codec.centroids)} centroids"
-        return f"d={self.d}, {self.dtype}{kept}"
+            suffix = f", {self.format} of {len(self.codec.codec.centroids)} centroids"
+        return f"d={self.d}, {self.dtype}{suffix}"
 
     @cached_property
     def scored(self) -> dict[str, TensorSpec]:
         """The tensors that scores depend on."""
         if self.format is None:
             return {TOKENS: TensorSpec(True, (self.d,), self.dtype)}
-        kept, of_tokens = ALL_FORMATS[self.format], self.scale == "token"
-        data = TensorSpec(True, (-(-self.d // kept.each),), kept.bytes)
-        found = {"data": data, "scale": TensorSpec(of_tokens, (), kept.scale)}
+        spec, is_per_token = ALL_FORMATS[self.format], self.scale == "token"
+        data = TensorSpec(True, (-(-self.d // spec.each),), spec.bytes)
+        specs = {"data": data, "scale": TensorSpec(is_per_token, (), spec.scale)}
         if self.codec is not None:
-            found["codes"] = TensorSpec(True, (), torch.int32)
-        return found | ({"minimum": TensorSpec(of_tokens, (), torch.float32)} if kept.affine else {})
+            specs["codes"] = TensorSpec(True, (), torch.int32)
+        return specs | ({"minimum": TensorSpec(is_per_token, (), torch.float32)} if spec.affine else {})
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """All tensors of a shard except its lengths and ids."""
-        each = TensorSpec(False, (), torch.float32)
-        return self.scored | ({} if self.format is None else {"error": each, "norm": each})
+        spec = TensorSpec(False, (), torch.float32)
+        return self.scored | ({} if self.format is None else {"error": spec, "norm": spec})
 
     def nbytes(self, of_tokens: bool) -> int:
         """Return the bytes of the tensors that scores depend on, for each token or for each document."""
@@ -153,16 +153,18 @@ class StorageLayout:
             if self.format is None:
                 return {TOKENS: packed}
             packed = self.quantized(packed, lengths)
-        found = packed.tensors()
+        tensors = packed.tensors()
         if self.codec is not None:
-            codes, count = found["codes"], len(self.codec.codec.centroids)
-            found["codes"] = torch.where((codes >= 0) & (codes < count), codes, -1).int()
+            codes, count = tensors["codes"], len(self.codec.codec.centroids)
+            tensors["codes"] = torch.where((codes >= 0) & (codes < count), codes, -1).int()
         for name, x in zip(_SCALES, packed.stored()[1:3], strict=True):
             if x is not None:
-                found[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
+                tensors[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
         # Cloned, because safetensors rejects tensors that share memory.
-        found = {name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items() if name != "data"}
-        return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **found}
+        tensors = {
+            name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items() if name != "data"
+        }
+        return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **tensors}
 
     def quantized(self, tokens: Tensor, lengths: Tensor) -> Quantized:
         """Quantize packed tokens on the CPU to the format of this layout."""

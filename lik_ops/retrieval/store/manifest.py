@@ -69,10 +69,10 @@ class Tombstones:
         if len(packed) != size or not unpack.eof:
             raise ValueError(f"expected a compressed mask of {documents} documents")
         rows = torch.frombuffer(bytearray(packed + b"\0"), dtype=torch.uint8)[:-1].unsqueeze(1)
-        found = ((rows >> _BITS) & 1).flatten().bool()
-        if bool(found[documents:].any()) or int(found.sum()) != self.documents:
+        mask = ((rows >> _BITS) & 1).flatten().bool()
+        if bool(mask[documents:].any()) or int(mask.sum()) != self.documents:
             raise ValueError(f"expected a mask of {self.documents} deleted documents")
-        return found[:documents]
+        return mask[:documents]
 
 
 class ShardEntry(NamedTuple):
@@ -98,8 +98,8 @@ class ShardEntry(NamedTuple):
     @property
     def content(self) -> dict[str, Any]:
         """The entry as JSON."""
-        found = dict(zip(_ENTRY, self, strict=False))
-        return found if self.deleted is None else found | {"deleted": vars(self.deleted)}
+        entry = dict(zip(_ENTRY, self, strict=False))
+        return entry if self.deleted is None else entry | {"deleted": vars(self.deleted)}
 
     def without_tombstones(self) -> ShardEntry:
         """Return the entry of the file as it was written."""
@@ -159,11 +159,11 @@ class Manifest:
         """The content of the manifest file."""
         version, quantized = VERSION, {}
         if self.format is not None:
-            about: dict[str, Any] = {"format": self.format, "scale": self.scale}
-            version, quantized = QUANTIZED_VERSION, {"quantized": about}
+            metadata: dict[str, Any] = {"format": self.format, "scale": self.scale}
+            version, quantized = QUANTIZED_VERSION, {"quantized": metadata}
         if self.codec is not None:
             version = CODED_VERSION
-            about["codec"] = {name: getattr(self.codec, name) for name in _CODEC}
+            metadata["codec"] = {name: getattr(self.codec, name) for name in _CODEC}
         if any(shard.deleted is not None for shard in self.shards):
             version = CHANGED_VERSION
         content = {
@@ -194,9 +194,9 @@ class Manifest:
             FileNotFoundError: there is no manifest.
             ValueError: the manifest is truncated or corrupt. The message has its path and the wrong field.
         """
-        at = path / MANIFEST
+        file = path / MANIFEST
         try:
-            text = at.read_bytes()
+            text = file.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{path}: expected a corpus, found no {MANIFEST}") from None
         if known is not None and text == known.text:
@@ -204,7 +204,7 @@ class Manifest:
         try:
             return _parse_manifest(json.loads(text), path, _has_checksum(text))
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{at}: the manifest is truncated or corrupt: {error}") from error
+            raise ValueError(f"{file}: the manifest is truncated or corrupt: {error}") from error
 
 
 def _format_canonical(content: dict[str, Any]) -> str:
@@ -219,8 +219,8 @@ def _hash_body(body: str) -> str:
 def _has_checksum(text: bytes) -> bool:
     """Return whether the text is as a writer wrote it, with its checksum."""
     end = len(text) - _CHECKSUM_BYTES
-    found = _CHECKSUM.fullmatch(text, max(end, 0))
-    return found is not None and hashlib.sha256(text[:end] + b"}").hexdigest().encode() == found[1]
+    match = _CHECKSUM.fullmatch(text, max(end, 0))
+    return match is not None and hashlib.sha256(text[:end] + b"}").hexdigest().encode() == match[1]
 
 
 def _parse_manifest(content: Any, path: Path, has_checksum: bool) -> Manifest:
@@ -237,12 +237,12 @@ def _parse_manifest(content: Any, path: Path, has_checksum: bool) -> Manifest:
     if not has_checksum and checksum != _hash_body(_format_canonical(content)):
         raise ValueError("sha256: the checksum does not match the content")
     name = _parse_choice(content, "dtype", _DTYPES)
-    plain = version == VERSION or (version == CHANGED_VERSION and "quantized" not in content)
-    format, scale, codec = (None, None, None) if plain else _parse_format(content, version, path)
+    is_unquantized = version == VERSION or (version == CHANGED_VERSION and "quantized" not in content)
+    format, scale, codec = (None, None, None) if is_unquantized else _parse_format(content, version, path)
     shards = _parse_shards(_parse_field(content, "shards", list), version == CHANGED_VERSION)
     if len({*map(attrgetter("file"), shards)}) != len(shards):
         raise ValueError("shards: expected files of different names")
-    documents, tokens = (sum(map(attrgetter(each), shards)) for each in ("documents", "tokens"))
+    documents, tokens = (sum(map(attrgetter(key), shards)) for key in ("documents", "tokens"))
     if _parse_count(content, "documents") != documents:
         raise ValueError(f"documents: expected the sum over all shards, {documents}, got {content['documents']}")
     if tokens > _LARGEST:
@@ -253,13 +253,13 @@ def _parse_manifest(content: Any, path: Path, has_checksum: bool) -> Manifest:
 
 def _parse_format(content: Mapping[str, Any], version: int, path: Path) -> tuple[str, str, CodecFile | None]:
     """Return the format, the kind of scale, and the codec of residual codes."""
-    found, at = _parse_field(content, "quantized", dict), "quantized"
-    has_codec = version == CODED_VERSION or (version == CHANGED_VERSION and "codec" in found)
-    format = _parse_choice(found, "format", RESIDUAL_FORMATS if has_codec else FORMATS, at)
-    scale = _parse_choice(found, "scale", ("token",) if has_codec else get_args(Scale), at)
+    entry, at = _parse_field(content, "quantized", dict), "quantized"
+    has_codec = version == CODED_VERSION or (version == CHANGED_VERSION and "codec" in entry)
+    format = _parse_choice(entry, "format", RESIDUAL_FORMATS if has_codec else FORMATS, at)
+    scale = _parse_choice(entry, "scale", ("token",) if has_codec else get_args(Scale), at)
     if not has_codec:
         return format, scale, None
-    codec, at = _parse_field(found, "codec", dict, at), f"{at}.codec"
+    codec, at = _parse_field(entry, "codec", dict, at), f"{at}.codec"
     file = _parse_file(codec, at)
     return (
         format,
@@ -300,23 +300,23 @@ def _parse_shard(content: Any, at: str, may_change: bool) -> ShardEntry:
     file = _parse_file(content, at)
     size, documents = _parse_count(content, "bytes", at), _parse_count(content, "documents", at)
     tokens = _parse_count(content, "tokens", at)
-    found = ShardEntry(file, size, _parse_field(content, "sha256", str, at), documents, tokens)
-    return found if deleted is None else found._replace(deleted=_parse_tombstones(deleted, found, f"{at}.deleted"))
+    entry = ShardEntry(file, size, _parse_field(content, "sha256", str, at), documents, tokens)
+    return entry if deleted is None else entry._replace(deleted=_parse_tombstones(deleted, entry, f"{at}.deleted"))
 
 
 def _parse_tombstones(content: Any, shard: ShardEntry, at: str) -> Tombstones:
     if not isinstance(content, dict) or set(content) != set(Tombstones.__annotations__):
         raise ValueError(f"{at}: expected an object of {', '.join(Tombstones.__annotations__)}")
     documents, tokens = (_parse_count(content, name, at) for name in ("documents", "tokens"))
-    for name, count, most in (("documents", documents, shard.documents), ("tokens", tokens, shard.tokens)):
-        if count > most:
-            raise ValueError(f"{at}.{name}: expected {most} or less, as in the shard, got {count}")
-    found = Tombstones(documents, tokens, _parse_field(content, "rows", str, at))
+    for name, count, limit in (("documents", documents, shard.documents), ("tokens", tokens, shard.tokens)):
+        if count > limit:
+            raise ValueError(f"{at}.{name}: expected {limit} or less, as in the shard, got {count}")
+    tombstones = Tombstones(documents, tokens, _parse_field(content, "rows", str, at))
     try:
-        found.mask(shard.documents)
+        tombstones.mask(shard.documents)
     except ValueError as error:
         raise ValueError(f"{at}.rows: {error}") from None
-    return found
+    return tombstones
 
 
 def _parse_file(content: Mapping[str, Any], at: str) -> str:
@@ -337,8 +337,8 @@ def _parse_choice(content: Mapping[str, Any], name: str, choices: Iterable[str],
 def _parse_field(content: Mapping[str, Any], name: str, kind: type, at: str = "") -> Any:
     value = content.get(name)
     if type(value) is not kind:
-        found = "nothing" if name not in content else type(value).__name__
-        raise ValueError(f"{at}{at and '.'}{name}: expected {kind.__name__}, got {found}")
+        actual = "nothing" if name not in content else type(value).__name__
+        raise ValueError(f"{at}{at and '.'}{name}: expected {kind.__name__}, got {actual}")
     return value
 
 

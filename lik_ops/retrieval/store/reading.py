@@ -102,12 +102,12 @@ class ShardFile:
             text = _read_tensor(file, regions[IDS]).numpy().tobytes()
         count = self.shard.documents
         try:
-            found = json.loads(text)
+            ids = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.at}: the shard is corrupt: ids: {error}") from error
-        if not isinstance(found, list) or len(found) != count or not is_id_list(found):
+        if not isinstance(ids, list) or len(ids) != count or not is_id_list(ids):
             raise ValueError(f"{self.at}: the shard is corrupt: ids: expected a list of {count} strings or integers")
-        return found
+        return ids
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the mapped tensors of the layout.
@@ -117,22 +117,22 @@ class ShardFile:
         Without the comparison, a read past the end of a truncated file would end the process (SIGBUS). A file that is
         truncated between the comparison and the read still does.
         """
-        found = self.mapped  # read once, because another thread may drop it
-        if found is None or not self._is_unchanged(found):
-            self.mapped = found = self.map()
+        mapped_shard = self.mapped  # read once, because another thread may drop it
+        if mapped_shard is None or not self._is_unchanged(mapped_shard):
+            self.mapped = mapped_shard = self.map()
             _drop_oldest(self)
-        return found.tensors
+        return mapped_shard.tensors
 
     def map(self) -> MappedShard:
         """Map the tensors again, in memory that only the caller has."""
         # An inference tensor would stay one after the caller leaves `torch.inference_mode`.
-        with torch.inference_mode(False), self._open_checked() as (file, about, regions):
+        with torch.inference_mode(False), self._open_checked() as (file, status, regions):
             try:
                 storage: Any = torch.UntypedStorage.from_file(get_path(file, self.at), False, self.shard.bytes)
             except RuntimeError as error:
                 raise OSError(f"{self.at}: {error}") from error
             tensors = {name: _map_tensor(storage, regions[name]) for name in self.layout.tensors}
-        return MappedShard(tensors, about.st_dev, about.st_ino)
+        return MappedShard(tensors, status.st_dev, status.st_ino)
 
     def _is_unchanged(self, mapped: MappedShard) -> bool:
         """Return whether the mapped file is still complete.
@@ -140,13 +140,13 @@ class ShardFile:
         False if its name belongs to another file.
         """
         try:
-            about = os.stat(self.at)
+            status = os.stat(self.at)
         except FileNotFoundError:
             return True  # the file was removed, and its memory is still mapped
-        if (about.st_dev, about.st_ino) != (mapped.device, mapped.inode):
+        if (status.st_dev, status.st_ino) != (mapped.device, mapped.inode):
             return False
         with self._add_path_to_errors():
-            self._check_size(about)
+            self._check_size(status)
         return True
 
     def _check_size(self, about: os.stat_result) -> None:
@@ -158,9 +158,9 @@ class ShardFile:
     def _open_checked(self) -> Iterator[tuple[BinaryIO, os.stat_result, dict[str, _TensorRegion]]]:
         """Yield the file, its status and the places of its tensors, all checked."""
         with self._add_path_to_errors(), open(self.at, "rb") as file:
-            about = os.fstat(file.fileno())
-            self._check_size(about)
-            yield file, about, self._regions(file)
+            status = os.fstat(file.fileno())
+            self._check_size(status)
+            yield file, status, self._regions(file)
 
     @contextmanager
     def _add_path_to_errors(self) -> Iterator[None]:
@@ -192,17 +192,17 @@ class ShardFile:
         if not isinstance(header, dict):
             raise ValueError("expected a header that is an object")
         expected = {**self.layout.tensors, LENGTHS: TensorSpec(False, (), torch.int64)}
-        found = {}
-        for name, kept in expected.items():
-            shape = (self.shard.tokens if kept.of_tokens else self.shard.documents, *kept.sizes)
-            found[name] = self._region(header, name, shape, kept.dtype, first)
+        regions = {}
+        for name, spec in expected.items():
+            shape = (self.shard.tokens if spec.of_tokens else self.shard.documents, *spec.sizes)
+            regions[name] = self._region(header, name, shape, spec.dtype, first)
         if (IDS in header) != self.has_ids:
             raise ValueError(f"expected {IDS} [bytes] of torch.uint8" if self.has_ids else f"expected no {IDS}")
         if self.has_ids:
             sizes = header[IDS].get("shape") if isinstance(header[IDS], dict) else None
             size = sizes[0] if isinstance(sizes, list) and len(sizes) == 1 and type(sizes[0]) is int else 0
-            found[IDS] = self._region(header, IDS, (size,), torch.uint8, first)
-        return found
+            regions[IDS] = self._region(header, IDS, (size,), torch.uint8, first)
+        return regions
 
     def _region(
         self, header: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
@@ -264,4 +264,4 @@ def _map_tensor(storage: torch.UntypedStorage, region: _TensorRegion) -> Tensor:
 
 def is_id_list(x: list) -> bool:
     """Return whether the items are all strings or all integers."""
-    return all(type(each) is str for each in x) or all(type(each) is int for each in x)
+    return all(type(item) is str for item in x) or all(type(item) is int for item in x)

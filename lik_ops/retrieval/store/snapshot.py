@@ -52,22 +52,22 @@ class Snapshot:
             manifest.codec.check(manifest.format, manifest.d)
         self._files: list[ShardFile | None] = [None] * len(manifest.shards)
         count = 0 if before is None else len(before._files)
-        added: Sequence[int] = range(count, len(manifest.shards))
+        new_shards: Sequence[int] = range(count, len(manifest.shards))
         if before is not None and manifest.shards[:count] == before.manifest.shards:
             self._files[:count] = before._files
         elif before is not None:
             shards = [shard.without_tombstones() for shard in before.manifest.shards]
-            known = dict(zip(shards, before._files, strict=True))
+            files_by_shard = dict(zip(shards, before._files, strict=True))
             shards = [shard.without_tombstones() for shard in manifest.shards]
-            self._files = [known.get(shard) for shard in shards]
-            added = [i for i, shard in enumerate(shards) if shard not in known]
+            self._files = [files_by_shard.get(shard) for shard in shards]
+            new_shards = [i for i, shard in enumerate(shards) if shard not in files_by_shard]
         self._live: dict[int, _LiveRows | None] = {}
         if verify:
-            for i in added:
+            for i in new_shards:
                 self.shard_file(i).verify()
             _ = self.lengths
         else:
-            self._find_files(added)
+            self._find_files(new_shards)
 
     def _find_files(self, added: Sequence[int]) -> None:
         """Raise ValueError, with its path, if the file of one of these shards is missing."""
@@ -95,8 +95,8 @@ class Snapshot:
             try:
                 return cls(path, manifest, verify=verify)
             except ValueError:
-                before, manifest = manifest, Manifest.read(path, manifest)
-                if manifest == before:
+                previous, manifest = manifest, Manifest.read(path, manifest)
+                if manifest == previous:
                     raise
 
     @cached_property
@@ -111,24 +111,24 @@ class Snapshot:
         """Return the documents of a shard that are not deleted, or None if no document of the shard is deleted."""
         if i not in self._live:
             deleted, file = self.manifest.shards[i].deleted, self.shard_file(i)
-            found = None
+            live_rows = None
             if deleted is not None:
                 mask, lengths = deleted.mask(file.shard.documents), file.lengths
                 if int(lengths[mask].sum()) != deleted.tokens:
                     raise ValueError(f"{file.at}: the shard is corrupt: expected {deleted.tokens} deleted tokens")
                 rows = (~mask).nonzero().flatten()
-                found = _LiveRows(rows, lengths[rows], compute_offsets(lengths)[rows])
-            self._live[i] = found
+                live_rows = _LiveRows(rows, lengths[rows], compute_offsets(lengths)[rows])
+            self._live[i] = live_rows
         return self._live[i]
 
     @cached_property
     def lengths(self) -> Tensor:
         """int64 ``[N]``, the number of tokens of each document."""
-        found = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        parts = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for i in range(len(self._files)):
-            live = self._live_rows(i)
-            found.append(self.shard_file(i).lengths if live is None else live.lengths)
-        return torch.cat(found)
+            live_rows = self._live_rows(i)
+            parts.append(self.shard_file(i).lengths if live_rows is None else live_rows.lengths)
+        return torch.cat(parts)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -140,20 +140,20 @@ class Snapshot:
         """The id of each document, or None if documents were appended without ids."""
         if not self.manifest.has_ids:
             return None
-        found: list = []
+        ids: list = []
         for i in range(len(self._files)):
-            found += self.shard_ids(i)
-        return found
+            ids += self.shard_ids(i)
+        return ids
 
     def shard_ids(self, i: int) -> list:
         """Return the ids of the documents of a shard that are not deleted."""
-        found, live = self.shard_file(i).ids, self._live_rows(i)
-        return found if live is None else [found[row] for row in live.rows.tolist()]
+        ids, live_rows = self.shard_file(i).ids, self._live_rows(i)
+        return ids if live_rows is None else [ids[row] for row in live_rows.rows.tolist()]
 
     def shard_rows(self, i: int, documents: Tensor) -> Tensor:
         """Return the rows in shard `i` of documents, which count from the first document of the shard."""
-        live = self._live_rows(i)
-        return documents if live is None else live.rows[documents]
+        live_rows = self._live_rows(i)
+        return documents if live_rows is None else live_rows.rows[documents]
 
     def _places(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
         """Yield each run of rows that has documents of ``[begin, end)``: its shard, and its rows.
@@ -163,16 +163,16 @@ class Snapshot:
         for i in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end) if begin < end else 0):
             first, last = self.starts[i : i + 2]
             a, b = max(begin, first), min(end, last)
-            live = self._live_rows(i)
-            if live is None:
-                of_tokens = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
-                yield i, {True: of_tokens, False: slice(a - first, b - first)}
+            live_rows = self._live_rows(i)
+            if live_rows is None:
+                token_rows = slice(*(int(self.cu_seqlens[j] - self.cu_seqlens[first]) for j in (a, b)))
+                yield i, {True: token_rows, False: slice(a - first, b - first)}
                 continue
-            rows, lengths, firsts = (x[a - first : b - first] for x in live)
+            rows, lengths, firsts = (x[a - first : b - first] for x in live_rows)
             breaks = ((rows.diff() != 1).nonzero().flatten() + 1).tolist()
             for c, e in pairwise([0, *breaks, len(rows)] if len(rows) else []):
-                of_tokens = slice(int(firsts[c]), int(firsts[e - 1] + lengths[e - 1]))
-                yield i, {True: of_tokens, False: slice(int(rows[c]), int(rows[e - 1]) + 1)}
+                token_rows = slice(int(firsts[c]), int(firsts[e - 1] + lengths[e - 1]))
+                yield i, {True: token_rows, False: slice(int(rows[c]), int(rows[e - 1]) + 1)}
 
     def pieces(self, begin: int, end: int) -> tuple[list[Tokens], Tensor]:
         """Return the tokens of the documents ``[begin, end)`` as mapped pieces, and their offsets.
@@ -207,11 +207,11 @@ class Snapshot:
         places, layout = list(islice(self._places(begin, end), 2)), self.manifest.layout
         if len(places) == 1:
             ((i, rows),) = places
-            found = _slice_tensors(self.shard_file(i).map().tensors, rows, layout.tensors)
+            tensors = _slice_tensors(self.shard_file(i).map().tensors, rows, layout.tensors)
         else:
-            found = self.copy_rows(torch.arange(begin, end, device="cpu"), layout.tensors)
+            tensors = self.copy_rows(torch.arange(begin, end, device="cpu"), layout.tensors)
         cu_seqlens = self._offsets(begin, end)
-        tokens = as_scorable(layout.tokens(found), layout.dtype, cu_seqlens)
+        tokens = as_scorable(layout.tokens(tensors), layout.dtype, cu_seqlens)
         if isinstance(tokens, Quantized):  # the codec is shared
             tokens = replace(tokens, codec=deepcopy(tokens.codec))
         return tokens, cu_seqlens
@@ -261,25 +261,27 @@ class Snapshot:
             The rows of each tensor, in the order of the documents.
         """
         bounds = torch.searchsorted(chosen, torch.tensor(self.starts, device="cpu")).tolist()
-        done = dict.fromkeys((True, False), 0)
+        n_copied = dict.fromkeys((True, False), 0)
         total = {True: int(self.lengths[chosen].sum()), False: len(chosen)}
-        found = {name: _allocate_empty(kept, total[kept.of_tokens], pinned) for name, kept in of.items()}
+        copies = {name: _allocate_empty(spec, total[spec.of_tokens], pinned) for name, spec in of.items()}
         for i, (a, b) in enumerate(pairwise(bounds)):
             if a == b:
                 continue
-            inside, live = chosen[a:b] - self.starts[i], self._live_rows(i)
+            positions, live_rows = chosen[a:b] - self.starts[i], self._live_rows(i)
             firsts = (
-                self.cu_seqlens[chosen[a:b]] - self.cu_seqlens[self.starts[i]] if live is None else live.firsts[inside]
+                self.cu_seqlens[chosen[a:b]] - self.cu_seqlens[self.starts[i]]
+                if live_rows is None
+                else live_rows.firsts[positions]
             )
-            rows = {False: self.shard_rows(i, inside), True: make_segment_rows(firsts, self.lengths[chosen[a:b]])[0]}
+            rows = {False: self.shard_rows(i, positions), True: make_segment_rows(firsts, self.lengths[chosen[a:b]])[0]}
             tensors = self.shard_file(i).tensors()
-            for name, kept in of.items():
-                at = rows[kept.of_tokens]
-                begin = done[kept.of_tokens]
+            for name, spec in of.items():
+                at = rows[spec.of_tokens]
+                begin = n_copied[spec.of_tokens]
                 if len(at):
-                    torch.index_select(tensors[name], 0, at, out=found[name][begin : begin + len(at)])
-            done = {which: done[which] + len(rows[which]) for which in done}
-        return found
+                    torch.index_select(tensors[name], 0, at, out=copies[name][begin : begin + len(at)])
+            n_copied = {is_per_token: n_copied[is_per_token] + len(rows[is_per_token]) for is_per_token in n_copied}
+        return copies
 
     def _offsets(self, begin: int, end: int) -> Tensor:
         """Return the bounds of the documents ``[begin, end)``, which begin with 0."""
@@ -292,4 +294,4 @@ def _allocate_empty(kept: TensorSpec, rows: int, pinned: bool = False) -> Tensor
 
 def _slice_tensors(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
     """Return rows of some tensors of a shard as views."""
-    return {name: tensors[name][rows[kept.of_tokens]] for name, kept in of.items()}
+    return {name: tensors[name][rows[spec.of_tokens]] for name, spec in of.items()}

@@ -245,8 +245,9 @@ EMPTY_LAYOUTS = ["cross", "candidates", "flat_d", "winners", "candidate winners"
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        *((layout, torch.float32) for layout in EMPTY_LAYOUTS),
+        *((layout, torch.float32) for layout in ("cross", "candidates", "winners")),
         ("winners", torch.float16),
+        *(pytest.param(x, torch.float32, marks=pytest.mark.slow) for x in ("flat_d", "candidate winners")),
         *(pytest.param(x, torch.float16, marks=pytest.mark.slow) for x in EMPTY_LAYOUTS if x != "winners"),
     ],
 )

@@ -409,14 +409,14 @@ def test_the_peak_is_measured():
 
 # Long and wide queries, many short documents, pairs, long documents, wide tokens, everything small.
 LARGE_SHAPES = (
-    ("cross", (1, 2, 8192, 40, 4096)),
+    pytest.param("cross", (1, 2, 8192, 40, 4096), marks=pytest.mark.slow),
     ("cross", (500, 2000, 4, 3, 2)),
     ("cross", (3, 4000, 32, 40, 16)),
     ("candidates", (3000, 1, 32, 40, 16)),
     ("candidates", (300, 3, 300, 20, 64)),
     ("cross", (2, 3, 20, 20000, 128)),
     ("cross", (2, 2, 40, 50, 65536)),
-    ("candidates", (2, 2, 40, 70, 65536)),
+    pytest.param("candidates", (2, 2, 40, 70, 65536), marks=pytest.mark.slow),
     ("cross", (1, 2, 100000, 2, 8)),
 )
 

@@ -542,7 +542,7 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
     halves = (reset_accumulator(S, C), reset_accumulator(S, C))
     layout: gl.constexpr = gl.SliceLayout(1, halves[0].best.type.layout)
     unresolved = gl.full([C.MMA_ROWS], 0, gl.int32, layout)
-    document_scale = 0.0
+    scale = 0.0
     task = begin
     while task < end:
         row_tile = task // sizes.K
@@ -561,13 +561,11 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 products = _issue_products(q, ring, halves, at, G, C)
                 if not C.ARGMAX:
                     if k > begin_k:
-                        document_scale = _flag_fallbacks(at, factors, document_scale, C)
+                        scale = _flag_fallbacks(at, factors, scale, C)
                         kept_length = _find_kept_length(at) if C.MASK else previous_length
-                        _store_document(
-                            halves, x, first, factors, k - 1, kept_length, document_scale, out, unresolved, sizes, C
-                        )
+                        _store_document(halves, x, first, factors, k - 1, kept_length, scale, out, unresolved, sizes, C)
                     if C.INT8_TERMS > 0:
-                        document_scale = load_document_scale(x.numbers, k, C)
+                        scale = load_document_scale(x.numbers, k, C)
                     at = _reset_scale_range(at, C)
                     halves = reset_accumulators(halves, C)
                 if not EVEN:
@@ -579,21 +577,17 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 stop = length if EVEN else compiler_barrier_value(length)
                 halves, at = _score_tiles(q, ring, halves, at, C.BN, stop, origin, length, spans, G, C)
             if C.ARGMAX:
-                scored_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
-                document_scale = _flag_fallbacks(at, factors, document_scale, C)
-                unresolved = _store_document(
-                    halves, x, first, factors, k, scored_length, document_scale, out, unresolved, sizes, C
-                )
+                own_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
+                scale = _flag_fallbacks(at, factors, scale, C)
+                unresolved = _store_document(halves, x, first, factors, k, own_length, scale, out, unresolved, sizes, C)
                 at = _reset_scale_range(at, C)
                 halves = reset_accumulators(halves, C)
             if not EVEN:
                 previous_length, length, origin = length, next_length, source
         if not C.ARGMAX:
-            document_scale = _flag_fallbacks(at, factors, document_scale, C)
+            scale = _flag_fallbacks(at, factors, scale, C)
             kept_length = _find_kept_length(at) if C.MASK else previous_length
-            _store_document(
-                halves, x, first, factors, end_k - 1, kept_length, document_scale, out, unresolved, sizes, C
-            )
+            _store_document(halves, x, first, factors, end_k - 1, kept_length, scale, out, unresolved, sizes, C)
             at = _reset_scale_range(at, C)
             if not EVEN:
                 halves = reset_accumulators(halves, C)  # else all loops carry `where`, although it is always 0

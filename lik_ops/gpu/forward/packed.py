@@ -207,17 +207,15 @@ class PackedPlan(Plan):
         for n in self.given:
             pointers[n] = pointer = c[n].data_ptr()  # type: ignore[union-attr]
             pointer_bits |= pointer
-        dequant_pointers, extra_pointers = None, []
+        count_ptrs, extras = None, []
         if counts is not None:
-            dequant_pointers = _get_pointers(counts)
-            extra_pointers = [x.data_ptr() for x in counts if isinstance(x, Tensor)]
-            for pointer in extra_pointers:
+            count_ptrs = _get_pointers(counts)
+            extras = [x.data_ptr() for x in counts if isinstance(x, Tensor)]
+            for pointer in extras:
                 pointer_bits |= pointer
-        misalignment = (
-            tuple([pointer & 15 != 0 for pointer in (*pointers, *extra_pointers)]) if pointer_bits & 15 else ()
-        )
+        misaligned = tuple([pointer & 15 != 0 for pointer in (*pointers, *extras)]) if pointer_bits & 15 else ()
         terms = self._terms(c, tile) if tile.config.INT8_TERMS and programs else None
-        bound = tile.bound.get(misalignment)
+        bound = tile.bound.get(misaligned)
         if (
             bound is None
             or not 0 < programs <= _INT32_MAX
@@ -225,7 +223,7 @@ class PackedPlan(Plan):
             or current_device() != self.index
             or launcher.has_launch_hooks()
         ):
-            return self._launch_scores(c, argmax, counts, terms, tile, programs, misalignment)
+            return self._launch_scores(c, argmax, counts, terms, tile, programs, misaligned)
         allocate_fast, allocate = self.makers
         scores = (allocate if is_deterministic() else allocate_fast)(shape, strides, torch.float32)
         descriptor: tuple = (None,)
@@ -235,18 +233,8 @@ class PackedPlan(Plan):
         queries_of, documents_of, segments = self._group_args(c, pointers)
         argmax_pointer = None if argmax is None else argmax.data_ptr()
         out, sizes = (scores.data_ptr(), argmax_pointer), (queries, columns, Tq, Td, max_seqlen_q)
-        term_pointers = None if terms is None else _get_pointers(terms)
-        args = (
-            queries_of,
-            documents_of,
-            *descriptor,
-            term_pointers,
-            dequant_pointers,
-            segments,
-            out,
-            sizes,
-            *tile.constants,
-        )
+        term_ptrs = None if terms is None else _get_pointers(terms)
+        args = (queries_of, documents_of, *descriptor, term_ptrs, count_ptrs, segments, out, sizes, *tile.constants)
         bound.direct(programs, 1, 1, raw_stream(self.index), args)  # type: ignore[misc]
         return scores
 

@@ -62,7 +62,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 def pytest_addoption(parser):
     parser.addoption("--part", help="1/2: the tests of every other file, 2/2: those of the rest")
-    parser.addoption("--sample", type=int, help="3: a third of the cases of each test function, the same in every run")
+    parser.addoption("--sample", type=int, help="3: a third of the cases of each test function, at least 4")
 
 
 def part_of(names, part):
@@ -74,14 +74,14 @@ def part_of(names, part):
 
 
 def sample_of(names, divisor):
-    """Return 1 / `divisor` of the cases of each function, at least one. `names` are ids such as ``"test_a[case]"``.
+    """Return 1 / `divisor` of the cases of each function, at least 4. `names` are ids such as ``"test_a[case]"``.
 
     A case is chosen by the hash of its id, so that a case more changes few others.
     """
     functions = defaultdict(list)
     for name in sorted(names, key=lambda name: zlib.crc32(name.encode())):
         functions[name.partition("[")[0]].append(name)
-    return [name for cases in functions.values() for name in cases[: math.ceil(len(cases) / divisor)]]
+    return [name for cases in functions.values() for name in cases[: max(4, math.ceil(len(cases) / divisor))]]
 
 
 def deselect(config, items, is_chosen):

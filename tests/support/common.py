@@ -49,13 +49,13 @@ PLACES = [INTERPRETER] if INTERPRETING else [PORTABLE, pytest.param(CUDA, marks=
 PLACE_IDS = str
 
 
-def thin_out(cases: Iterable, divisor: int) -> list:
-    """Return the cases as parameters of a test. In the interpreter, a random 1 / `divisor` of them are fast tests.
+def thin_out(cases: Iterable, divisor: int, *, applies: bool = INTERPRETING) -> list:
+    """Return the cases as parameters of a test. A random 1 / `divisor` of them are fast tests, if it `applies`.
 
-    A GPU runs all cases. The interpreter needs seconds for some of them.
+    The interpreter and the compilers need seconds for some cases. A GPU runs all cases, and so does `make test-all`.
     """
     cases = [case if isinstance(case, tuple) else (case,) for case in cases]
-    fast = random.Random(0).sample(range(len(cases)), len(cases) // divisor if INTERPRETING else len(cases))
+    fast = random.Random(0).sample(range(len(cases)), len(cases) // divisor if applies else len(cases))
     return [pytest.param(*case, marks=[] if n in fast else pytest.mark.slow) for n, case in enumerate(cases)]
 
 

@@ -13,6 +13,7 @@ from lik_ops.gpu.tuning.architectures import ARCHITECTURES
 
 from ...csrc_triton.test_aot import MATRIX_UNIT, _check
 from ...support.aot import SOFT, Case, _queries
+from ...support.common import thin_out
 from ...support.machine_code import compile_as_launched, cuda_resources, target
 
 FORWARD, FINISH = "maxsim_forward_soft", "maxsim_finish"
@@ -52,8 +53,9 @@ def _check_compiles(case: Case, arch: str) -> None:
     assert unit in text, f"{case} on {arch}: not on the matrix unit"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "arch"), thin_out(itertools.product(CASES, ("sm_80", "sm_90")), 2, applies=True), ids=str
+)
 def test_kernels_compile(case, arch):
     _check_compiles(case, arch)
 

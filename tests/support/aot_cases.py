@@ -366,12 +366,12 @@ def common_and_others() -> tuple[list[tuple[Case, str]], list[tuple[Case, str]]]
     """
     seen: set[str] = set()
     pairs = list(itertools.product(COMMON, ARCHITECTURES))
-
-    def is_quick(n: int, k: int, name: str) -> bool:
-        return name == "sm_90" or n < len(KERNELS) or (name not in _LIKE_SM_80 and n % 3 == k % 3)
-
-    indices = itertools.product(range(len(COMMON)), range(len(ARCHITECTURES)))
-    quick = [pair for pair, (n, k) in zip(pairs, indices, strict=True) if is_quick(n, k, pair[1])]
+    quick = [
+        (case, name)
+        for n, case in enumerate(COMMON)
+        for k, name in enumerate(ARCHITECTURES)
+        if name == "sm_90" or n < len(KERNELS) or (name not in _LIKE_SM_80 and n % 3 == k % 3)
+    ]
     common = unique(quick, seen)
     every = ((case, name) for name, arch in ARCHITECTURES.items() for case in _every_case(arch))
     return common, unique(itertools.chain(pairs, every), seen)
@@ -382,7 +382,8 @@ def alternate(shapes: list[tuple], flags: int) -> list:
 
     Each shape is in a fast test, and so is each flag with both values.
     """
-    combinations = [(*shape, *values) for shape in shapes for values in itertools.product((False, True), repeat=flags)]
-    firsts = (n // 2**flags for n in range(len(combinations)))
-    slow = [(n + sum(c[-flags:])) % 2 == 1 for n, c in zip(firsts, combinations, strict=True)]
-    return [pytest.param(*c, marks=[pytest.mark.slow] * s) for c, s in zip(combinations, slow, strict=True)]
+    return [
+        pytest.param(*shape, *values, marks=[pytest.mark.slow] * ((n + sum(values)) % 2))
+        for n, shape in enumerate(shapes)
+        for values in itertools.product((False, True), repeat=flags)
+    ]

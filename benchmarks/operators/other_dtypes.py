@@ -126,6 +126,7 @@ def quantized_calls(sizes: tuple[int, ...]) -> Calls:
     stored = {name: lik_ops.quantize(D, name) for name in ("int8", "binary", "fp8_e4m3")}
     for name, query in (("binary", "int8"), ("binary", "binary"), ("fp8_e4m3", "fp8")):
         stored[f"{name} x {query}"] = dataclasses.replace(stored[name], query=query)
+    stored["fp8_e4m3 x fp8, scale per document"] = lik_ops.quantize(D, "fp8_e4m3", "document", query="fp8")
     stored["binary, scale per document"] = lik_ops.quantize(D, "binary", "document")
     stored["binary x int8, scale per document"] = lik_ops.quantize(D, "binary", "document", query="int8")
     return {"bf16": lambda: lik_ops.maxsim(Q, D)} | {

@@ -57,6 +57,7 @@ FORMATS = {
     "uint8": ("uint8", "token", "half"),
     "fp8_e4m3": ("fp8_e4m3", "token", "half"),
     "fp8_e4m3 x fp8": ("fp8_e4m3", "token", "fp8"),
+    "fp8_e4m3 document x fp8": ("fp8_e4m3", "document", "fp8"),
     "binary": ("binary", "token", "half"),
     "binary document": ("binary", "document", "half"),
     "binary document x int8": ("binary", "document", "int8"),

@@ -287,7 +287,8 @@ TABLES: dict[str, TablePlan] = {
         ),
         ("Nq", "Nd", "Lq", "Ld", "d"),
         note=(
-            "lik_ops keeps the queries in bf16. late-interaction-kernels quantizes both sides, before the timed call."
+            "Both libraries round queries and documents to FP8 per token. late-interaction-kernels rounds the queries"
+            " before the timed call, lik_ops inside."
         ),
     ),
     "Tab13": TablePlan(

@@ -61,7 +61,7 @@ class QuantizedDocuments(Dense):
         ours = {
             plan.OURS_INT8: ("int8", "token", "int8"),
             plan.OURS_INT8_DOCUMENT: ("int8", "document", "int8"),
-            plan.OURS_FP8: ("fp8_e4m3", "token", "half"),
+            plan.OURS_FP8: ("fp8_e4m3", "token", "fp8"),
         }
         if name in ours:
             kept, scale, query = ours[name]

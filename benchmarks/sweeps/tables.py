@@ -133,7 +133,7 @@ ENCODED_SHAPES += ((64, 64, 1024, 1024),)  # Nq, Nd, Lq, Ld
 # Format, query, scale.
 ENCODED = (
     *(("binary", query, scale) for query in ("half", "int8", "binary") for scale in ("document", "token")),
-    ("fp8_e4m3", "fp8", "token"),
+    *(("fp8_e4m3", "fp8", scale) for scale in ("document", "token")),
 )
 _FEW_STAGES, _MANY_STAGES = {"binary": (8, 16, 32), "fp8_e4m3": (3, 6, 10)}, (4, 6, 8)
 _PREFERRED: Patches = {"gpu.supports.prefers_encoded": put(lambda *_: None)}
@@ -178,6 +178,69 @@ def encoded_tiles(case: tuple) -> dict[str, Patches]:
             "gpu.tuning.sm90_configs.configure_int8": programs(n),
         }
     return found
+
+
+# turns: whether consumer warp groups issue their products in turns.
+TURN_SHAPES = ((16, 1000, 32, 300), (16, 1000, 32, 1024), (1, 1000, 1024, 1024))  # Nq, Nd, Lq, Ld
+# A dtype with an option, or a format with its scale and query.
+TURN_INPUTS = (
+    *(("bfloat16", option) for option in ("", "normalize", "argmax")),
+    *(("float32", precision) for precision in ("tf32", "ieee")),
+    *(("int8", scale, query) for scale in ("document", "token") for query in ("half", "int8")),
+    ("fp8_e4m3", "token", "half"),
+    *(("fp8_e4m3", scale, "fp8") for scale in ("document", "token")),
+    *(("binary", "document", query) for query in ("half", "int8")),
+)
+
+
+def turn_cases() -> dict[str, tuple]:
+    return {f"{' '.join(how)} {shape}": (how, shape) for how, shape in itertools.product(TURN_INPUTS, TURN_SHAPES)}
+
+
+def turn_call(case: tuple) -> Call:
+    (kind, *rest), (Nq, Nd, Lq, Ld) = case
+    dtype = kind if kind in ("bfloat16", "float32") else "bfloat16"
+    x = Inputs(Case("turns", Nq, Nd, Lq, Ld, dtype=dtype), "cuda")
+    if rest == ["argmax"]:
+        return lambda: torch.cat([t.flatten().float() for t in lik_ops.maxsim_with_argmax(x.Q, x.D)])
+    if kind == "float32":
+        torch.backends.cuda.matmul.allow_tf32 = rest == ["tf32"]
+    D: Any = x.D if dtype == kind else lik_ops.quantize(x.D, kind, rest[0], query=rest[1])
+    return lambda: lik_ops.maxsim(x.Q, D, normalize=rest == ["normalize"])
+
+
+def turn_alternatives(case: tuple) -> dict[str, Patches]:
+    def without_turns(present: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: present(*args, **options)._replace(PING_PONG=False)
+
+    return {"without turns": {"gpu.tuning.sm90_configs._make_config": without_turns}}
+
+
+# narrow: tiles of one query and few features, (tokens, warps, stages).
+NARROW_SHAPES = (
+    (4000, 2048, 48),
+    (1000, 4096, 48),
+    (10_000, 300, 64),
+    (1000, 4096, 64),
+    (16_000, 512, 64),
+)  # Nd, Ld, d
+NARROW_TILES = (*((64, 4, stages) for stages in (1, 2, 3, 4)), *((128, 4, stages) for stages in (1, 2, 3)), (128, 8, 2))
+
+
+def narrow_cases() -> dict[str, Case]:
+    names = {f"1 x {Nd}, Ld {Ld}, d {d}": (Nd, Ld, d) for Nd, Ld, d in NARROW_SHAPES}
+    return {name: Case(name, 1, Nd, 32, Ld, d=d) for name, (Nd, Ld, d) in names.items()}
+
+
+def narrow_tiles(case: Case) -> dict[str, Patches]:
+    def patches(tokens: int, warps: int, stages: int) -> Patches:
+        tile = TileConfig(32, tokens, 128, warps, stages, tokens_first=True)
+        return {_FORWARD: put(lambda *_: (tile,)), **_NO_SM90}
+
+    return {
+        f"{tokens} tokens, {warps} warps, {stages} stages": patches(tokens, warps, stages)
+        for tokens, warps, stages in NARROW_TILES
+    }
 
 
 # pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
@@ -388,6 +451,8 @@ SWEEPS = {
     "forward": Sweep(forward_cases, forward_call, forward_tiles),
     "few": Sweep(few_cases, few_call, few_tiles),
     "encoded": Sweep(encoded_cases, encoded_call, encoded_tiles),
+    "turns": Sweep(turn_cases, turn_call, turn_alternatives),
+    "narrow": Sweep(narrow_cases, dense_call, narrow_tiles),
     "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
     "head": Sweep(head_cases, head_call, head_tiles),
     "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),

@@ -302,6 +302,7 @@ class Sm90Config(NamedTuple):
     # binary documents, "bits1" to "bits1_binary" as in `KernelConfig`. Words are decoded to int8.
     ENCODING: str = ""
     PROGRAMS_PER_SM: int = 1  # with SMALL_M: 2 programs have fewer registers. The launch has to limit them, too
+    PING_PONG: bool = True  # consumer warp groups issue their products in turns. Not used with SMALL_M
 
 
 class RowMaximaOutputArgs(NamedTuple):

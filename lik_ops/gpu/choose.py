@@ -206,7 +206,7 @@ def choose_fp8(Q: Tensor, data: Tensor, scale: Tensor, kept: str, arch: Architec
     if reason:
         return reason
     sizes = make_size_args(Q, data)
-    choice = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], kept=kept)
+    choice = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], kept=kept, each_token=scale.shape[1] > 1)
     reason = supports.supports_encoded(Q, data, scale, choice)
     return reason or supports.prefers_encoded(sizes.K, arch, choice) or choice
 

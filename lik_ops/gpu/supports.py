@@ -200,14 +200,12 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) 
     (Nq, K, Lq, Ld), d, C = make_size_args(Q, data), Q.shape[-1], found.config
     assert isinstance(C, Sm90Config)
     bits = get_code_bits(C.ENCODING) > 0
-    fp8_queries = C.ENCODING == "fp8_fp8"
     has_fp8 = C.ENCODING != "" and not bits
     each_token = scale.shape[1] > 1 and copies_token_scales(C)
     odd_scales = each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous())
     counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
         (has_fp8 and Q.dtype not in HALF_DTYPES, f"FP8 documents with {Q.dtype} queries"),
-        (fp8_queries and not each_token, "FP8 queries with a scale that tokens share"),
         (odd_scales, "scales of tokens that are not contiguous, or that documents share"),
         (each_token and Ld % 4, "scales of tokens with Ld no multiple of 4"),
         (Lq < 2, "Lq < 2"),

@@ -182,9 +182,10 @@ def test_fp8_documents_compile_to_concurrent_wgmma(dtype, kept, d, Nq, Lq, Ld, o
     ],
     ids=str,
 )
-def test_fp8_queries_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, options):
-    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept="fp8_fp8")
-    source = numbers_source(choice, dtype, d, options, True)
+@pytest.mark.parametrize("each_token", [True, False])
+def test_fp8_queries_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, options, each_token):
+    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept="fp8_fp8", each_token=each_token)
+    source = numbers_source(choice, dtype, d, options, each_token)
     assert "f32.e4m3.e4m3" in compile_checked(source, products=True).asm["ptx"]
 
 

@@ -65,7 +65,7 @@ def maxsim_forward_sm90(Q, D, norms, numbers, out, sizes, d, parts, C: gl.conste
         ring, q_smem = make_small_m_pipeline(D, norms, C)
     else:
         ring, q_smem = make_pipeline(D, C, norms)
-    x = QueryOperands(Q, None if is_fp8(C.ENCODING) and not C.SMALL_M else numbers, parts, d)
+    x = QueryOperands(Q, None if is_fp8(C.ENCODING) and C.PRECOMPUTED_SCALES and not C.SMALL_M else numbers, parts, d)
     if C.SMALL_M:
         gl.warp_specialize(
             [

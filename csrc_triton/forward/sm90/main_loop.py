@@ -72,7 +72,7 @@ Barriers:
 barrier             count  arriving                              waiting
 full[stage]         1      TMA, with the bytes of the copies     consumers, and norm or mask warps if there are any
 empty[stage]        2      each consumer, after both products    producer (count 1 with C.SMALL_M)
-turn[g]             1      consumer 1 - g, products issued       consumer g, before issuing products (ping-pong)
+turn[g]             1      consumer 1 - g, products issued       consumer g, before issuing products (C.PING_PONG)
 norms.ready[stage]  1      norm warps                            consumers, before issuing products
 ready[stage]        2      each mask warp                        consumers, instead of full[stage]
 raw.full[stage]     1      TMA, FP8 and fp32 only                conversion warps
@@ -82,7 +82,8 @@ search[2]           2      each consumer, after its last tile    both consumers,
 ```
 
 No warp group hands the first turn to group 0. `consume` starts with `turn = 1 - g`, and a wait for phase 1 of a new
-barrier returns at once. Group 0 therefore issues first, and group 1 waits until group 0 has issued.
+barrier returns at once. Group 0 therefore issues first, and group 1 waits until group 0 has issued. Without C.PING_PONG
+both groups issue as soon as a tile is there, so that one may store a document while the other one multiplies.
 
 With FP8 and fp32 the producer fills a second pipeline, `raw`, with the documents as they are. The conversion warps then
 act as the producer of the fp16 pipeline. They wait at its `empty` barriers and arrive at its `full` barriers, without
@@ -155,6 +156,7 @@ from .pipeline import (
     copies_scales,
     has_argmax_search,
     make_accumulator_layout,
+    negates_similarities,
     open_stage,
 )
 from .schedule import (
@@ -281,21 +283,25 @@ def _multiply_split_rows(q, ring, stage, halves, C: gl.constexpr):
 
 
 @gluon.jit
-def _issue_products(q, ring, halves, at, G: gl.constexpr, C: gl.constexpr):
+def _issue_products(q, ring, halves, at, each, G: gl.constexpr, C: gl.constexpr):
     """Issue the products of both accumulators with the tile at a position, and return them with the tile's scales.
 
     The scales or inverse norms are loaded before the other warp group gets its turn. The load then overlaps the
-    products.
+    products. `each` is the scale of the document, returned if `negates_similarities`.
     """
     wait_for_tile(ring, at.stage, at.phase, C)
-    mbarrier.wait(ring.turn.index(G), at.turn)
+    if C.PING_PONG:
+        mbarrier.wait(ring.turn.index(G), at.turn)
     if C.FP32_TERMS == 2:
         S_a, S_b = _multiply_split_rows(q, ring, at.stage, halves, C)
     else:
         S_a = _multiply(q[0], ring, at.stage, halves[0])
         S_b = _multiply(q[1], ring, at.stage, halves[1])
     inverse = load_inverse_norms(ring, at.stage, at.phase, join_terms(halves[0].S, C), C)
-    mbarrier.arrive(ring.turn.index(1 - G), count=1)
+    if negates_similarities(C):
+        inverse = each
+    if C.PING_PONG:
+        mbarrier.arrive(ring.turn.index(1 - G), count=1)
     return S_a, S_b, inverse
 
 
@@ -309,7 +315,9 @@ def _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, 
     tokens_left = length - start
     S_a, S_b, inverse = products
     a = accumulate_tile(warpgroup_mma_wait(1, [S_a]), inverse, halves[0], start, tokens_left, origin, spans, C)
-    if spans.Td is None and (C.NORMALIZE or C.ARGMAX or C.PRECOMPUTED_SCALES or ring.tiles.dtype == gl.int8):
+    if spans.Td is None and (
+        C.NORMALIZE or C.ARGMAX or C.PRECOMPUTED_SCALES or C.ENCODING != "" or ring.tiles.dtype == gl.int8
+    ):
         # This barrier completed long ago, but the wait ends a basic block. Without the wait, ptxas waits for both
         # products and then reduces.
         mbarrier.wait(ring.full.index(at.stage), at.phase)
@@ -416,8 +424,8 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
 def _finish_rows(half, x, first, factors, H: gl.constexpr, k, length, each, out, unresolved, sizes, C: gl.constexpr):
     """Store the argmax of an accumulator's rows in document k, and their maxima if out.maxima is not None.
 
-    The argmax is UNRESOLVED for a maximum that is NaN or -inf. `each` is the scale of an int8 document. `length` is
-    None for even documents.
+    The argmax is UNRESOLVED for a maximum that is NaN or -inf. `each` is the scale of an int8 or FP8 document. `length`
+    is None for even documents.
 
     Returns:
         The row maxima, weighted if they are summed, and the updated flags of unresolved rows.
@@ -439,6 +447,8 @@ def _finish_rows(half, x, first, factors, H: gl.constexpr, k, length, each, out,
             best, inverse, each, has_fallback, Q, x.numbers, first, H, x.parts, k, sizes, x.d, C
         )
     elif C.NORMALIZE or needs_power_scaling(Q.ptr.dtype.element_ty, C.ENCODING):
+        if negates_similarities(C):
+            best = best * gl.abs(each)
         best = best * factors[H]
     if out.maxima is None:
         best = gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0)
@@ -524,10 +534,10 @@ def _find_kept_length(at):
 
 
 @gluon.jit
-def _score_tiles(q, ring, halves, at, begin, end, origin, length, spans, G: gl.constexpr, C: gl.constexpr):
+def _score_tiles(q, ring, halves, at, begin, end, origin, length, each, spans, G: gl.constexpr, C: gl.constexpr):
     """Multiply and reduce the tiles of a document that begin with tokens from `begin` to `end` - 1."""
     for t0 in range(begin, end, C.BN):
-        products = _issue_products(q, ring, halves, at, G, C)
+        products = _issue_products(q, ring, halves, at, each, G, C)
         halves, at = _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, C)
     return halves, at
 
@@ -552,13 +562,14 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
         begin_k = task % sizes.K
         end_k = begin_k + tile_end - task
         length, origin, bounds = _locate_first_document(spans, begin_k, sizes, C)
+        next_scale = load_document_scale(x.numbers, begin_k, C) if negates_similarities(C) else 0.0
         # The length of the previous document, unused at first. Triton would treat `length` as a loop invariant.
         previous_length = None if EVEN else begin_k
         for k in range(begin_k, end_k):
             if EVEN and C.ARGMAX:
-                halves, at = _score_tiles(q, ring, halves, at, 0, length, origin, length, spans, G, C)
+                halves, at = _score_tiles(q, ring, halves, at, 0, length, origin, length, scale, spans, G, C)
             else:
-                products = _issue_products(q, ring, halves, at, G, C)
+                products = _issue_products(q, ring, halves, at, next_scale, G, C)
                 if not C.ARGMAX:
                     if k > begin_k:
                         scale = _flag_fallbacks(at, factors, scale, C)
@@ -566,6 +577,9 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                         _store_document(halves, x, first, factors, k - 1, kept_length, scale, out, unresolved, sizes, C)
                     if C.INT8_TERMS > 0:
                         scale = load_document_scale(x.numbers, k, C)
+                    if negates_similarities(C):  # loaded one document ahead, because the first tile needs it
+                        scale = next_scale
+                        next_scale = load_document_scale(x.numbers, gl.minimum(k + 1, sizes.K - 1), C)
                     at = _reset_scale_range(at, C)
                     halves = reset_accumulators(halves, C)
                 if not EVEN:
@@ -575,7 +589,7 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                     bounds = load_segment_bounds(spans, k + 2, sizes.K)
                 halves, at = _reduce_accumulators(products, ring, halves, at, 0, origin, length, spans, C)
                 stop = length if EVEN else compiler_barrier_value(length)
-                halves, at = _score_tiles(q, ring, halves, at, C.BN, stop, origin, length, spans, G, C)
+                halves, at = _score_tiles(q, ring, halves, at, C.BN, stop, origin, length, scale, spans, G, C)
             if C.ARGMAX:
                 own_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
                 scale = _flag_fallbacks(at, factors, scale, C)

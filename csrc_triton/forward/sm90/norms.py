@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...common.primitives import compute_inverse_norm, sum_in_order
 from .gluon_names import reinterpret
-from .pipeline import advance_stage
+from .pipeline import advance_stage, negates_similarities
 
 # Registers per thread in kernels with norm or conversion warps: of these warps, of the producer, of the consumers.
 NORM_REGISTERS = gl.constexpr(56)
@@ -96,12 +96,17 @@ def load_inverse_norms(ring, stage, phase, S, C: gl.constexpr):
 def scale_similarities(S, inverse, C: gl.constexpr):
     """Return similarities times the inverse norms or scales of their document tokens.
 
-    With C.MASK the similarities of tokens whose scale is 0 are -inf.
+    With C.MASK the similarities of tokens whose scale is 0 are -inf. If `negates_similarities`, `inverse` is the scale
+    of the document, and only its sign is applied.
     """
     if C.MASK:
         S = gl.where((inverse > 0)[None, :], S * inverse[None, :], float("-inf"))
     elif C.NORMALIZE or C.PRECOMPUTED_SCALES:
         S = S.to(gl.float32) * inverse[None, :]
+    elif negates_similarities(C):  # noqa: SIM102 - the compiler decides this condition, and the kernel the next one
+        if inverse < 0:
+            # Inline code is never executed speculatively. Otherwise each similarity costs a selection.
+            S = gl.inline_asm_elementwise("neg.f32 $0, $1;", "=f,f", [S], gl.float32, is_pure=False, pack=1)
     return S
 
 

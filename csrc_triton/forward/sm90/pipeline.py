@@ -103,6 +103,16 @@ def copies_scales(C):
 
 
 @triton.constexpr_function
+def negates_similarities(C):
+    """Return whether the similarities of an FP8 document are negated if its one scale is negative.
+
+    The maximum then belongs to the largest scaled similarity, and the epilogue multiplies it by the magnitude of the
+    scale. Scales of int8 documents are only known in the epilogue, where their rows fall back to fp32.
+    """
+    return C.ENCODING == "fp8_fp8" and not C.PRECOMPUTED_SCALES
+
+
+@triton.constexpr_function
 def has_argmax_search(C):
     """Return whether consumers search for the argmax of rows whose maximum is NaN or -inf."""
     return C.ARGMAX and C.FP32_TERMS == 0  # otherwise `maxsim_resolve_argmax` searches
@@ -165,7 +175,7 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
         ring.tiles,
         ring.full,
         ring.empty,
-        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER) if C.PING_PONG else 0,
         _make_search_barriers() if has_argmax_search(C) else 0,
         _allocate_norms(norms, C),
     )
@@ -173,8 +183,9 @@ def make_pipeline(D, C: gl.constexpr, norms=None):
     if C.NORMALIZE and not C.PRECOMPUTED_SCALES:
         for n in gl.static_range(STAGES):
             mbarrier.init(ring.norms.ready.index(n), count=1)
-    for n in gl.static_range(2):
-        mbarrier.init(ring.turn.index(n), count=1)
+    if C.PING_PONG:
+        for n in gl.static_range(2):
+            mbarrier.init(ring.turn.index(n), count=1)
     return ring, q_smem
 
 

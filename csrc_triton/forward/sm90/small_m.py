@@ -88,7 +88,7 @@ from .int8_terms import (
     load_document_scale,
     store_query_terms,
 )
-from .norms import compute_row_inverse_norms, compute_tile_inverse_norms
+from .norms import compute_row_inverse_norms, compute_tile_inverse_norms, scale_similarities
 from .pipeline import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -100,6 +100,7 @@ from .pipeline import (
     get_tile_block,
     make_accumulator_layout,
     make_tile_pipeline,
+    negates_similarities,
 )
 
 
@@ -228,6 +229,8 @@ def _compute_split_similarities(x, q, S, layout: gl.constexpr, C: gl.constexpr):
 def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
     """Compute the similarities of a tile's tokens to all query rows, times the token scales or inverse token norms.
 
+    If `negates_similarities`, `scale` is the scale of the document.
+
     Returns:
         The product, whose registers the next product reuses, the similarities `[BN, rows]`, and with C.FP32_TERMS
         the flags of fallback tokens.
@@ -265,6 +268,8 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
         x = join_terms(S, C)
         if C.NORMALIZE or C.PRECOMPUTED_SCALES:
             x = x.to(gl.float32) * scale[:, None]
+        elif negates_similarities(C):
+            x = scale_similarities(x, scale, C)
     return S, x, is_fallback
 
 
@@ -350,6 +355,8 @@ def _dequantize_maxima(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C:
         if odd_rows + gl.max(odd_tokens, axis=0) > 0:
             best = nan_max(best, compute_fallback_maxima(x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, factor, C))
     elif C.NORMALIZE or needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
+        if negates_similarities(C):
+            best = best * gl.abs(each)
         best = best * factor
     return best
 
@@ -376,17 +383,22 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
     odd_rows = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.FP32_TERMS > 0 else 0
     scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
     next_scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
+    HAS_NEXT: gl.constexpr = negates_similarities(C)
     document_scale = 0.0
+    next_document_scale = load_document_scale(x.numbers, gl.minimum(begin + G, sizes.K - 1), C) if HAS_NEXT else 0.0
     for k in range(begin + G, end, 2):
         best = lowest
         where = gl.full_like(lowest, 0).to(gl.int32) if C.ARGMAX else 0
         odd_tokens = gl.full([C.BN], 0, gl.int32, TOKEN) if C.FP32_TERMS > 0 else 0
         if C.INT8_TERMS > 0:
             document_scale = load_document_scale(x.numbers, k, C)
+        if HAS_NEXT:  # loaded one document ahead, because the first tile needs it
+            document_scale = next_document_scale
+            next_document_scale = load_document_scale(x.numbers, gl.minimum(k + 2, sizes.K - 1), C)
         for t0 in range(0, sizes.Ld, C.BN):
             later_scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
             S, similarities, is_fallback = _compute_similarities(
-                ring, q, tables, S, scale, stage + G * C.STAGES, phase, TOKEN, C
+                ring, q, tables, S, document_scale if HAS_NEXT else scale, stage + G * C.STAGES, phase, TOKEN, C
             )
             similarities = _merge_neighbors(similarities, C)
             best, where = _update_maxima(best, where, similarities, gl.minimum(t0, sizes.Ld - C.BN), C)

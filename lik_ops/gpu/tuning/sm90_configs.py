@@ -339,15 +339,16 @@ def configure_int8(
     return _make_choice(arch, _make_config(tile, slot, d, small_m_rows, **options), Nq, K, Lq, tree // slot)
 
 
-def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str) -> Sm90Choice:
+def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str, each_token: bool = True) -> Sm90Choice:
     """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`.
 
-    With "fp8_fp8", query rows are FP8, too.
+    With "fp8_fp8", query rows are FP8, too. `each_token` says whether each token has its own scale. Only FP8 queries
+    make use of a scale that tokens share.
     """
     Nq, K, Lq, Ld = sizes
     small_m_rows, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
     tile = _select_least_waste(tiles if small_m_rows == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if small_m_rows else _TILE
     if kept == "fp8_fp8":
         tile = SMALL_M_TILES["int8"][0] if small_m_rows else _INT8_TILE
-    options = {"ARGMAX": False, "PRECOMPUTED_SCALES": True, "ENCODING": kept}
+    options = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token or kept != "fp8_fp8", "ENCODING": kept}
     return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, small_m_rows, **options), Nq, K, Lq)

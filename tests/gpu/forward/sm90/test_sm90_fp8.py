@@ -108,16 +108,22 @@ def test_kernel_choice_for_fp8_queries():
     Q = torch.empty(9, 32, 128, device="meta", dtype=torch.float16)
     data, scale = torch.empty(140, 132, 128, dtype=torch.int8, device="meta"), torch.empty(140, 132, device="meta")
     chosen = partial(choose.choose_fp8, Q, data, kept="fp8_fp8", arch=SM_90)
-    assert chosen(scale[:, :1]) == "FP8 queries with a scale that tokens share"
-    found = chosen(scale).config
-    assert found.ENCODING == "fp8_fp8" and found.PRECOMPUTED_SCALES and not found.SMALL_M
+    for scales, each_token in ((scale, True), (scale[:, :1], False), (scale[:1, :1], False)):
+        found = chosen(scales).config
+        assert found.ENCODING == "fp8_fp8" and found.PRECOMPUTED_SCALES is each_token and not found.SMALL_M
+    assert chosen(scale[:1]) == "scales of tokens that are not contiguous, or that documents share"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld", "d"), [case for case in MANY if case[3] % 4 == 0])
-def test_fp8_queries(Nq, Nd, Lq, Ld, d):
+@pytest.mark.parametrize(
+    ("Nq", "Nd", "Lq", "Ld", "d", "scale"),
+    [(*case, scale) for case in MANY for scale in SCALES if case[3] % 4 == 0 or scale != "token"],
+)
+def test_fp8_queries(Nq, Nd, Lq, Ld, d, scale):
     """Bit for bit like the kernel of packed documents, and within the rounding of queries and sums."""
-    D = replace(documents(Nd, Ld, d, "fp8_e4m3", "token", Lq), query="fp8")
+    D = replace(documents(Nd, Ld, d, "fp8_e4m3", scale, Lq), query="fp8")
+    if scale == "document":
+        D.scale[::3] *= -1  # the largest similarity is then the one of the smallest product
     tokens = D.dequantize(torch.float32).double()
     for dtype in HALF:
         Q = torch.randn(Nq, Lq, d).to("cuda", dtype)
@@ -143,6 +149,22 @@ def test_bits_do_not_depend_on_batch_argmax_or_mask(format):
     assert torch.equal(lik_ops.maxsim_with_argmax(Q, D)[0], whole)
     everything = torch.ones(400, 132, dtype=torch.bool, device="cuda")
     assert torch.equal(lik_ops.maxsim(Q, D, d_mask=everything), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("Nq", [1, 9])
+def test_nan_and_zeros_with_fp8_queries_and_a_scale_per_document(Nq, dtype):
+    D = replace(documents(140, 132, 128, "fp8_e4m3", "document"), query="fp8")
+    D.scale[3], D.scale[9], D.scale[11:20] = 0, float("nan"), -D.scale[11:20]
+    D.data.view(torch.uint8)[20, 5, 6] = 0x7F  # NaN
+    D.data.view(torch.uint8)[21] = 0
+    Q = torch.randn(Nq, 32, 128, device="cuda", dtype=dtype)
+    Q[0, 7] = 0
+    scores = fast(Q, D)
+    torch.testing.assert_close(scores, packed(Q, D), rtol=0, atol=0, equal_nan=True)
+    assert scores[:, [9, 20]].isnan().all() and (scores[:, [3, 21]] == 0).all()
+    assert not scores[:, 22:].isnan().any()
 
 
 @pytest.mark.gpu

@@ -103,7 +103,7 @@ def choose_generic(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Ar
     elif not reads_tiles:
         launch = launch.make_non_persistent()
     else:
-        launch = forward_configs.adjust_for_h100(launch, arch, documents)
+        launch = forward_configs.adjust_stages(launch, arch, documents)
     if Ld < launch.config.BN:
         launch = replace(launch, config=launch.config._replace(SHORT_DOCUMENTS=True))
     return GenericChoice(launch, arch, reads_tiles)

@@ -48,10 +48,21 @@ def test_h100_uses_other_num_stages_for_one_query(documents, stages):
     h100 = replace(arch, gpu="NVIDIA H100 80GB HBM3")
     kind = KernelKey(arch, torch.bfloat16, 128, False, False, 0)
     launch = forward_configs.configure_forward(kind, 1, 32, tf32=False, documents=documents)
-    assert forward_configs.adjust_for_h100(launch, h100, documents) == replace(launch, num_stages=stages)
-    assert forward_configs.adjust_for_h100(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
+    assert forward_configs.adjust_stages(launch, h100, documents) == replace(launch, num_stages=stages)
+    assert forward_configs.adjust_stages(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
     queries = _forward(arch, torch.bfloat16, 4, 32, 128, False)
-    assert forward_configs.adjust_for_h100(queries, h100, documents) == queries
+    assert forward_configs.adjust_stages(queries, h100, documents) == queries
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+@pytest.mark.parametrize(("d", "documents"), [(48, 1_000), (64, 10_000), (64, 300)])
+def test_few_features_use_at_least_two_stages_for_one_query(d, documents, gpu):
+    arch = replace(ARCHITECTURES["sm_90"], gpu=gpu)
+    kind = KernelKey(arch, torch.bfloat16, d, False, False, 0)
+    launch = forward_configs.configure_forward(kind, 1, 32, tf32=False, documents=documents)
+    assert forward_configs.adjust_stages(launch, arch, documents).num_stages == max(
+        launch.num_stages, 3 if "H100" in gpu and documents > 3_000 else 2
+    )
 
 
 def _change_layout(D, how):

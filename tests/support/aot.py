@@ -207,7 +207,9 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
             launch = replace(launch, config=launch.config._replace(SHORT_DOCUMENTS=True))
         if case.argmax:
             return forward_configs.adjust_for_argmax(launch, _reads_tiles(case, arch))
-        return launch if _reads_tiles(case, arch) else launch.make_non_persistent()
+        if not _reads_tiles(case, arch):
+            return launch.make_non_persistent()
+        return forward_configs.adjust_stages(launch, arch, case.documents)
     if case.kernel == "split_tokens":
         launch = forward_configs.configure_forward(kind, 64, case.Lq, tf32=case.tf32)
         return LaunchConfig(launch.config._replace(BM=32), num_warps=4, num_stages=3)

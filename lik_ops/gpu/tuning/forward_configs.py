@@ -277,15 +277,23 @@ _H100_OVERRIDES = (
         measured_on="H100",
     ),
 )
+_STAGE_OVERRIDES = (
+    Override(
+        when=lambda documents, x: _has_one_stage(x) and x.config.BD <= 64,
+        change={"num_stages": 2},
+        reason="tiles of few features are small, and one stage does not keep the memory busy: sweep_narrow.json",
+        measured_on="H200",
+    ),
+)
 
 
-def adjust_for_h100(launch: LaunchConfig, arch: Architecture, documents: int) -> LaunchConfig:
-    """Return the launch of a forward without argmax, adjusted if the GPU is an H100.
+def adjust_stages(launch: LaunchConfig, arch: Architecture, documents: int) -> LaunchConfig:
+    """Return the launch of a forward without argmax, with the stages for this GPU and for few features.
 
-    `FORWARD_RULES` was measured on an H200.
+    `FORWARD_RULES` was measured on an H200 with 128 features.
     """
-    is_h100 = "H100" in arch.gpu
-    return apply_overrides(_H100_OVERRIDES, documents, launch) if is_h100 else launch
+    overrides = (*_H100_OVERRIDES, *_STAGE_OVERRIDES) if "H100" in arch.gpu else _STAGE_OVERRIDES
+    return apply_overrides(overrides, documents, launch)
 
 
 def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import lik_ops
+from lik_ops.csrc_triton.common.arguments import SizeArgs
 from lik_ops.gpu import generic_choices
-from lik_ops.gpu.tuning import forward_configs
+from lik_ops.gpu.tuning import forward_configs, sm90_configs
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES, INTERPRETER, KernelKey, LaunchConfig
 from lik_ops.gpu.tuning.forward_configs import FORWARD_RULES
 
@@ -52,6 +53,16 @@ def test_h100_uses_other_num_stages_for_one_query(documents, stages):
     assert forward_configs.adjust_stages(launch, replace(arch, gpu="NVIDIA H200"), documents) == launch
     queries = _forward(arch, torch.bfloat16, 4, 32, 128, False)
     assert forward_configs.adjust_stages(queries, h100, documents) == queries
+
+
+def test_warp_groups_take_turns_unless_products_are_short_or_awaited():
+    arch, sizes = ARCHITECTURES["sm_90"], SizeArgs(16, 1000, 32, 300)
+    half = [sm90_configs.configure_sm90(arch, sizes, 128, normalize=n, argmax=a) for n in (0, 1) for a in (0, 1)]
+    one_term, two_terms = (sm90_configs.configure_fp32_split(arch, sizes, 128, terms=n) for n in (1, 2))
+    int8 = sm90_configs.configure_int8(arch, torch.bfloat16, sizes, 128, each_token=True, terms=2)
+    fp8, fp8_queries = (sm90_configs.configure_fp8(arch, sizes, 128, kept=kept) for kept in ("e4m3", "fp8_fp8"))
+    assert all(choice.config.PING_PONG for choice in (*half, one_term, fp8))
+    assert not any(choice.config.PING_PONG for choice in (two_terms, int8, fp8_queries))
 
 
 @pytest.mark.parametrize("gpu", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])

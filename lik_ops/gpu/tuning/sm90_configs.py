@@ -295,7 +295,7 @@ def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) ->
     """
     if few:
         options |= {"MMA_ROWS": few, "SMALL_M": True}
-    return Sm90Config(
+    config = Sm90Config(
         BN=tile.tokens,
         BD=64 if d <= 64 else 128,
         ROWS_PER_QUERY=slot,
@@ -303,6 +303,17 @@ def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) ->
         OPERAND_IN_REGISTERS=tile.in_registers,
         **options,
     )
+    return config._replace(PING_PONG=bool(few) or _profits_from_turns(config))
+
+
+def _profits_from_turns(config: Sm90Config) -> bool:
+    """Return whether consumer warp groups should issue their products in turns.
+
+    They should not if the products of a tile take less time than its maxima, as in 8 bits, or if a warp group waits for
+    its own products before it issues others, as with two fp16 terms.
+    Measured on an H200, 2026-11-29: `benchmarks/results/sweep_turns.json`.
+    """
+    return not (config.INT8_TERMS or config.ENCODING == "fp8_fp8" or config.FP32_TERMS == 2)
 
 
 def configure_int8(

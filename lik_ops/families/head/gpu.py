@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...csrc_triton.common.arguments import HeadConfig, LinearArgs
+from ...csrc_triton.head.argmax_tokens import maxsim_gather_argmax_tokens, maxsim_scatter_argmax_tokens
 from ...csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from ...gpu.backward.dense import backward_lowmem
 from ...gpu.forward.dense import forward
@@ -30,14 +31,15 @@ from ...gpu.runtime.arguments import (
     supports_descriptor,
     use_device,
 )
+from ...gpu.runtime.capture import Calls
 from ...gpu.tuning.architectures import Architecture, cdiv
 from ...portable.blocks import NORM_EPS, MiB, split_range, split_to_fit
 from . import configs as head_configs
 from .portable import (
     HeadArgs,
-    HeadBackward,
     HeadFunctions,
     HiddenArgs,
+    compute_gradients,
     project_gradients,
     project_tokens,
     score_by_slices,
@@ -47,6 +49,12 @@ _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _MAX_PART_BYTES = 16 * MiB  # fp32 sums of tokens of many features; one document may have more
 Tiles: TypeAlias = TensorDescriptor | None
+captured_calls = Calls()
+
+
+def _describe(*tensors: Tensor | None) -> list[tuple | None]:
+    """Return the metadata of tensors for the key of a captured call."""
+    return [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors]
 
 
 def _choose_offset_width(H: Tensor, W: Tensor) -> int:
@@ -81,11 +89,13 @@ def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
     (n, L, _), d = H.shape, head.W.shape[0]
     if n * L > _INT32_MAX - head_configs.MAX_TILE_ROWS:
         return project_tokens(H, head)
-    out = H.new_empty((n, L, d))
-    norms = H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
     if d <= head_configs.MAX_FEATURES:
-        _launch_tokens(H, head, out, norms)
-    elif norms is None:
+        tensors = H, head.W, head.b
+        key = "tokens", *_describe(*tensors), head.normalize, is_tf32_allowed(H.dtype)
+        out, *norms_or_none = captured_calls.run(key, tensors, H.device, _compute_whole_tokens, H, head)
+        return out, *(norms_or_none or (None,))
+    out, norms = _allocate_tokens(H, head)
+    if norms is None:
         _launch_parts(H, head, out, None)
     else:
         for documents in split_to_fit(n, 4 * L * d, _MAX_PART_BYTES):
@@ -96,6 +106,19 @@ def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
             torch.clamp(total.sqrt_(), min=NORM_EPS, out=norms[documents])
             out[documents] = sums.mul_(norms[documents].reciprocal())
     return out, norms
+
+
+def _allocate_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
+    """Allocate the results of `project_tokens`."""
+    (n, L, _), d = H.shape, head.W.shape[0]
+    return H.new_empty((n, L, d)), H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
+
+
+def _compute_whole_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
+    """Return the tokens, and their norms if they are normalized, by one launch."""
+    out, norms = _allocate_tokens(H, head)
+    _launch_tokens(H, head, out, norms)
+    return (out,) if norms is None else (out, norms)
 
 
 def _launch_parts(H: Tensor, head: HeadArgs, out: Tensor, squares: Tensor | None) -> None:
@@ -130,19 +153,73 @@ def _compute_slopes(
     rows = n * L
     if rows > _INT32_MAX - head_configs.MAX_TILE_ROWS:
         return project_gradients(G, D, norms, keep, summed)
-    arch = architecture(G.device)
-    BN, BD, programs, options = head_configs.configure_slopes(arch, d, rows)
+    tensors = G, D, norms, keep
+    key = "slopes", *_describe(*tensors), summed
+    sums = captured_calls.run(key, tensors, G.device, _launch_slopes, *tensors, summed)
+    return G.view(rows, d), sums[0].sum(0) if summed else None
+
+
+def _launch_slopes(G: Tensor, D: Tensor, norms: Tensor, keep: Tensor | None, summed: bool) -> tuple[Tensor, ...]:
+    """Store the gradients of the sums in place of G. Return the sums over the tokens of each program if `summed`."""
+    n, L, d = G.shape
+    BN, BD, programs, options = head_configs.configure_slopes(architecture(G.device), d, n * L)
     sums = G.new_empty((programs, d), dtype=torch.float32) if summed else None
     with use_device(G.device):
-        args = make_document_args(G, keep), D, norms, sums, d, rows, L, BN, BD
+        args = make_document_args(G, keep), D, norms, sums, d, n * L, L, BN, BD
         launcher.launch(maxsim_head_slopes, check_grid(programs), args, options)
-    return G.view(rows, d), None if sums is None else sums.sum(0)
+    return () if sums is None else (sums,)
 
 
-_HEAD_PARTS = HeadFunctions(_compute_tokens, forward, backward_lowmem, _compute_slopes, 32 * MiB, True, 1)
+def _gather_argmax_tokens(H: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of `portable.gather_argmax_tokens`."""
+    argmax = argmax.contiguous()
+    key = "gather", *_describe(H, argmax)
+    return captured_calls.run(key, (H, argmax), H.device, _launch_gather, H, argmax)
 
 
-def _compute_scores(x: HiddenArgs, normalize: bool) -> Tensor:
+def _launch_gather(H: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the hidden states of the tokens that are an argmax. See `portable.gather_argmax_tokens`."""
+    Nd, rows, width = H.shape[0], argmax.shape[1] * argmax.shape[2], H.shape[-1]
+    copies, slots = H.new_empty((Nd, rows, width)), torch.empty_like(argmax)
+    with use_device(H.device):
+        args = make_document_args(H, None), argmax, slots, copies, rows, width, *head_configs.ARGMAX_TOKENS_BLOCK
+        grid = check_grid(Nd * cdiv(rows, head_configs.ARGMAX_TOKENS_BLOCK[0]))
+        launcher.launch(maxsim_gather_argmax_tokens, grid, args, {"num_warps": 4})
+    return copies, slots
+
+
+def _scatter_argmax_tokens(gradient: Tensor, argmax: Tensor, slots: Tensor, Ld: int) -> Tensor:
+    """Return the result of `portable.scatter_argmax_tokens`."""
+    tensors = gradient, argmax.contiguous(), slots
+    key = "scatter", *_describe(*tensors), Ld
+    return captured_calls.run(key, tensors, gradient.device, _launch_scatter, *tensors, Ld)[0]
+
+
+def _launch_scatter(gradient: Tensor, argmax: Tensor, slots: Tensor, Ld: int) -> tuple[Tensor]:
+    """Write the gradients of copies to zeros. See `portable.scatter_argmax_tokens`."""
+    Nd, rows, width = gradient.shape
+    total = gradient.new_zeros((Nd, Ld, width))
+    with use_device(gradient.device):
+        args = gradient, argmax, slots, total, rows, Ld, width, *head_configs.ARGMAX_TOKENS_BLOCK
+        grid = check_grid(Nd * cdiv(rows, head_configs.ARGMAX_TOKENS_BLOCK[0]))
+        launcher.launch(maxsim_scatter_argmax_tokens, grid, args, {"num_warps": 4})
+    return (total,)
+
+
+_HEAD_PARTS = HeadFunctions(
+    _compute_tokens,
+    forward,
+    backward_lowmem,
+    _compute_slopes,
+    _gather_argmax_tokens,
+    _scatter_argmax_tokens,
+    32 * MiB,
+    True,
+    1,
+)
+
+
+def _compute_scores(x: HiddenArgs, normalize: bool) -> tuple[Tensor]:
     """Return the scores of a call for which `is_fused` holds, without storing tokens."""
     (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, HeadArgs(x.W, x.b, normalize)
     arch, wide = architecture(x.Q.device), max(_choose_offset_width(x.H, x.W), choose_offset_width(x.Q, x.Q))
@@ -155,7 +232,7 @@ def _compute_scores(x: HiddenArgs, normalize: bool) -> Tensor:
         groups = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(x.H, x.d_mask), _make_linear_args(head)
         args = *groups, *tiles, scores, make_size_args(x.Q, x.H), width, d, launch.config
         launcher.launch(maxsim_forward_head, check_grid(programs), args, launch.options(arch))
-    return scores
+    return (scores,)
 
 
 def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -163,7 +240,9 @@ def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | Non
     (Nq, Lq, d), (Nd, Ld, _) = x.Q.shape, x.H.shape
     is_fused = head_configs.is_fused(architecture(x.Q.device), x.Q.dtype, Nq, Nd, Lq, Ld, d)
     if Nq and Lq and is_fused and argmax_dtype is None:
-        return _compute_scores(x, normalize), torch.empty(0, dtype=torch.int32, device=x.Q.device)
+        key = "scores", *_describe(*x), normalize
+        scores = captured_calls.run(key, x, x.Q.device, _compute_scores, x, normalize)[0]
+        return scores, torch.empty(0, dtype=torch.int32, device=x.Q.device)
     _log.debug("tokens of %s, then maxsim_forward, for %s", list(x.H.shape), make_size_args(x.Q, x.H))
     return score_by_slices(_HEAD_PARTS, x, normalize, argmax_dtype)
 
@@ -175,4 +254,4 @@ def backward_head(
 
     An `argmax` of None is recomputed.
     """
-    return HeadBackward(_HEAD_PARTS, grad_scores, x, argmax, normalize, needs).run()
+    return compute_gradients(_HEAD_PARTS, grad_scores, x, argmax, normalize, needs)

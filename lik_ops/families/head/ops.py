@@ -155,7 +155,8 @@ def _check_backward(args: tuple) -> None:
 def maxsim_from_hidden_bwd(*args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of Q, H, W, b and q_weight without atomics.
 
-    The backward allocates the document tokens ``[Nd, Ld, d]``. The arguments, in the order of the schema:
+    The backward allocates the document tokens ``[Nd, Ld, d]``. With few query rows it copies the hidden states of the
+    tokens that are an argmax instead. The arguments, in the order of the schema:
 
     - ``grad_scores``: the gradient of the scores, with their shape and dtype.
     - ``Q``, ``H``, ``W``, ``b``, ``q_mask``, ``d_mask``, ``q_weight``, ``normalize``: the arguments of

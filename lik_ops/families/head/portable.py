@@ -31,6 +31,9 @@ MAX_TOKEN_BYTES = 8 * MiB  # tokens of a slice; one document may have more
 MAX_GRADIENT_BYTES = 32 * MiB
 _MAX_BLOCK_BYTES = 4 * MiB
 _MAX_ROWS, _MIN_ROWS = 256, 32  # rows of a product
+# Tokens of a document for each query row from which the backward copies the tokens that are an argmax. The copy and its
+# gradient then take at most a quarter of the memory of the hidden states.
+MIN_TOKENS_PER_ROW = 8
 
 
 class HeadArgs(NamedTuple):
@@ -76,6 +79,8 @@ class HeadFunctions(NamedTuple):
     forward: Callable[..., tuple[Tensor, Tensor]]  # the forward of MaxSim
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # the backward of MaxSim
     slopes: Callable[..., tuple[Tensor, Tensor | None]]  # see `project_gradients`
+    gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `gather_argmax_tokens`
+    scatter: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # see `scatter_argmax_tokens`
     token_bytes: int  # tokens of a slice of the forward
     rounds: bool  # whether the gradient of tokens has the dtype of tokens, not of scores
     copies: int  # tensors of the size of that gradient that `slopes` needs, including the gradient
@@ -143,6 +148,45 @@ def project_gradients(
     return g, g.sum(0) if summed else None
 
 
+def gather_argmax_tokens(H: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the hidden states of the tokens that are an argmax.
+
+    Args:
+        H: hidden states ``[Nd, Ld, d_model]``.
+        argmax: ``[Nd, Nq, Lq]``, -1 without an argmax.
+
+    Returns:
+        Hidden states ``[Nd, Nq * Lq, d_model]`` and the argmax among them, in the shape and dtype of `argmax`. Query
+        rows with the same token use the copy of the first of them. The other rows are zeros.
+    """
+    tokens = argmax.flatten(1).long()
+    (Nd, rows), slots = tokens.shape, torch.empty_like(tokens)
+    for documents in split_to_fit(Nd, rows * rows, _MAX_BLOCK_BYTES):
+        t = tokens[documents]
+        slots[documents] = (t.unsqueeze(-1) == t.unsqueeze(-2)).byte().argmax(-1)  # the first row with the same token
+    slots.masked_fill_(tokens < 0, -1)
+    is_slot = slots == torch.arange(rows, device=H.device)
+    copies = H[torch.arange(Nd, device=H.device).unsqueeze(-1), tokens.clamp(min=0)]
+    return torch.where(is_slot.unsqueeze(-1), copies, 0), slots.to(argmax.dtype).view(argmax.shape)
+
+
+def scatter_argmax_tokens(gradient: Tensor, argmax: Tensor, slots: Tensor, Ld: int) -> Tensor:
+    """Return the gradient of hidden states ``[Nd, Ld, d_model]`` from the gradient of their copies.
+
+    Args:
+        gradient: the gradient of the first result of `gather_argmax_tokens`.
+        argmax: the argument of `gather_argmax_tokens`.
+        slots: the second result of `gather_argmax_tokens`.
+        Ld: tokens of a document.
+    """
+    Nd, rows, width = gradient.shape
+    total = gradient.new_zeros((Nd, Ld, width))
+    is_slot = slots.flatten(1) == torch.arange(rows, device=slots.device)
+    document = is_slot.nonzero()[:, 0]
+    total[document, argmax.flatten(1)[is_slot].long()] = gradient[is_slot]
+    return total
+
+
 def _sum_bias_gradient(grad_scores: Tensor, x: HiddenArgs) -> Tensor:
     """Compute the gradient of b without `normalize`, ``sum g w Q[i, s]``, in the dtype of scores.
 
@@ -159,7 +203,15 @@ def _sum_bias_gradient(grad_scores: Tensor, x: HiddenArgs) -> Tensor:
 
 
 PORTABLE_FUNCTIONS = HeadFunctions(
-    project_tokens, forward, backward_lowmem, project_gradients, MAX_TOKEN_BYTES, False, 4
+    project_tokens,
+    forward,
+    backward_lowmem,
+    project_gradients,
+    gather_argmax_tokens,
+    scatter_argmax_tokens,
+    MAX_TOKEN_BYTES,
+    False,
+    4,
 )
 
 
@@ -321,6 +373,33 @@ class HeadBackward:
         return torch.mm(a.to(b.dtype), b, out_dtype=self.dtype)
 
 
+def compute_gradients(
+    parts: HeadFunctions,
+    grad_scores: Tensor,
+    x: HiddenArgs,
+    argmax: Tensor | None,
+    normalize: bool,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of Q, H, W, b and q_weight, each ``[0]`` if it is not in `needs`.
+
+    Only tokens that are an argmax have gradients. If query rows are few, these tokens are copied, and all products are
+    of the copies. An `argmax` of None is recomputed.
+    """
+    (Nq, Lq, _), (Nd, Ld, _) = x.Q.shape, x.H.shape
+    if argmax is None or not 0 < MIN_TOKENS_PER_ROW * Nq * Lq <= Ld or 0 in (Nd, x.W.shape[0]):
+        return HeadBackward(parts, grad_scores, x, argmax, normalize, needs).run()
+    copies, slots = parts.gather(x.H, argmax)
+    inner_needs = [*needs[:3], needs[3] and normalize, needs[4]]
+    inner = HeadBackward(parts, grad_scores, x._replace(H=copies, d_mask=None), slots, normalize, inner_needs)
+    grads = list(inner.run())
+    if needs[1]:
+        grads[1] = parts.scatter(grads[1], argmax, slots, Ld)
+    if needs[3] and not normalize:
+        grads[3] = _sum_bias_gradient(grad_scores, x).to(x.W.dtype)
+    return tuple(grads)
+
+
 def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Compute the scores and argmax of `lik::maxsim_from_hidden_fwd` from validated arguments."""
     return score_by_slices(PORTABLE_FUNCTIONS, x, normalize, argmax_dtype)
@@ -330,4 +409,4 @@ def backward_head(
     grad_scores: Tensor, x: HiddenArgs, argmax: Tensor | None, normalize: bool, needs: list[bool]
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of `lik::maxsim_from_hidden_bwd`; an `argmax` of None is computed again."""
-    return HeadBackward(PORTABLE_FUNCTIONS, grad_scores, x, argmax, normalize, needs).run()
+    return compute_gradients(PORTABLE_FUNCTIONS, grad_scores, x, argmax, normalize, needs)

@@ -12,6 +12,7 @@ import torch
 from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton.common.arguments import DocumentArgs, HeadConfig, LinearArgs, QueryArgs, SizeArgs
+from lik_ops.csrc_triton.head.argmax_tokens import maxsim_gather_argmax_tokens, maxsim_scatter_argmax_tokens
 from lik_ops.csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from lik_ops.families.head import configs as head_configs
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture, supports_vector_loads
@@ -192,6 +193,32 @@ def test_slopes_kernel_compiles_without_spills(dtype, d, more, name):
     if not arch.is_amd:
         assert cuda_resources(compiled.asm["cubin"])[1] == 0
         assert d % 16 or "ld.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("dtype", "width"), [(_BF16, 768), (_FP32, 100)], ids=str)
+@pytest.mark.parametrize("scatters", [False, True])
+def test_copies_of_argmax_tokens_compile_without_spills(scatters, dtype, width, name):
+    arch, pointer = ARCHITECTURES[name], "*" + _NAMES[dtype]
+    H, members = _groups(Case(dtype))["H"]
+    if scatters:
+        kernel, members = maxsim_scatter_argmax_tokens, {}
+        types: dict = {"gradient": pointer, "argmax": "*i16", "slots": "*i16", "grad_H": pointer, "rows": "i32"}
+        types |= dict.fromkeys(("Ld", "width"), "i32")
+    else:
+        kernel = maxsim_gather_argmax_tokens
+        types = {"H": H, "argmax": "*i32", "slots": "*i32", "out": pointer, "rows": "i32", "width": "i32"}
+    names = [*types, "BLOCK", "FEATURES"]
+    constants = {(0, n): value for n, value in members.items()}
+    constants |= {(names.index("BLOCK") + n,): size for n, size in enumerate(head_configs.ARGMAX_TOKENS_BLOCK)}
+    aligned = [(n,) if n or scatters else (0, 0) for n in range(4)]
+    aligned += [(names.index("width"),)] if width % 16 == 0 else []
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    src = ASTSource(kernel, types | {"BLOCK": "constexpr", "FEATURES": "constexpr"}, constants, attributes)
+    compiled = compile_as_launched(src, target(arch), {"num_warps": 4})
+    if not arch.is_amd:
+        assert cuda_resources(compiled.asm["cubin"])[1] == 0
+        assert width % 16 or "st.global.v4" in compiled.asm["ptx"]
 
 
 @pytest.mark.slow

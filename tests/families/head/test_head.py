@@ -43,6 +43,11 @@ PROBLEMS = [
     Hidden(Ld=70, width=48, d_mask="holes", weight=True),
     Hidden(Nq=9, Lq=7, Nd=4, Ld=90, d=32, q_mask="holes", d_mask="empty_some"),
     Hidden(Nq=1, Lq=20, Nd=3, Ld=100, d=20, width=50, bias=False, normalize=False, strides="transposed"),
+    # Few query rows: the backward copies the tokens that are an argmax.
+    Hidden(Nq=1, Lq=5, Nd=4, Ld=60, **EVERYTHING),
+    Hidden(Nq=2, Lq=3, Nd=3, Ld=96, d=24, width=300, normalize=False, d_mask="empty_some", strides="sliced"),
+    Hidden(Nq=2, Lq=3, Nd=3, Ld=50, values="integer", d_mask="holes", strides="transposed"),
+    Hidden(Nq=3, Lq=9, Nd=2, Ld=240, d=20, width=24, bias=False, q_mask="empty_some", weight=True),
     # More features than a program holds.
     Hidden(Nq=1, Nd=3, Lq=3, Ld=11, d=300, width=20, d_mask="empty_some", weight=True),
     Hidden(Nq=1, Nd=2, Lq=2, Ld=9, d=513, width=24, normalize=False, strides="sliced"),
@@ -129,6 +134,55 @@ def test_scores_and_gradients_match_reference(place, number):
         for leaf, g, e in zip(leaves, grads, expected_grads, strict=True):
             assert g.dtype == leaf.dtype
             check(p, g, e)
+
+
+def draw_repeated_argmax(Nd, Nq, Lq, Ld):
+    """Draw an argmax with repeated tokens and with -1, of few tokens and of all."""
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randint(-1, 4, (Nd, Nq, Lq), generator=generator)
+    return torch.where(torch.rand(Nd, 1, 1, generator=generator) < 0.5, few, Ld - 1 - few.abs()).int()
+
+
+@at_places
+def test_argmax_tokens_are_copied_once_and_written_back(place):
+    from lik_ops.families.head import portable
+
+    functions = portable.PORTABLE_FUNCTIONS
+    if place.backend == "triton":
+        from lik_ops.families.head import gpu
+
+        functions = gpu._HEAD_PARTS
+    for Nd, Nq, Lq, Ld, width in ((3, 1, 5, 40, 7), (2, 3, 11, 300, 270), (4, 1, 1, 8, 3)):
+        argmax = draw_repeated_argmax(Nd, Nq, Lq, Ld).to(place.device)
+        H = torch.randn(Nd, Ld + 1, 2 * width, device=place.device)[:, 1:, ::2]
+        copies, slots = functions.gather(H, argmax)
+        tokens, own = argmax.flatten(1).tolist(), slots.flatten(1).tolist()
+        expected_H = torch.zeros(Nd, Ld, width, device=place.device)
+        gradient = torch.randn(Nd, Nq * Lq, width, device=place.device)
+        for j in range(Nd):
+            assert own[j] == [tokens[j].index(t) if t >= 0 else -1 for t in tokens[j]]
+            for r, t in enumerate(tokens[j]):
+                is_slot = t >= 0 and own[j][r] == r
+                assert torch.equal(copies[j, r], H[j, t] if is_slot else torch.zeros_like(H[j, 0]))
+                if is_slot:
+                    expected_H[j, t] = gradient[j, r]
+        assert torch.equal(functions.scatter(gradient, argmax, slots, Ld), expected_H)
+
+
+@at_places
+@pytest.mark.parametrize("normalize", [False, True])
+def test_copying_argmax_tokens_keeps_the_gradients(place, normalize, monkeypatch):
+    from lik_ops.families.head import portable
+
+    p = Hidden(Nq=2, Lq=4, Nd=5, Ld=80, width=48, d=20, normalize=normalize, **EVERYTHING)
+    x, W, b = draw(p, place.device)
+    upstream = torch.randn(p.Nq, p.Nd, device=place.device)
+    with place.use():
+        found = step(lik_ops.maxsim_from_hidden, x, W, b, normalize, upstream)[1]
+        monkeypatch.setattr(portable, "MIN_TOKENS_PER_ROW", 10**6)
+        expected = step(lik_ops.maxsim_from_hidden, x, W, b, normalize, upstream)[1]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE[p.dtype], atol=TOLERANCE[p.dtype])
 
 
 def test_reference_is_maxsim_of_a_normalized_linear_layer():

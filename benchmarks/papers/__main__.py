@@ -1,7 +1,7 @@
 """Run the rows of the published tables on this GPU, next to the baselines of the papers and the peers.
 
     python -m benchmarks.papers --list
-    python -m benchmarks.papers --seconds 540 --out FILE [--first 100] [--gpus 4] [--only "S1/0,Tab8"] [--rounds 50]
+    python -m benchmarks.papers --seconds 540 --out FILE [--first 100] [--gpus 4] [--only "S1/0,Tab8" [--again]]
     python -m benchmarks.report.papers [--check]    # docs/papers.md
 
 `rows.json` has the published figures, and `plan.py` says what is measured for each row. The program writes FILE after
@@ -155,7 +155,8 @@ def run_unit(unit: Unit, results: Results, timer: gpu.Timer | None, args: argpar
     record["contenders"] |= broken
     record["case"] = {**record["case"], "name": unit.name}
     gpu_name = torch.cuda.get_device_name() if args.device == "cuda" else "none"
-    results.write(unit.name, {**record, "rows": list(unit.rows), "gpu": gpu_name})
+    where = {"gpu": gpu_name, "commit": common.read_commit()}  # a later call may continue on another commit
+    results.write(unit.name, {**record, "rows": list(unit.rows), **where})
     report(record)
 
 
@@ -248,6 +249,7 @@ def main() -> None:
     parser.add_argument("--first", type=float, default=0, metavar="SECONDS", help="compile in parallel for this time")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of this host that measure rows (default 1)")
     parser.add_argument("--only", default="", help="comma-separated rows or tables, such as S1/0,Tab8")
+    parser.add_argument("--again", action="store_true", help="also measure rows that have a result")
     parser.add_argument("--rounds", type=int, default=50, help="most timed calls per contender (default 50)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)  # compiles one row for --first
@@ -263,7 +265,7 @@ def main() -> None:
         return None
     results = Results(args.out, {"rounds": args.rounds})
     results.merge_parts(args.gpus if args.gpus > 1 else 0)
-    pending = [unit for unit in chosen if not results.is_done(unit.name)]
+    pending = [unit for unit in chosen if args.again or not results.is_done(unit.name)]
     if args.device == "cuda":
         compile_first(to_compile(pending), args.first, "--warm")
     (run if args.gpus == 1 else run_on_gpus)(pending, results, args, end)

@@ -30,6 +30,7 @@ REMARKS = tables.ROOT / "benchmarks" / "papers" / "remarks.json"
 UNEXPLAINED = "not ahead, not explained yet"
 NOT_RUN = "not run"
 GOAL = 0.95  # of the speed rows ahead of every peer
+EQUAL = 0.995  # a ratio to a peer that counts as equal
 FASTER = (1, 2, 3)
 PER_MIB = {"GB": 2**20 / 1e9, "MB": 2**20 / 1e6, "MiB": 1.0, "KiB": 1024.0}
 BASELINES = (plan.EAGER, "compiled", "padded", "dequantize")
@@ -45,7 +46,7 @@ this page.
 - **Cells** are `published / measured`. A measured time is a median, with its quartiles in brackets. The published
   figures are from the GPU that the caption names, so only figures measured in one run are comparable.
 - **Ratios** are the best peer, or the best other baseline, divided by lik_ops. More than 1 means that lik_ops is ahead.
-  For shares and correlations, the ratio is lik_ops divided by the other.
+  For shares and correlations, the ratio is lik_ops divided by the other. Figures within 0.5 % count as equal.
 - **Cold** calls have a flushed L2 cache. **Warm** calls follow a call with the same tensors. Both are device times.
 - **Peaks** are from `torch.cuda.max_memory_allocated`.
 - **Checks.** Each result is compared with fp64 first, and a wrong result is not timed.
@@ -89,11 +90,11 @@ class Line:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether a peer has a better figure, or the only one."""
+        """Return whether a peer has a figure that is better by more than 0.5 %, or the only one."""
         if not self.peers:
             return False
         ratio = self.ratio(self.peers)
-        return ratio is None or ratio < 1
+        return ratio is None or ratio < EQUAL
 
 
 def scaled(value: Value, quantity: Quantity, entry: dict) -> Value:
@@ -282,7 +283,8 @@ def summary(document: dict | None, records: dict[str, dict], remarks: dict[str, 
     behind = [line for line in lines if line.is_behind]
     unexplained = [line for line in behind if remark(line, remarks) == UNEXPLAINED]
     ratios = [r for line in lines if line.quantity.is_speed and (r := line.ratio(line.others)) is not None]
-    where = Counter(record["gpu"] for record in document["records"] if record.get("gpu"))
+    places = [(r["gpu"], r.get("commit")) for r in document["records"] if r.get("gpu")]
+    where = Counter(f"{name} at commit {commit[:7]}" if commit else name for name, commit in places)
     machines = ", ".join(f"{count} on {name}" for name, count in sorted(where.items()))
     texts = [f"{sum(r > n for r in ratios)} are more than {n}x" for n in FASTER]
     share = f"{len(ahead) / len(speed):.1%}" if speed else "-"

@@ -187,7 +187,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def read_commit() -> str | None:
     """Return the checked-out commit, with "+" if tracked or new files differ.
 
     The variable LIK_OPS_COMMIT has priority. Set it if git is not available.
@@ -211,7 +211,7 @@ def environment(*packages: str) -> dict:
     names = ("lik-ops", "torch", "triton", *packages)
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": read_commit(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

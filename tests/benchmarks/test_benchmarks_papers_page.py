@@ -104,6 +104,8 @@ def test_figures_of_two_gpus_are_not_compared():
     text = report.page(synthetic([main, compiled]), {})
     assert "row 0: measured on NVIDIA H200 only, the other contenders on NVIDIA H100." in text
     assert "Measurements: 1 on NVIDIA H100, 1 on NVIDIA H200." in text and "Of 0 timed figures" in text
+    text = report.page(synthetic([{**main, "commit": "0123456789"}, compiled]), {})
+    assert "Measurements: 1 on NVIDIA H100 at commit 0123456, 1 on NVIDIA H200." in text
 
 
 def test_remark_of_an_unknown_row_raises():

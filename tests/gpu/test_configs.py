@@ -76,6 +76,17 @@ def test_few_features_use_at_least_two_stages_for_one_query(d, documents, gpu):
     )
 
 
+@pytest.mark.parametrize(("Nq", "few"), [(1, False), (1, True), (4, True), (16, False), (256, False)])
+def test_rq4_words_have_one_stage_as_rq2_words_in_effect(Nq, few):
+    kind = KernelKey(ARCHITECTURES["sm_90"], torch.bfloat16, 128, False, False, 0)
+    options = {"tf32": False, "argmax": False, "few": few}
+    rq4, rq2 = (
+        forward_configs.configure_packed_forward(kind, Nq, 32, stored=stored, **options)[0]
+        for stored in ("bitwords4", "bitwords2")
+    )
+    assert rq4.num_stages == 1 and rq4.config._replace(ENCODING="") == rq2.config._replace(ENCODING="")
+
+
 def _change_layout(D, how):
     """Return the documents in another memory layout: one a descriptor can read, or one it cannot."""
     if how == "transposed":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...csrc_triton.common.arguments import KernelConfig
-from ...csrc_triton.formats.bits import get_code_bits
+from ...csrc_triton.formats.bits import get_code_bits, has_bit_words
 from ...csrc_triton.formats.encoded import has_fp8_queries, is_fp8
 from ...csrc_triton.formats.residual import get_bucket_bits, has_words
 from ...formats.table import INT8_QUERIES
@@ -431,6 +431,14 @@ _PACKED_OVERRIDES = (
         when=lambda call, x: call.few and not call.codes and x.config.TOKENS_FIRST and call.unit == "wgmma",
         change={"num_stages": 4},
         reason="the longest of few documents determines the time, so its pipeline is deep",
+    ),
+    Override(
+        when=lambda call, x: (
+            has_bit_words(call.encoding) and get_code_bits(call.encoding) == 4 and call.unit == "wgmma"
+        ),
+        change={"num_stages": 1},
+        reason="asynchronous copies of single words cost up to 107 registers, and thus programs of an SM",
+        measured_on="H200: words of rq2, which are too small for such copies",
     ),
     Override(
         when=lambda call, x: call.codes and not x.config.SINGLE_STEP,

@@ -40,6 +40,7 @@ from ..tuning.architectures import Architecture, cdiv, next_power_of_2
 from ..tuning.forward_configs import MAX_INT8_FEATURES
 from . import sm90_quantized
 from .packed import ragged_plan
+from .query_rotation import transform_queries
 
 _TILE_TOKENS, _TILE_FEATURES = 32, 64
 # The integers that hold eight features, by the bits of a feature.
@@ -72,7 +73,7 @@ def forward_quantized(
         max_seqlen_q: maximum number of tokens of a query.
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
-    c = PackedArgs.of((stored.transform_queries(tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
+    c = PackedArgs.of((transform_queries(stored, tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
     scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
     return scores, c.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
@@ -104,7 +105,7 @@ def forward_quantized_cut(
         scores = plan.forward(c.Q, stored, c.q_mask, c.q_weight)
         if scores is not None:
             return scores, None
-    Q = stored.transform_queries(c.Q)  # before the capture, which records launches of this project only
+    Q = transform_queries(stored, c.Q)  # before the capture: with many rows, PyTorch rotates them
     c = c if Q is c.Q else c._replace(Q=Q)
     if c.candidates or c.pairs is not None:  # few calls have the same number of candidates or pairs
         return _run_packed(c, stored, normalize, argmax_dtype)

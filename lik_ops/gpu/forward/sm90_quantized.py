@@ -20,6 +20,7 @@ from .. import choose, supports
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, use_device
 from ..tuning import sm90_configs
+from .query_rotation import transform_queries
 from .sm90_dense import Sm90Plan
 
 
@@ -65,7 +66,7 @@ class QuantizedPlan(Sm90Plan):
         if self.bits and not _has_words(data):
             return None
         data = data if data.dtype == self.read_as else data.view(self.read_as)
-        Q = stored.transform_queries(Q) if self.transforms else Q
+        Q = transform_queries(stored, Q) if self.transforms else Q
         x = QuantizedArgs(Q, data, q_mask, q_weight, scale)
         try:
             outputs = self.calls.run((), x, self.device, self._compute, x)

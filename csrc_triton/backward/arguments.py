@@ -151,15 +151,15 @@ class PackedBucketArgs(NamedTuple):
 class TilePairArgs(NamedTuple):
     """Ranges of sorted pairs that may touch each tile of packed document tokens, as `maxsim_find_starts` computes them.
 
-    The lists of all pairs may exceed the workspace. Then chunks of `own` pairs are listed one after the other, each
-    with the pairs up to `room` pairs from its `first` on. A launch with lists sums the tiles of its chunk. Their pairs
-    begin among the pairs that the chunk owns and end within the listed pairs. A launch without lists sums the tiles
-    that no chunk covers. `own` is None if one launch sums all tiles.
+    The lists of all pairs may exceed the workspace. Then chunks of `chunk_pairs` pairs are listed one after the other,
+    each with the pairs up to `room` pairs from its `first` on. A launch with lists sums the tiles of its chunk. Their
+    pairs begin among the pairs that the chunk owns and end within the listed pairs. A launch without lists sums the
+    tiles that no chunk covers. `chunk_pairs` is None if one launch sums all tiles.
     """
 
     starts: Any
     first: Any = None
-    own: Any = None
+    chunk_pairs: Any = None
     room: Any = None
 
 

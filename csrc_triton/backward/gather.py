@@ -76,9 +76,9 @@ def _sum_row_squares(pointers, scale, rows, ok, d, stride_d, C: tl.constexpr):
 
 
 @triton.jit
-def _scatter_rows(targets, values, won, columns, d):
+def _scatter_rows(targets, values, has_argmax, columns, d):
     """Add rows to fp32 sums with atomics, if they have an argmax."""
-    mask = won[:, None] & (columns < d)[None, :]
+    mask = has_argmax[:, None] & (columns < d)[None, :]
     tl.atomic_add(targets[:, None] + columns[None, :], values, mask=mask, sem="relaxed")
 
 
@@ -186,8 +186,8 @@ def locate_partial_rows(partial, slots, columns, d):
 
 
 @triton.jit
-def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
-    """Write ``sum_of(of, columns, d, C)`` of all features to a `GradientTarget`, BD features at a time.
+def write_gradient(sum_of, args, to, features, D, d, C: tl.constexpr):
+    """Write ``sum_of(args, columns, d, C)`` of all features to a `GradientTarget`, BD features at a time.
 
     With C.NORMALIZE the gradient passes through the Jacobian of the norm of its tokens. The Jacobian needs sums over
     all features first, so with several feature steps each step is computed twice.
@@ -199,7 +199,7 @@ def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
     if C.NORMALIZE and not C.SINGLE_STEP and to.gradient is not None:
         for c0 in range(0, features, C.BD):
             columns = c0 + tl.arange(0, C.BD)
-            G = sum_of(of, columns, d, C)
+            G = sum_of(args, columns, d, C)
             _, more_dot, more_squares, more_live = sum_norm_terms(G, to, columns, D, d, C)
             dot += more_dot
             squares += more_squares
@@ -207,7 +207,7 @@ def write_gradient(sum_of, of, to, features, D, d, C: tl.constexpr):
     # With pieces, Triton 3.6 would spill the values that it hoists out of this loop, which usually has one step.
     for c0 in tl.range(0, features, C.BD, disable_licm=to.partial is not None):
         columns = c0 + tl.arange(0, C.BD)
-        G = sum_of(of, columns, d, C)
+        G = sum_of(args, columns, d, C)
         if to.partial is not None:
             partial_mask = to.left[:, None] & (columns < d)[None, :]
             tl.store(locate_partial_rows(to.partial, to.slots, columns, d), G, mask=partial_mask)

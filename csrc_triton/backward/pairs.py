@@ -15,7 +15,7 @@ maxsim_sort_items, program = RANKED_PAIRS pairs n:
     reach[rank[n]] = max(end[n], row of D after the document of n)
     # every second program writes zeros instead, see `ZeroFillArgs`
 maxsim_find_starts, program = PAIRS_PER_PROGRAM tiles t, binary search:
-    starts[0, t] = number of pairs whose key is below min(t * step, most)
+    starts[0, t] = number of pairs whose key is below min(t * step, limit)
     starts[1, t] = number of pairs whose reach is at most t * step
 ```
 
@@ -77,13 +77,13 @@ def count_max_pairs(up, row, ok, C: tl.constexpr):
 
 
 @triton.jit
-def load_packed_argmax(up, of, row, n, ok):
+def load_packed_argmax(up, query_pairs, row, n, ok):
     """Return the argmax of packed query rows in the n-th pair of their query, as rows of D.
 
-    Also returns whether there is an argmax, and the gradient of the score. `of` is the result of `find_query_pairs`. No
-    loaded value decides whether another value is loaded, so the loads are in flight together.
+    Also returns whether there is an argmax, and the gradient of the score. `query_pairs` is the result of
+    `find_query_pairs`. No loaded value decides whether another value is loaded, so the loads are in flight together.
     """
-    i, first, pair_count = of
+    i, first, pair_count = query_pairs
     n = n.to(tl.int64)
     ok = ok & (n < pair_count)
     m = first + n
@@ -105,7 +105,7 @@ def load_packed_argmax(up, of, row, n, ok):
 
 
 @triton.jit
-def _describe_pair(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES: tl.constexpr):
+def _describe_pair(segments, n, ok, Nq, K, Tq, max_seqlen_q, stride_q, stride_k, CANDIDATES: tl.constexpr):
     """Return query (-1: none), document, first query row, and number of query rows of pairs `n`.
 
     Also returns the offsets of their argmax and of the gradient of their score.
@@ -114,8 +114,8 @@ def _describe_pair(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDA
         i, document, exists = load_pair(segments, n, ok, Nq, K)
         i = tl.where(exists, i, -1)
         begin, rows, _ = locate_query_segment(segments, i, ok & exists, Tq)
-        rows = tl.minimum(rows, most)
-        argmax = n * most - begin
+        rows = tl.minimum(rows, max_seqlen_q)
+        argmax = n * max_seqlen_q - begin
         score = n * stride_q
     else:
         document = n
@@ -133,12 +133,14 @@ def _describe_pair(segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDA
 
 
 @triton.jit
-def _write_pairs(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES: tl.constexpr):
+def _write_pairs(
+    segments, items, block, Nq, K, Tq, Td, count, max_seqlen_q, stride_q, stride_k, CANDIDATES: tl.constexpr
+):
     """Write the fields of a block of pairs."""
     n = to_int64(block) * PAIRS_PER_PROGRAM + tl.arange(0, PAIRS_PER_PROGRAM)
     ok = n < count
     i, document, begin, rows, argmax, score = _describe_pair(
-        segments, n, ok, Nq, K, Tq, most, stride_q, stride_k, CANDIDATES
+        segments, n, ok, Nq, K, Tq, max_seqlen_q, stride_q, stride_k, CANDIDATES
     )
     first, length, _ = locate_document_segment(segments, document, ok & (i >= 0), Td)
     is_nonempty = (length > 0) & (rows > 0)
@@ -162,9 +164,9 @@ def _write_queries(segments, query, block, Nq, Tq):
         tl.store(query + (begin[:, None] + s0 + s[None, :]), queries, mask=s0 + s[None, :] < rows[:, None])
 
 
-@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"])
+@triton.jit(do_not_specialize=["Nq", "K", "Tq", "Td", "count", "max_seqlen_q", "stride_q", "stride_k"])
 def maxsim_ragged_items(
-    segments, items, query, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES: tl.constexpr
+    segments, items, query, Nq, K, Tq, Td, count, max_seqlen_q, stride_q, stride_k, CANDIDATES: tl.constexpr
 ):  # fmt: skip
     """Write the pairs of a packed call and the query of each packed row.
 
@@ -179,7 +181,7 @@ def maxsim_ragged_items(
         Tq: Packed query rows.
         Td: Packed document rows.
         count: Number of pairs.
-        most: Columns of the argmax of a pair list.
+        max_seqlen_q: Columns of the argmax of a pair list.
         stride_q: Stride of the score gradients between queries, or between pairs of a pair list.
         stride_k: Stride of the score gradients between documents.
         CANDIDATES: Whether each query has its own documents.
@@ -187,7 +189,7 @@ def maxsim_ragged_items(
     blocks = tl.cdiv(count, PAIRS_PER_PROGRAM)
     block = tl.program_id(0)
     if block < blocks:
-        _write_pairs(segments, items, block, Nq, K, Tq, Td, count, most, stride_q, stride_k, CANDIDATES)
+        _write_pairs(segments, items, block, Nq, K, Tq, Td, count, max_seqlen_q, stride_q, stride_k, CANDIDATES)
     else:
         _write_queries(segments, query, block - blocks, Nq, Tq)
 
@@ -291,20 +293,20 @@ def _count_smaller(keys, x, count, rounds):
 
 
 @triton.jit
-def find_starts(keys, reach, starts, count, places, step, most, rounds, block):
+def find_starts(keys, reach, starts, count, start_count, step, limit, rounds, block):
     """Run block number `block` of `maxsim_find_starts`."""
     t = block * PAIRS_PER_PROGRAM + tl.arange(0, PAIRS_PER_PROGRAM)
     bound = t.to(tl.int64) * step
-    tl.store(starts + t, _count_smaller(keys, tl.minimum(bound, most), count, rounds), mask=t < places)
+    tl.store(starts + t, _count_smaller(keys, tl.minimum(bound, limit), count, rounds), mask=t < start_count)
     if reach is not None:
-        tl.store(starts + places + t, _count_smaller(reach, bound + 1, count, rounds), mask=t < places)
+        tl.store(starts + start_count + t, _count_smaller(reach, bound + 1, count, rounds), mask=t < start_count)
 
 
-@triton.jit(do_not_specialize=["count", "places", "step", "most", "rounds"])
-def maxsim_find_starts(keys, reach, starts, count, places, step, most, rounds):
+@triton.jit(do_not_specialize=["count", "start_count", "step", "limit", "rounds"])
+def maxsim_find_starts(keys, reach, starts, count, start_count, step, limit, rounds):
     """Find the range of sorted pairs of each tile or query.
 
-    ``starts[t]``, for t < `places`, is the number of keys smaller than ``min(t * step, most)``. If `reach` is not None,
-    ``starts[places + t]`` is the number of elements of `reach` that are at most ``t * step``.
+    ``starts[t]``, for t < `start_count`, is the number of keys smaller than ``min(t * step, limit)``. If `reach` is not
+    None, ``starts[start_count + t]`` is the number of elements of `reach` that are at most ``t * step``.
     """
-    find_starts(keys, reach, starts, count, places, step, most, rounds, tl.program_id(0))
+    find_starts(keys, reach, starts, count, start_count, step, limit, rounds, tl.program_id(0))

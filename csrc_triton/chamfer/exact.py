@@ -128,38 +128,38 @@ def _load_own_coordinates(P, at_p, C: tl.constexpr):
 
 
 @triton.jit
-def _flag_non_finite(x, odd, C: tl.constexpr):
-    """Return `odd`, or NaN where a coordinate is not finite."""
-    odd = tl.fma(x[0], 0.0, odd)
+def _flag_non_finite(x, nan_flags, C: tl.constexpr):
+    """Return `nan_flags`, or NaN where a coordinate is not finite."""
+    nan_flags = tl.fma(x[0], 0.0, nan_flags)
     if C.BD > 1:
-        odd = tl.fma(x[1], 0.0, odd)
+        nan_flags = tl.fma(x[1], 0.0, nan_flags)
     if C.BD > 2:
-        odd = tl.fma(x[2], 0.0, odd)
+        nan_flags = tl.fma(x[2], 0.0, nan_flags)
     if C.BD > 3:
-        odd = tl.fma(x[3], 0.0, odd)
-    return odd
+        nan_flags = tl.fma(x[3], 0.0, nan_flags)
+    return nan_flags
 
 
 @triton.jit
-def _compute_step(P, R, of_R, at_p, p, batch, first, end, odd, d, C: tl.constexpr, CAREFUL: tl.constexpr):
+def _compute_step(P, R, keys_R, at_p, p, batch, first, end, nan_flags, d, C: tl.constexpr, CAREFUL: tl.constexpr):
     """Return distances to BN points from `first` on as ordered integers, and the present keys of these points.
 
     With CAREFUL a NaN becomes the smallest integer. Otherwise it is the largest, because of its bits.
     """
     j = first + tl.arange(0, C.BN)
-    keys = tl.load(of_R + batch.to(tl.int64) * R.count + j, mask=j < end, other=0)
+    keys = tl.load(keys_R + batch.to(tl.int64) * R.count + j, mask=j < end, other=0)
     # Repeat the last point after the end, which changes no minimum.
     at_r = _locate_points(R, batch, tl.minimum(j, end - 1))
     if C.BD <= 4:
         r = _load_few_coordinates(at_r, R.stride_d, C)
-        odd = _flag_non_finite(r, odd, C)
+        nan_flags = _flag_non_finite(r, nan_flags, C)
         S = _compute_unrolled_distances(p, r, C)
     else:
         S = _compute_looped_distances(at_p, at_r, P, R, d, C)
     bits = S.to(tl.int32, bitcast=True)
     if CAREFUL:
         bits = tl.where(S == S, bits, NAN_ORDER)
-    return bits, keys, odd
+    return bits, keys, nan_flags
 
 
 @triton.jit
@@ -175,33 +175,33 @@ def lower_keys(keys, key, old, ok):
 
 
 @triton.jit
-def _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C: tl.constexpr, CAREFUL: tl.constexpr):
+def _scan_part(P, R, keys_R, at_p, p, batch, tile, begin, end, nan_flags, d, C: tl.constexpr, CAREFUL: tl.constexpr):
     """Return the smallest distance of each of BM points in each of BN classes, and lower the keys of the other points.
 
     Two steps are combined, because one instruction computes the minimum of three numbers.
     """
     best = tl.full((C.BM, C.BN), _NO_POINT, tl.int32)
-    keys = of_R + batch.to(tl.int64) * R.count + tl.arange(0, C.BN)
+    keys = keys_R + batch.to(tl.int64) * R.count + tl.arange(0, C.BN)
     for first in range(begin, end, 2 * C.BN):
-        a, old_a, odd = _compute_step(P, R, of_R, at_p, p, batch, first, end, odd, d, C, CAREFUL)
-        b, old_b, odd = _compute_step(P, R, of_R, at_p, p, batch, first + C.BN, end, odd, d, C, CAREFUL)
+        a, old_a, nan_flags = _compute_step(P, R, keys_R, at_p, p, batch, first, end, nan_flags, d, C, CAREFUL)
+        b, old_b, nan_flags = _compute_step(P, R, keys_R, at_p, p, batch, first + C.BN, end, nan_flags, d, C, CAREFUL)
         best = tl.minimum(tl.minimum(best, a), b)
         j = first + tl.arange(0, C.BN)
         lower_keys(keys + first, make_keys(tl.min(a, axis=0), j * 0 + tile), old_a, j < end)
         lower_keys(keys + (first + C.BN), make_keys(tl.min(b, axis=0), j * 0 + tile), old_b, j + C.BN < end)
-    return best, odd
+    return best, nan_flags
 
 
 @triton.jit(do_not_specialize=["part"])
-def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
+def chamfer_nearest(P, R, keys_P, keys_R, part, d, C: tl.constexpr):
     """Lower the keys of BM points of P and of `part` points of R to the keys of their distances.
 
     Args:
         P: `PointArgs` of the first clouds.
         R: `PointArgs` of the second clouds.
-        of_P: Keys int64 `[B, N]`. A code names a part of R and a class. The class is the number of the nearest point in
-            the part modulo BN, or BN if several classes are equally near.
-        of_R: Keys int64 `[B, M]`. A code names a row tile of P.
+        keys_P: Keys int64 `[B, N]`. A code names a part of R and a class. The class is the number of the nearest point
+            in the part modulo BN, or BN if several classes are equally near.
+        keys_R: Keys int64 `[B, M]`. A code names a row tile of P.
         part: Points of a part, a multiple of `2 * BN`. The grid is `B * row tiles * parts`.
         d: Number of coordinates.
         C: Compile-time choices, a `ChamferConfig`.
@@ -218,40 +218,42 @@ def chamfer_nearest(P, R, of_P, of_R, part, d, C: tl.constexpr):
 
     i = tile * C.BM + tl.arange(0, C.BM)
     at_p = _locate_points(P, batch, tl.maximum(tl.minimum(i, N - 1), 0))
-    odd = tl.full((C.BN,), 0, tl.float32)
+    nan_flags = tl.full((C.BN,), 0, tl.float32)
     if C.BD <= 4:
-        p, odd_p = _load_own_coordinates(P, at_p, C)
-        best, odd = _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, False)
+        p, p_nan_flags = _load_own_coordinates(P, at_p, C)
+        best, nan_flags = _scan_part(P, R, keys_R, at_p, p, batch, tile, begin, end, nan_flags, d, C, False)
         # NaN differs from 0. This is rare.
-        if tl.sum(odd, axis=0) + tl.sum(odd_p, axis=0) != 0.0:
-            best, odd = _scan_part(P, R, of_R, at_p, p, batch, tile, begin, end, odd, d, C, True)
+        if tl.sum(nan_flags, axis=0) + tl.sum(p_nan_flags, axis=0) != 0.0:
+            best, nan_flags = _scan_part(P, R, keys_R, at_p, p, batch, tile, begin, end, nan_flags, d, C, True)
     else:
-        best, odd = _scan_part(P, R, of_R, at_p, 0, batch, tile, begin, end, odd, d, C, True)
+        best, nan_flags = _scan_part(P, R, keys_R, at_p, 0, batch, tile, begin, end, nan_flags, d, C, True)
     minimum = tl.min(best, axis=1)
     hits = tl.sum(tl.where(best == minimum[:, None], _COUNT_UNIT + tl.arange(0, C.BN)[None, :], 0), axis=1)
     codes = part_index * (C.BN + 1) + tl.where(hits < 2 * _COUNT_UNIT, hits & (_COUNT_UNIT - 1), C.BN)
-    keys = of_P + batch.to(tl.int64) * P.count + i
+    keys = keys_P + batch.to(tl.int64) * P.count + i
     mask = (i < N) & to_mask(begin < end)
     lower_keys(keys, make_keys(minimum, codes), tl.load(keys, mask=mask, other=0), mask)
 
 
 @triton.jit
-def _compute_pair_distances(own, others, there, X, Y, d, C: tl.constexpr):
-    """Return distances `[BM, BN]` of points to their own candidates. Candidates not in `there` are not read."""
+def _compute_pair_distances(point_pointers, candidate_pointers, is_candidate, X, Y, d, C: tl.constexpr):
+    """Return distances `[BM, BN]` of points to their own candidates. Only those with `is_candidate` are read."""
     S = tl.full((C.BM, C.BN), 0, tl.float32)
-    FEW: tl.constexpr = C.BD
-    if FEW <= 4:
-        for k in tl.static_range(FEW):
-            x = _load_coordinate(own, X.stride_d, k)
-            y = tl.load(others + to_int64(k) * Y.stride_d, mask=there, other=0.0).to(tl.float32)
+    COORDINATES: tl.constexpr = C.BD
+    if COORDINATES <= 4:
+        for k in tl.static_range(COORDINATES):
+            x = _load_coordinate(point_pointers, X.stride_d, k)
+            y = tl.load(candidate_pointers + to_int64(k) * Y.stride_d, mask=is_candidate, other=0.0).to(tl.float32)
             S = _add_coordinate(S, x[:, None], y, C)
     else:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             ok = columns < d
-            x = tl.load(own[:, None] + (columns.to(tl.int64) * X.stride_d)[None, :], mask=ok[None, :], other=0.0)
-            pointers = others[:, :, None] + (columns.to(tl.int64) * Y.stride_d)[None, None, :]
-            y = tl.load(pointers, mask=there[:, :, None] & ok[None, None, :], other=0.0)
+            x = tl.load(
+                point_pointers[:, None] + (columns.to(tl.int64) * X.stride_d)[None, :], mask=ok[None, :], other=0.0
+            )
+            pointers = candidate_pointers[:, :, None] + (columns.to(tl.int64) * Y.stride_d)[None, None, :]
+            y = tl.load(pointers, mask=is_candidate[:, :, None] & ok[None, None, :], other=0.0)
             zeros = tl.full((C.BM, C.BN, C.BD), 0, tl.float32)
             S += tl.sum(_add_coordinate(zeros, x.to(tl.float32)[:, None, :], y.to(tl.float32), C), axis=2)
     return S
@@ -306,7 +308,7 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
     key = tl.load(keys + point)
     has_candidates = ok & (n < N) & (M > 0)
     begin, end, count, is_whole_part = _decode_key(tl.where(has_candidates, key.to(tl.int32), 0), M, size, C)
-    own_pointers = _locate_points(X, batch, n)
+    point_pointers = _locate_points(X, batch, n)
     best = tl.full((C.BM, C.BN), float("inf"), tl.float32)
     indices = tl.full((C.BM, C.BN), 0, tl.int32)
     for first in range(0, tl.max(tl.where(has_candidates, count, 0), axis=0), C.BN):
@@ -316,8 +318,8 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
         j = begin[:, None] + k
         # Repeat the first candidate after the end, which changes nothing.
         j = tl.where((j < end[:, None]) & (k < size), j, begin[:, None])
-        other_pointers = _locate_points(Y, batch[:, None], j)
-        S = _compute_pair_distances(own_pointers, other_pointers, has_candidates[:, None] & (j >= 0), X, Y, d, C)
+        candidate_pointers = _locate_points(Y, batch[:, None], j)
+        S = _compute_pair_distances(point_pointers, candidate_pointers, has_candidates[:, None] & (j >= 0), X, Y, d, C)
         is_better = (S < best) | ((S != S) & (best == best)) | (first == 0)
         indices = tl.where(is_better, j, indices)
         best = tl.where(is_better, S, best)
@@ -355,13 +357,13 @@ def chamfer_slopes(X, Y, grad, grad_stride_batch, grad_stride_n, nearest, slopes
     neighbor = tl.load(nearest + row, mask=ok, other=-1)
     has_neighbor = neighbor >= 0
     g = tl.load(grad + batch * grad_stride_batch + n * grad_stride_n, mask=has_neighbor, other=0.0)
-    own_pointers, other_pointers = _locate_points(X, batch, n), _locate_points(Y, batch, neighbor)
+    point_pointers, neighbor_pointers = _locate_points(X, batch, n), _locate_points(Y, batch, neighbor)
     for c0 in range(0, d, C.BD):
         k = c0 + tl.arange(0, C.BD)
         is_feature = (k < d)[None, :]
         offsets, mask = k.to(tl.int64)[None, :], has_neighbor[:, None] & is_feature
-        x = tl.load(own_pointers[:, None] + offsets * X.stride_d, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(other_pointers[:, None] + offsets * Y.stride_d, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(point_pointers[:, None] + offsets * X.stride_d, mask=mask, other=0.0).to(tl.float32)
+        y = tl.load(neighbor_pointers[:, None] + offsets * Y.stride_d, mask=mask, other=0.0).to(tl.float32)
         if C.METRIC == "l1":
             slope = (x > y).to(tl.float32) - (x < y).to(tl.float32)
         else:

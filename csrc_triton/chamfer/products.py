@@ -67,8 +67,8 @@ def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
         C: Compile-time choices, a `ChamferConfig`.
     """
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
-    batch = terms.batch + row // terms.each
-    n = terms.first + row % terms.each
+    batch = terms.batch + row // terms.cloud_rows
+    n = terms.first + row % terms.cloud_rows
     is_row = row < rows
     length, _ = load_cloud_length(X, tl.where(is_row, batch, terms.batch))
     ok = is_row & (n < length)
@@ -81,11 +81,11 @@ def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
         exponent = tl.where(finite, largest & _EXPONENT_MASK, _MIN_EXPONENT_BITS)
         factor = (tl.full(exponent.shape, _SCALE_UP_BITS, tl.int32) - exponent).to(tl.float32, bitcast=True)
         tl.store(terms.scales + row, (exponent - _SCALE_EXPONENT_BITS).to(tl.float32, bitcast=True), mask=is_row)
-    places = terms.rows + row.to(tl.int64) * terms.width
+    row_pointers = terms.rows + row.to(tl.int64) * terms.width
     for c0 in range(0, terms.width, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         x = load_rows(pointers, finite, columns, d, X.stride_d, C.WIDE_OFFSETS)
-        term_pointers = places[:, None] + columns[None, :]
+        term_pointers = row_pointers[:, None] + columns[None, :]
         if C.SPLIT_FP32:
             x = x * factor[:, None]
             hi = x.to(tl.float16)
@@ -169,7 +169,7 @@ def _make_row_keys(best, where):
 
 
 @triton.jit(do_not_specialize=["steps"])
-def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.constexpr):
+def chamfer_products(P, R, p, r, p_tiles, r_tiles, keys_P, keys_R, steps, C: tl.constexpr):
     """Lower the keys of `chamfer_nearest` for the clouds and points of terms p and r.
 
     Args:
@@ -179,25 +179,25 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
         r: `PointTermArgs` of points of R.
         p_tiles: Tensor descriptor of the rows of p in blocks `[BM, BD]`, or None.
         r_tiles: Tensor descriptor of the rows of r in blocks `[BN, BD]`, or None.
-        of_P: Keys int64 `[B, N]`. A code names a step of BN points of R and a lane of the tensor core layout. Lanes
+        keys_P: Keys int64 `[B, N]`. A code names a step of BN points of R and a lane of the tensor core layout. Lanes
             receive two neighboring points each, in rotation. Lane 4 stands for all lanes, if several are equally near.
-        of_R: Keys int64 `[B, M]`. A code names 16 points of P.
+        keys_R: Keys int64 `[B, M]`. A code names 16 points of P.
         steps: Tiles of BN points in a part of R.
         C: Compile-time choices, a `ChamferConfig`.
     """
     part = steps * C.BN
-    tiles, parts = p.each // C.BM, tl.cdiv(r.each, part)
+    tiles, parts = p.cloud_rows // C.BM, tl.cdiv(r.cloud_rows, part)
     local_batch = tl.program_id(0) // (tiles * parts)
     tile = tl.program_id(0) // parts % tiles
     batch = p.batch + local_batch
     N, _ = load_cloud_length(P, batch)
     M, _ = load_cloud_length(R, batch)
     begin = tl.program_id(0) % parts * part
-    end = tl.minimum(tl.minimum(begin + part, r.each), M - r.first)
+    end = tl.minimum(tl.minimum(begin + part, r.cloud_rows), M - r.first)
     i = p.first + tile * C.BM + tl.arange(0, C.BM)
     end = tl.where(p.first + tile * C.BM < N, end, begin)  # an empty range if the tile has no point
 
-    row = local_batch * p.each + tile * C.BM
+    row = local_batch * p.cloud_rows + tile * C.BM
     norms = tl.load(p.norms + row + tl.arange(0, C.BM))
     scales = tl.full((C.BM,), -2.0, tl.float32)
     if C.SPLIT_FP32:
@@ -208,7 +208,7 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
     where = tl.full((C.BM, 4), 0, tl.int32) + (r.first + begin) // C.BN
     group = (p.first + tile * C.BM) // 16
     for first in range(begin, end, C.BN):
-        other_row = local_batch * r.each + first
+        other_row = local_batch * r.cloud_rows + first
         # Load these before the products, to overlap the latency.
         r_norms = tl.load(r.norms + other_row + tl.arange(0, C.BN))
         r_scales = r_norms
@@ -233,8 +233,8 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, of_P, of_R, steps, C: tl.cons
         is_better = (m < best) | ((m != m) & (best == best))
         where = tl.where(is_better, (r.first + first) // C.BN, where)
         best = tl.where(is_better, m, best)
-        keys = of_R + batch.to(tl.int64) * R.count + j
+        keys = keys_R + batch.to(tl.int64) * R.count + j
         tl.atomic_min(keys, _make_column_keys(S, group, C), mask=j < M, sem="relaxed")
-    keys = of_P + batch.to(tl.int64) * P.count + i
+    keys = keys_P + batch.to(tl.int64) * P.count + i
     mask = (i < N) & to_mask(begin < end)
     lower_keys(keys, _make_row_keys(best, where), tl.load(keys, mask=mask, other=0), mask)

@@ -41,14 +41,14 @@ class DocumentArgs(NamedTuple):
 class DequantArgs(NamedTuple):
     """Dequantization of encoded documents: `value = code * scale + minimum`, in fp32.
 
-    There is no addition if `minimum` is None. `scale_each` and `minimum_each` are the strides from token to token. They
-    are 1 if each token has its own value, and 0 if one value serves all tokens.
+    There is no addition if `minimum` is None. `scale_stride` and `minimum_stride` are the strides from token to token.
+    They are 1 if each token has its own value, and 0 if one value serves all tokens.
     """
 
     scale: Any
-    scale_each: Any
+    scale_stride: Any
     minimum: Any
-    minimum_each: Any
+    minimum_stride: Any
 
 
 class CodecDequantArgs(NamedTuple):
@@ -59,9 +59,9 @@ class CodecDequantArgs(NamedTuple):
     """
 
     scale: Any
-    scale_each: Any
+    scale_stride: Any
     minimum: Any
-    minimum_each: Any
+    minimum_stride: Any
     codes: Any
     centroids: Any
     centroids_count: Any
@@ -147,14 +147,14 @@ class PackedSizeArgs(NamedTuple):
     """Sizes of a packed call.
 
     Nq and K are the numbers of queries and documents (per query for candidates). Tq and Td are the numbers of packed
-    query tokens and document tokens. `most` is the length of the longest query.
+    query tokens and document tokens. `max_seqlen_q` is the length of the longest query.
     """
 
     Nq: Any
     K: Any
     Tq: Any
     Td: Any
-    most: Any
+    max_seqlen_q: Any
 
 
 class TermArgs(NamedTuple):
@@ -192,33 +192,34 @@ class SegmentArgs(NamedTuple):
 class SplitArgs(NamedTuple):
     """Workspace of documents that are cut into splits, and the argmax of whole documents. An absent tensor is None.
 
-    `maxima [most, rows]` holds the row maxima of each split in fp32. `split_argmax` holds their int32 argmax, a token
-    of the document or NO_TOKEN. With a document mask, `kept [most]` in int32 says whether a split keeps a token.
-    `norms` holds inverse norms of the rows, which multiply the maxima last. `argmax [K, rows]` is the result for whole
-    documents.
+    `maxima [max_splits, rows]` holds the row maxima of each split in fp32. `split_argmax` holds their int32 argmax, a
+    token of the document or NO_TOKEN. With a document mask, `kept_flags [max_splits]` in int32 says whether a split
+    keeps a token. `norms` holds inverse norms of the rows, which multiply the maxima last. `argmax [K, rows]` is the
+    result for whole documents.
 
-    There are at most `most` splits of `each` tokens, ordered by document. If `each` is None, the device computes it.
+    There are at most `max_splits` splits of `split_tokens` tokens, ordered by document. If `split_tokens` is None, the
+    device computes it.
     """
 
     maxima: Any
     split_argmax: Any
-    kept: Any
+    kept_flags: Any
     norms: Any
     argmax: Any
-    most: Any
-    each: Any
+    max_splits: Any
+    split_tokens: Any
 
 
 class SoftSplitArgs(NamedTuple):
-    """Results of documents that are cut into `count` splits of `each` tokens. The last split may be shorter.
+    """Results of documents that are cut into `count` splits of `split_tokens` tokens. The last split may be shorter.
 
     `argmax` holds the soft maxima of the splits in fp32, `[K * count, Nq, Lq]` or `[Nq, K * count, Lq]` for candidates.
-    With a document mask, `kept` in int32 says whether each split keeps a token. Otherwise it is None.
+    With a document mask, `kept_flags` in int32 says whether each split keeps a token. Otherwise it is None.
     """
 
     argmax: Any
-    kept: Any
-    each: Any
+    kept_flags: Any
+    split_tokens: Any
     count: Any
 
 
@@ -375,8 +376,8 @@ class PointArgs(NamedTuple):
 class PointTermArgs(NamedTuple):
     """Points of some clouds as `chamfer_terms` stores them, in rows of `width` features, a multiple of BD.
 
-    With split fp32, `hi [room, width]` is followed by `lo`. Each cloud has `each` rows, a multiple of every tile. The
-    first row of a cloud is its point `first`, and the first rows belong to cloud `batch`.
+    With split fp32, `hi [room, width]` is followed by `lo`. Each cloud has `cloud_rows` rows, a multiple of every tile.
+    The first row of a cloud is its point `first`, and the first rows belong to cloud `batch`.
     """
 
     rows: Any
@@ -384,7 +385,7 @@ class PointTermArgs(NamedTuple):
     scales: Any
     room: Any
     width: Any
-    each: Any
+    cloud_rows: Any
     batch: Any
     first: Any
 
@@ -470,7 +471,7 @@ VECTOR_STRIDES: dict[type, tuple[str, ...]] = {
     DocumentArgs: ("stride_owner", "stride_doc", "stride_l"),
     LinearArgs: ("stride_n",),
     PointArgs: ("stride_batch", "stride_n"),
-    PointTermArgs: ("room", "width", "each"),
+    PointTermArgs: ("room", "width", "cloud_rows"),
 }
 UNIT_STRIDES: dict[type, tuple[str, ...]] = {
     QueryArgs: ("stride_d", "mask_stride_l", "weight_stride_l"),

@@ -206,16 +206,16 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
         load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), C.FP32_TERMS
     )
     hi, lo = x
-    places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
-    tl.store(places, hi, mask=ok[:, None])
+    term_pointers = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
+    tl.store(term_pointers, hi, mask=ok[:, None])
     if C.FP32_TERMS == 2:
-        tl.store(places + to_int64(room) * C.BD, lo, mask=ok[:, None])
+        tl.store(term_pointers + to_int64(room) * C.BD, lo, mask=ok[:, None])
     scale = tl.where(is_zero, 1.0, tl.where(is_exact, scale, -1.0))
     if X.mask is not None:
         mask_offsets = (row // L).to(tl.int64) * X.mask_stride_doc + (row % L).to(tl.int64) * X.mask_stride_l
         scale = tl.where(tl.load(X.mask + mask_offsets, mask=ok, other=0) != 0, scale, 0.0)
     t = row % L
     end = tl.cdiv(L, SCALE_TILE) * SCALE_TILE
-    places = scales + (row // L).to(tl.int64) * end + t
-    tl.store(places, scale, mask=ok & (t < end - SCALE_TILE))
-    tl.store(places + (end - L), scale, mask=ok & (t >= L - SCALE_TILE))
+    scale_pointers = scales + (row // L).to(tl.int64) * end + t
+    tl.store(scale_pointers, scale, mask=ok & (t < end - SCALE_TILE))
+    tl.store(scale_pointers + (end - L), scale, mask=ok & (t >= L - SCALE_TILE))

@@ -106,9 +106,9 @@ def _decode_int8_words(words):
     word = words.to(tl.uint8, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
     a, b = tl.inline_asm_elementwise(_DECODE_INT8_PTX, "=&r,=r,r", (word,), (tl.int32, tl.int32), True, 1)
     x = tl.reshape(tl.join(a, b), (words.shape[0], 2 * words.shape[1]))
-    even = tl.join(x.to(tl.int8), (x >> 16).to(tl.int8))
-    odd = tl.join((x >> 8).to(tl.int8), (x >> 24).to(tl.int8))
-    return tl.reshape(tl.join(even, odd), (words.shape[0], 8 * words.shape[1]))
+    even_features = tl.join(x.to(tl.int8), (x >> 16).to(tl.int8))
+    odd_features = tl.join((x >> 8).to(tl.int8), (x >> 24).to(tl.int8))
+    return tl.reshape(tl.join(even_features, odd_features), (words.shape[0], 8 * words.shape[1]))
 
 
 @triton.jit
@@ -132,9 +132,11 @@ def load_bits(ptr, t, c0, d, D, dtype: tl.constexpr, C: tl.constexpr):
         else:
             x = _decode_words(x, dtype, C)
     else:
-        EACH: tl.constexpr = 8 // NBITS
-        columns = c0 // EACH + tl.arange(0, C.BD // EACH)
-        x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, EACH), D, C.WIDE_OFFSETS)
-        x = (x[:, :, None] >> (NBITS * tl.arange(0, EACH))[None, None, :].to(tl.uint8)) & ((1 << NBITS) - 1)
+        FEATURES_PER_BYTE: tl.constexpr = 8 // NBITS
+        columns = c0 // FEATURES_PER_BYTE + tl.arange(0, C.BD // FEATURES_PER_BYTE)
+        x = load_tokens(ptr, t, t >= 0, columns, tl.cdiv(d, FEATURES_PER_BYTE), D, C.WIDE_OFFSETS)
+        x = (x[:, :, None] >> (NBITS * tl.arange(0, FEATURES_PER_BYTE))[None, None, :].to(tl.uint8)) & (
+            (1 << NBITS) - 1
+        )
         x = tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - ((1 << NBITS) - 1)
     return x

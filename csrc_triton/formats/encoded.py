@@ -126,9 +126,9 @@ def find_largest(q):
 
 
 @triton.jit
-def choose_powers(most, C: tl.constexpr):
+def choose_powers(largest, C: tl.constexpr):
     """Return the powers of two for rows with these largest magnitudes."""
-    exponent = most.to(tl.int32, bitcast=True) & _EXPONENT_MASK
+    exponent = largest.to(tl.int32, bitcast=True) & _EXPONENT_MASK
     exponent = tl.where(
         exponent > _MAX_EXPONENT_BITS,
         _MAX_EXPONENT_BITS,
@@ -238,9 +238,9 @@ def maxsim_query_terms(Q, out, scales, rows, d, C: tl.constexpr):
     columns = tl.arange(0, C.BD)
     q = load_rows(locate_rows(Q, 0 * row, row), ok, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
     hi, lo, scale = split_int8_terms(q, C)
-    places = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
-    tl.store(places, hi.to(tl.int8), mask=ok[:, None])
-    tl.store(places + rows.to(tl.int64) * C.BD, lo.to(tl.int8), mask=ok[:, None])
+    term_pointers = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
+    tl.store(term_pointers, hi.to(tl.int8), mask=ok[:, None])
+    tl.store(term_pointers + rows.to(tl.int64) * C.BD, lo.to(tl.int8), mask=ok[:, None])
     tl.store(scales + row, scale, mask=ok)
 
 
@@ -276,15 +276,15 @@ def sum_query_rows(pointers, ok, x, C: tl.constexpr):
 
 
 @triton.jit
-def _load_values(ptr, each, t):
-    """Load the values of tokens `t`, or one value for all tokens if `each` is 0."""
-    return tl.load(ptr + t.to(tl.int64) * each).to(tl.float32)
+def _load_values(ptr, stride, t):
+    """Load the values of tokens `t`, or one value for all tokens if `stride` is 0."""
+    return tl.load(ptr + t.to(tl.int64) * stride).to(tl.float32)
 
 
 @triton.jit
 def load_token_scales(counts, t):
     """Load the scales of tokens `t` of all documents."""
-    return _load_values(counts.scale, counts.scale_each, t)
+    return _load_values(counts.scale, counts.scale_stride, t)
 
 
 @triton.jit
@@ -299,7 +299,7 @@ def dequantize_similarities(S, rows, counts, document, t, C: tl.constexpr):
         if counts.minimum is not None:
             # An explicit fma: a fusion that the compiler chooses would depend on the tile.
             sums = tl.broadcast_to(expand_rows(rows.sums, C), S.shape)
-            minimum = expand_tokens(_load_values(counts.minimum, counts.minimum_each, t), C)
+            minimum = expand_tokens(_load_values(counts.minimum, counts.minimum_stride, t), C)
             S = tl.fma(sums, tl.broadcast_to(minimum, S.shape), S)
     return S
 
@@ -311,7 +311,7 @@ def load_dequantized_tokens(t, c0, d, D, counts, C: tl.constexpr):
     if get_bucket_bits(C.ENCODING) == 0:
         x = convert_encoded(x, tl.float32, C) * load_token_scales(counts, t)[:, None]
         if counts.minimum is not None:
-            x += _load_values(counts.minimum, counts.minimum_each, t)[:, None]
+            x += _load_values(counts.minimum, counts.minimum_stride, t)[:, None]
     return tl.where((c0 + tl.arange(0, C.BD) < d)[None, :], x, 0.0)
 
 
@@ -344,7 +344,7 @@ def maxsim_unit_counts(D, counts, scale, minimum, Td, d, C: tl.constexpr):
     inverse = compute_inverse_norm(sum_dequantized_squares(t, d, D, counts, C))
     tl.store(scale + t, load_token_scales(counts, t) * inverse, mask=ok)
     if counts.minimum is not None:
-        tl.store(minimum + t, _load_values(counts.minimum, counts.minimum_each, t) * inverse, mask=ok)
+        tl.store(minimum + t, _load_values(counts.minimum, counts.minimum_stride, t) * inverse, mask=ok)
 
 
 @triton.jit(do_not_specialize=["documents", "K", "Ld"])
@@ -369,8 +369,8 @@ def maxsim_keep_int8(D, data, scale, documents, K, Ld, d, C: tl.constexpr):
     document = row // Ld
     ok = document < documents
     owner = document // K
-    places = D.ptr + owner * D.stride_owner + (document - owner * K) * D.stride_doc
-    pointers = places + (row - document * Ld) * D.stride_l
+    document_pointers = D.ptr + owner * D.stride_owner + (document - owner * K) * D.stride_doc
+    pointers = document_pointers + (row - document * Ld) * D.stride_l
     largest = tl.full((C.BN,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, D.stride_d, C.WIDE_OFFSETS).to(tl.float32)

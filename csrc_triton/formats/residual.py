@@ -134,7 +134,7 @@ def load_codes(counts, row, t):
     A code that is no centroid loads as 0 with a NaN scale.
     """
     code = tl.load(counts.codes + row + t)
-    scale = tl.load(counts.scale + row * counts.scale_each + t * counts.scale_each)
+    scale = tl.load(counts.scale + row * counts.scale_stride + t * counts.scale_stride)
     unsigned: tl.constexpr = tl.uint32 if code.dtype.primitive_bitwidth == 32 else tl.uint64
     is_centroid = code.to(unsigned, bitcast=True) < counts.centroids_count.to(unsigned)
     return tl.where(is_centroid, code, 0), tl.where(is_centroid, scale, float("nan"))
@@ -206,12 +206,12 @@ def load_decoded_tokens(base, t, row, c0, d, D, counts, dtype: tl.constexpr, C: 
         x = join_columns(x, decode_tokens(more_words, y, scale, c0 + HALF, d, counts.weights, dtype, C))
     else:
         NBITS: tl.constexpr = get_bucket_bits(C.ENCODING)
-        EACH: tl.constexpr = 8 // NBITS
+        FEATURES_PER_BYTE: tl.constexpr = 8 // NBITS
         columns = c0 + tl.arange(0, C.BD)
-        bytes = c0 // EACH + tl.arange(0, C.BD // EACH)
-        buckets = load_tokens(base, t, t >= 0, bytes, tl.cdiv(d, EACH), D, C.WIDE_OFFSETS)
-        if EACH > 1:
-            shifts = (8 - NBITS - NBITS * tl.arange(0, EACH)).to(tl.uint8)
+        bytes = c0 // FEATURES_PER_BYTE + tl.arange(0, C.BD // FEATURES_PER_BYTE)
+        buckets = load_tokens(base, t, t >= 0, bytes, tl.cdiv(d, FEATURES_PER_BYTE), D, C.WIDE_OFFSETS)
+        if FEATURES_PER_BYTE > 1:
+            shifts = (8 - NBITS - NBITS * tl.arange(0, FEATURES_PER_BYTE)).to(tl.uint8)
             buckets = (buckets[:, :, None] >> shifts[None, None, :]) & ((1 << NBITS) - 1)
             buckets = tl.reshape(buckets, (t.shape[0], C.BD))
         weights = tl.load(counts.weights + buckets.to(tl.int32), mask=(columns < d)[None, :], other=0.0)

@@ -230,14 +230,14 @@ def _store_scores(scores, best, any_kept, Q, p, k, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def _score_tile(found, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
+def _score_tile(state, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     """Score a tile of tokens and store the scores of all documents that end in the tile.
 
-    `found` holds the maxima `[ROW_TILES, BM]` of the document that continues in the tile, and whether a token is kept.
+    `state` holds the maxima `[ROW_TILES, BM]` of the document that continues in the tile, and whether a token is kept.
     Returns the same for the document that continues after the tile. Only one row tile is scored at a time, because
     registers hold no more similarities.
     """
-    maxima, any_before = found
+    maxima, any_before = state
     tokens, _ = _finish_tokens(u, x, C)
     r = row + tl.arange(0, C.BN)
     is_kept_row = _load_row_mask(x.H, r, end, sizes.Ld)
@@ -272,8 +272,9 @@ def _count_documents_before(p, programs, K):
 def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.constexpr):
     """Compute scores of at most `ROW_TILES * BM` query rows and documents given as hidden states.
 
-    Each program scores `most` or `most - 1` consecutive documents, where ``most = ceil(K / programs)``. Descriptor
-    loads address the `most` documents that end with the program's last document. Nothing after that document is read.
+    Each program scores `max_documents` or `max_documents - 1` consecutive documents, where
+    ``max_documents = ceil(K / programs)``. Descriptor loads address the `max_documents` documents that end with the
+    program's last document. Nothing after that document is read.
 
     Args:
         Q: `QueryArgs`.
@@ -289,10 +290,10 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
     """
     x = HeadOperands(H, W, tiles, steps, width, d)
     programs = tl.num_programs(0)
-    most = tl.cdiv(sizes.K, programs)
+    max_documents = tl.cdiv(sizes.K, programs)
     document_end = _count_documents_before(tl.program_id(0) + 1, programs, sizes.K)
     begin, end = _count_documents_before(tl.program_id(0), programs, sizes.K) * sizes.Ld, document_end * sizes.Ld
-    first = document_end - most
+    first = document_end - max_documents
     origin = first * sizes.Ld
     state = tl.full((C.ROW_TILES, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     if C.FUSED_LOOP:

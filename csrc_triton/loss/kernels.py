@@ -2,15 +2,15 @@
 
 ```text
 x = scores / temperature
-most = max(x)
-log_sum = log1p(sum over x != most of exp(x - most) + (number of x == most) - 1)
-loss = log_sum - (x[label] - most)
-gradient[c] = (exp(x[c] - most - log_sum) - [c == label]) * upstream / temperature
+largest = max(x)
+log_sum = log1p(sum over x != largest of exp(x - largest) + (number of x == largest) - 1)
+loss = log_sum - (x[label] - largest)
+gradient[c] = (exp(x[c] - largest - log_sum) - [c == label]) * upstream / temperature
 
 maxsim_label_losses, program = row:
-    pass 1 over BLOCK columns at a time: most
+    pass 1 over BLOCK columns at a time: largest
     pass 2 over BLOCK columns at a time: the sum of the others and the number of equal columns
-    losses[row], lse[row] = loss, (most, log_sum)
+    losses[row], lse[row] = loss, (largest, log_sum)
 maxsim_label_gradients, program = BLOCK columns of a row
 ```
 

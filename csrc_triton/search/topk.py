@@ -116,8 +116,8 @@ def maxsim_best(X, out, n, k, PARTS: tl.constexpr, SORTED: tl.constexpr, BLOCK: 
     earlier_counts = tl.cumsum(flags, 1) - flags + (tl.cumsum(lines, 0) - lines)[:, None]
     is_selected = is_above | (is_equal & ((earlier_counts & 65535) < tie_count))
     begin = row * out.stride + block * k
-    place = (earlier_counts >> 16) + tl.minimum(earlier_counts & 65535, tie_count)
-    tl.store(out.indices + begin + place, columns.to(tl.int64), mask=is_selected)
+    position = (earlier_counts >> 16) + tl.minimum(earlier_counts & 65535, tie_count)
+    tl.store(out.indices + begin + position, columns.to(tl.int64), mask=is_selected)
     tl.debug_barrier()  # other threads read the stored columns
     i = tl.arange(0, KEPT)
     is_result = i < count

@@ -10,20 +10,20 @@ grad tau = sum over rows and documents of g q_weight H(P),    H(P) = -sum_t P lo
 Scores are linear in lse, so no delta term is subtracted from P, unlike in attention.
 
 ```text
-maxsim_soft_queries, program = (BM query rows, part of `each` documents, BD features):
-    own = query rows                                # [BM, BD]
+maxsim_soft_queries, program = (BM query rows, part of `documents_per_part` documents, BD features):
+    x = query rows                                  # [BM, BD]
     for tiles of the documents of the part, BN tokens at a time:
         y = document tokens                         # [BN, BD]
-        S = own @ y.T                               # [BM, BN], over all features
+        S = x @ y.T                                 # [BM, BN], over all features
         P = 2^(rate (S - lse))
         entropy += sum(P * (lse - S)), without the peak    # for `spreads`
         acc += (P * g) @ y                          # [BM, BD], for `sums`
     sums[part], spreads[part], weights[part] = acc, sum of g H tau, sum of g lse
 maxsim_soft_documents, program = (BM tokens of a document, BD features):
-    own = document tokens
+    x = document tokens
     for r0 in range(0, query rows, BN):
         q = query rows r0 to r0 + BN - 1
-        S = own @ q.T
+        S = x @ q.T
         acc += (2^(rate (S - lse)) * g * q_weight) @ q
     grad = acc, through the Jacobian of the norm if BD covers d
 ```
@@ -61,7 +61,7 @@ _UPSTREAM_BLOCK_ROWS = tl.constexpr(128)  # query rows of a step of the search f
 
 
 @triton.jit
-def _compute_similarities(own, other, columns, d, C: tl.constexpr):
+def _compute_similarities(owned_side, other_side, columns, d, C: tl.constexpr):
     """Return similarities `[BM, BN]` of owned rows to other rows.
 
     Also returns features `columns` of the other rows, normalized with C.NORMALIZE.
@@ -69,26 +69,26 @@ def _compute_similarities(own, other, columns, d, C: tl.constexpr):
     S = tl.full((C.BM, C.BN), 0, tl.float32)
     squares = tl.full((C.BN,), 0, tl.float32)
     if C.SINGLE_STEP:
-        if other.tile is not None:
-            y = other.tile
+        if other_side.tile is not None:
+            y = other_side.tile
         else:
-            y = load_rows(other.ptr, other.ok, columns, d, other.stride_d, C.WIDE_OFFSETS)
-        S = add_product(S, own.tile, y, C)
+            y = load_rows(other_side.ptr, other_side.ok, columns, d, other_side.stride_d, C.WIDE_OFFSETS)
+        S = add_product(S, owned_side.tile, y, C)
         if C.NORMALIZE:
             squares += tl.sum(y.to(tl.float32) * y.to(tl.float32), axis=1)
     else:
         for c0 in range(0, d, C.BD):
             step = c0 + tl.arange(0, C.BD)
-            a = load_rows(own.ptr, own.ok, step, d, own.stride_d, C.WIDE_OFFSETS)
-            b = load_rows(other.ptr, other.ok, step, d, other.stride_d, C.WIDE_OFFSETS)
+            a = load_rows(owned_side.ptr, owned_side.ok, step, d, owned_side.stride_d, C.WIDE_OFFSETS)
+            b = load_rows(other_side.ptr, other_side.ok, step, d, other_side.stride_d, C.WIDE_OFFSETS)
             S = add_product(S, a, b, C)
             if C.NORMALIZE:
                 squares += tl.sum(b.to(tl.float32) * b.to(tl.float32), axis=1)
-        y = load_rows(other.ptr, other.ok, columns, d, other.stride_d, C.WIDE_OFFSETS)
+        y = load_rows(other_side.ptr, other_side.ok, columns, d, other_side.stride_d, C.WIDE_OFFSETS)
     inverse = tl.full((C.BN,), 1, tl.float32)
     if C.NORMALIZE:
         inverse = compute_inverse_norm(squares)
-        S = S * own.scale[:, None] * inverse[None, :]
+        S = S * owned_side.scale[:, None] * inverse[None, :]
         y = (y.to(tl.float32) * inverse[:, None]).to(y.dtype)
     return S, y
 
@@ -129,13 +129,13 @@ def load_upstream(up, owner, k, i, r, ok):
 
 
 @triton.jit
-def _choose_weight_scale(most, like):
-    """Return the divisor of coefficients for fp16: `most`, the largest coefficient.
+def _choose_weight_scale(largest, like):
+    """Return the divisor of coefficients for fp16: `largest`, the largest coefficient.
 
-    The divisor is 1 for other dtypes, and if `most` is zero, infinite, or NaN.
+    The divisor is 1 for other dtypes, and if `largest` is zero, infinite, or NaN.
     """
-    is_usable = (most > 0) & (most < float("inf"))
-    return tl.where(is_usable, most, 1.0) if like == tl.float16 else most * 0 + 1.0
+    is_usable = (largest > 0) & (largest < float("inf"))
+    return tl.where(is_usable, largest, 1.0) if like == tl.float16 else largest * 0 + 1.0
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def _find_weight_scale(Q, up, owner, k0, k1, i, r, ok, C: tl.constexpr):
     return _choose_weight_scale(largest, Q.ptr.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=["each"])
-def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C: tl.constexpr):
-    """Sum over `each` documents for BM query rows, in fp32.
+@triton.jit(do_not_specialize=["documents_per_part"])
+def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, documents_per_part, d, C: tl.constexpr):
+    """Sum over `documents_per_part` documents for BM query rows, in fp32.
 
     The sums are ``sum_t g P d_t`` of BD features, ``g lse``, and ``g H tau``. The entropy ``H = -sum_t P log P`` is
     summed without the peak, see `compute_peak_entropy`. All its terms are positive.
@@ -184,7 +184,7 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
         sums: Output `[parts, Nq, Lq, d]`, or None.
         weights: Output `[parts, Nq, Lq]` for the gradient of query weights, or None.
         spreads: Output `[parts, Nq, Lq]` for the gradient of the temperature, or None.
-        each: Documents of a part. The grid is `[row tiles, parts, feature steps]`.
+        documents_per_part: Documents of a part. The grid is `[row tiles, parts, feature steps]`.
         d: Number of features.
         C: Compile-time choices, a `KernelConfig`.
     """
@@ -198,10 +198,10 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
     columns = tl.program_id(2) * C.BD + tl.arange(0, C.BD)
     pointers = locate_rows(Q, i, r % up.Lq)
     Side: tl.constexpr = import_args_class("SoftOperand", "backward.arguments")
-    own_side = Side(pointers, ok, Q.stride_d, *_load_owned_rows(pointers, ok, columns, Q.stride_d, d, C))
+    owned_side = Side(pointers, ok, Q.stride_d, *_load_owned_rows(pointers, ok, columns, Q.stride_d, d, C))
     rate = compute_rate(load_temperature(tau), 1.0)
-    k0 = tl.program_id(1) * each
-    k1 = tl.minimum(k0 + each, up.K)
+    k0 = tl.program_id(1) * documents_per_part
+    k1 = tl.minimum(k0 + documents_per_part, up.K)
 
     row = (tl.program_id(1) * up.Nq + i).to(tl.int64) * up.Lq + r % up.Lq
     if weights is not None:
@@ -215,18 +215,18 @@ def maxsim_soft_queries(Q, D, tiles, up, tau, sums, weights, spreads, each, d, C
         spread = tl.full((C.BM,), 0, tl.float32)
         tail_sums = tl.full((C.BM,), 0, tl.float32)  # probabilities of the document so far, without the peak
         entropy = tl.full((C.BM,), 0, tl.float32)  # their entropy times tau
-        tiles_each = tl.cdiv(up.Ld, C.BN)
-        for n in range(0, (k1 - k0) * tiles_each):
-            document = to_int64(k0 + n // tiles_each)
-            t0 = n % tiles_each * C.BN
+        tiles_per_document = tl.cdiv(up.Ld, C.BN)
+        for n in range(0, (k1 - k0) * tiles_per_document):
+            document = to_int64(k0 + n // tiles_per_document)
+            t0 = n % tiles_per_document * C.BN
             t = t0 + tl.arange(0, C.BN)
             if tiles is not None:
-                tile = tl.reshape(tiles.load([owner * up.K + k0 + n // tiles_each, t0, 0]), (C.BN, C.BD))
+                tile = tl.reshape(tiles.load([owner * up.K + k0 + n // tiles_per_document, t0, 0]), (C.BN, C.BD))
                 other_side = Side(None, t < up.Ld, None, tile, None)
             else:
                 other_side = Side(*_locate_tokens(D, up, owner, document, t), D.stride_d, None, None)
             lse, g = load_upstream(up, owner, document, i, r, ok)
-            S, y = _compute_similarities(own_side, other_side, columns, d, C)
+            S, y = _compute_similarities(owned_side, other_side, columns, d, C)
             if spreads is not None:
                 P = remove_peak(compute_probabilities(S, lse[:, None], 1.0, rate), other_side.ok[None, :])
                 tail_sums += tl.sum(P, axis=1)
@@ -285,12 +285,12 @@ def _locate_query_rows(Q, up, owner, r, C: tl.constexpr):
 
 
 @triton.jit
-def _backprop_norm(G, own, columns, d, C: tl.constexpr):
+def _backprop_norm(G, owned_side, columns, d, C: tl.constexpr):
     """Return `G`, with all features of the owned rows, through the Jacobian of their norms.
 
     Rows without a gradient get zero, because they may hold NaN.
     """
-    x = load_rows(own.ptr, own.ok, columns, d, own.stride_d, C.WIDE_OFFSETS).to(tl.float32)
+    x = load_rows(owned_side.ptr, owned_side.ok, columns, d, owned_side.stride_d, C.WIDE_OFFSETS).to(tl.float32)
     squares = tl.sum(x * x, axis=1)
     dot = tl.sum(x * G, axis=1) * compute_inverse_norm(squares)
     live = tl.max((G != 0.0).to(tl.int32), axis=1)
@@ -325,7 +325,7 @@ def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
     columns = tl.program_id(2) * C.BD + tl.arange(0, C.BD)
     pointers, is_kept = _locate_tokens(D, up, owner, k, t)
     Side: tl.constexpr = import_args_class("SoftOperand", "backward.arguments")
-    own_side = Side(pointers, is_kept, D.stride_d, *_load_owned_rows(pointers, is_kept, columns, D.stride_d, d, C))
+    owned_side = Side(pointers, is_kept, D.stride_d, *_load_owned_rows(pointers, is_kept, columns, D.stride_d, d, C))
     rate = compute_rate(load_temperature(tau), 1.0)
     count = _count_group_rows(up, C)
 
@@ -345,13 +345,13 @@ def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
             other_side = Side(None, None, None, tiles.load([r0, 0]), None)
         else:
             other_side = Side(_locate_query_rows(Q, up, owner, r, C), ok, Q.stride_d, None, None)
-        S, y = _compute_similarities(own_side, other_side, columns, d, C)
+        S, y = _compute_similarities(owned_side, other_side, columns, d, C)
         acc = _accumulate_weighted(
             acc, compute_probabilities(S, lse[None, :], (coefficient * inverse)[None, :], rate), y, C
         )
-    acc = tl.where(own_side.ok[:, None], acc * largest, 0.0)
+    acc = tl.where(owned_side.ok[:, None], acc * largest, 0.0)
     if C.NORMALIZE and C.SINGLE_STEP:
-        acc = _backprop_norm(acc, own_side, columns, d, C)
+        acc = _backprop_norm(acc, owned_side, columns, d, C)
     row = document.to(tl.int64) * up.Ld + t
     mask = (t < up.Ld)[:, None] & (columns < d)[None, :]
     tl.store(grad + row[:, None] * d + columns[None, :], acc.to(grad.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ mask.
 
 | kernel | owned rows | streamed tiles |
 | --- | --- | --- |
-| `maxsim_soft_rows` | 128 query rows, for `each` documents | BN document tokens |
+| `maxsim_soft_rows` | 128 query rows, for `documents_per_part` documents | BN document tokens |
 | `maxsim_soft_tokens` | twice 64 tokens of one document or two | BN query rows |
 
 Warp roles:
@@ -28,16 +28,16 @@ producer:
     for tile in tiles of the other side, and the first tile again:
         wait(empty[stage]); expect(full[stage]); copy the tile with TMA
 consumer g:
-    own = 64 owned rows                             # in registers or shared memory
+    x = 64 owned rows                               # in registers or shared memory
     wait(full[0])
-    S = wgmma(own, tile[0].T)                       # [64, BN]
+    S = wgmma(x, tile[0].T)                         # [64, BN]
     acc = 0                                         # [64, BD]
     for n in range(tiles):
         load lse and g of the next document, or of tile n + 2 of query rows
         P = 2^(rate (S - lse)) * g                  # rounded to bf16
         acc = wgmma(P, tile[n], acc)                # asynchronous
         wait(full[n + 1])
-        S = wgmma(own, tile[n + 1].T)               # asynchronous
+        S = wgmma(x, tile[n + 1].T)                 # asynchronous
         wait(acc, S); arrive(empty[n])
     store acc
 ```
@@ -78,9 +78,9 @@ from .maximum import check_temperature, compute_probabilities, compute_rate
 def _make_pipeline(x, C: gl.constexpr):
     """Allocate the pipeline of tiles that descriptor `x` reads, and shared memory for the owned rows of both groups."""
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.BN, C.BD], x.dtype)
-    OWN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ACCUMULATOR_ROWS, C.BD], x.dtype)
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ACCUMULATOR_ROWS, C.BD], x.dtype)
     ring = make_tile_pipeline(x.dtype, TILE, C.STAGES, 2, make_block(C.BN, C.BD))
-    return ring, gl.allocate_shared_memory(x.dtype, [2, ACCUMULATOR_ROWS, C.BD], OWN)
+    return ring, gl.allocate_shared_memory(x.dtype, [2, ACCUMULATOR_ROWS, C.BD], OPERAND)
 
 
 @gluon.jit
@@ -136,25 +136,25 @@ def _load_operand(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
 
 
 @gluon.jit
-def _issue_first_product(own, ring, C: gl.constexpr):
+def _issue_first_product(operand, ring, C: gl.constexpr):
     """Compute the similarities to the first tile, and return them with sums of zero."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BD, 16])
     zeros = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, S)
     acc = gl.full([ACCUMULATOR_ROWS, C.BD], 0.0, gl.float32, SUM)
     mbarrier.wait(ring.full.index(0), 0)
-    return warpgroup_mma(own, ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False), acc
+    return warpgroup_mma(operand, ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False), acc
 
 
 @gluon.jit
-def _issue_products(S, acc, own, ring, lse, coefficient, rate, stage, phase, C: gl.constexpr):
+def _issue_products(S, acc, operand, ring, lse, coefficient, rate, stage, phase, C: gl.constexpr):
     """Issue the sum of a tile and the similarities to the next tile, and advance to the stage of the next tile."""
     P = compute_probabilities(S, lse, coefficient, rate).to(ring.tiles.dtype)
     P = gl.convert_layout(P, gl.DotOperandLayout(0, acc.type.layout, 2))
     acc = warpgroup_mma(P, ring.tiles.index(stage), acc, is_async=True)
     stage, phase = advance_stage(stage, phase, C)
     mbarrier.wait(ring.full.index(stage), phase)
-    S = warpgroup_mma(own, ring.tiles.index(stage).permute((1, 0)), S, use_acc=False, is_async=True)
+    S = warpgroup_mma(operand, ring.tiles.index(stage).permute((1, 0)), S, use_acc=False, is_async=True)
     return S, acc, stage, phase
 
 
@@ -204,9 +204,9 @@ def _consume_tokens(Q, up, rate, ring, room, sums, first, k0, k1, d, G: gl.const
     _store_rows(sums + gl.program_id(1).to(gl.int64) * count * d, acc, r, r < count, d, C)
 
 
-@gluon.jit(do_not_specialize=["each"])
-def maxsim_soft_rows(Q, tiles, up, tau, sums, each, d, C: gl.constexpr):
-    """Compute ``sum_t g P d_t`` of 128 query rows and `each` documents, in fp32, as `maxsim_soft_queries` does.
+@gluon.jit(do_not_specialize=["documents_per_part"])
+def maxsim_soft_rows(Q, tiles, up, tau, sums, documents_per_part, d, C: gl.constexpr):
+    """Compute ``sum_t g P d_t`` of 128 query rows and some documents, in fp32, as `maxsim_soft_queries` does.
 
     Args:
         Q: `QueryArgs` without weights.
@@ -214,7 +214,7 @@ def maxsim_soft_rows(Q, tiles, up, tau, sums, each, d, C: gl.constexpr):
         up: `SoftUpstreamArgs`.
         tau: Temperature, a number or a pointer to one.
         sums: Output `[parts, Nq, Lq, d]`.
-        each: Documents of a part. The grid is `[row tiles, parts]`.
+        documents_per_part: Documents of a part. The grid is `[row tiles, parts]`.
         d: Number of features.
         C: Compile-time choices, a `Sm90SoftConfig`.
     """
@@ -223,8 +223,8 @@ def maxsim_soft_rows(Q, tiles, up, tau, sums, each, d, C: gl.constexpr):
     rate = compute_rate(check_temperature(tau), 1.0)
     ring, room = _make_pipeline(tiles, C)
     first = gl.program_id(0) * (2 * ACCUMULATOR_ROWS)
-    k0 = gl.program_id(1) * each
-    k1 = gl.minimum(k0 + each, up.K)
+    k0 = gl.program_id(1) * documents_per_part
+    k1 = gl.minimum(k0 + documents_per_part, up.K)
     gl.warp_specialize(
         [
             (_consume_tokens, (Q, up, rate, ring, room, sums, first, k0, k1, d, 0, C)),

@@ -118,13 +118,13 @@ def remove_peak(P, ok):
 
 
 @triton.jit
-def compute_peak_entropy(rest):
+def compute_peak_entropy(tail_sums):
     """Return ``-P log P`` of the one probability P above `_PEAK_PROBABILITY`, or 0 if there is none.
 
-    P is 1 minus `rest`, the sum of the other probabilities. Computed from the similarity, ``log P`` would be the
+    P is 1 minus `tail_sums`, the sum of the other probabilities. Computed from the similarity, ``log P`` would be the
     difference of two rounded numbers and may have no correct digit.
     """
-    return tl.where(rest < 0.5, (rest - 1.0) * log1p(-rest), 0.0)
+    return tl.where(tail_sums < 0.5, (tail_sums - 1.0) * log1p(-tail_sums), 0.0)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Merge of the splits of long documents for soft MaxSim.
 
-A few long documents leave most SMs idle. `maxsim_forward_soft` then computes the soft maxima of splits of `each` tokens
-in programs of their own, and `maxsim_soft_splits` merges them:
+A few long documents leave most SMs idle. `maxsim_forward_soft` then computes the soft maxima of splits of
+`split_tokens` tokens in programs of their own, and `maxsim_soft_splits` merges them:
 
 ```text
 program = (document k, query i)
@@ -33,12 +33,12 @@ _FLAGS_PER_STEP = tl.constexpr(128)
 def _has_kept_split(cut, first):
     """Return whether one of the splits from `first` on keeps a token."""
     has_token = tl.full((), 1, tl.int32)
-    if cut.kept is not None:
+    if cut.kept_flags is not None:
         has_token = tl.full((), 0, tl.int32)
         for n0 in range(0, cut.count, _FLAGS_PER_STEP):
             n = n0 + tl.arange(0, _FLAGS_PER_STEP)
             has_token = tl.maximum(
-                has_token, tl.max(tl.load(cut.kept + first + n, mask=n < cut.count, other=0), axis=0)
+                has_token, tl.max(tl.load(cut.kept_flags + first + n, mask=n < cut.count, other=0), axis=0)
             )
     return has_token
 
@@ -68,12 +68,12 @@ def maxsim_soft_splits(
         document = i * sizes.K + k
         first = document * cut.count * sizes.Lq
         step = sizes.Lq
-        place = document * sizes.Lq
+        lse_offset = document * sizes.Lq
     else:
         document = k
         first = (document * cut.count * sizes.Nq + i) * sizes.Lq
         step = sizes.Nq * sizes.Lq
-        place = (document * sizes.Nq + i) * sizes.Lq
+        lse_offset = (document * sizes.Nq + i) * sizes.Lq
     total = tl.full((), 0, tl.float32)
     has_rows = tl.full((), 0, tl.int32)
     for s0 in range(0, sizes.Lq, ROWS):
@@ -81,7 +81,7 @@ def maxsim_soft_splits(
         keep = load_query_mask(Q, i, s, s < sizes.Lq)
         best = merge_split_maxima(cut.argmax, first + s, step, cut.count, keep, tau, AT_ONCE)
         if lse is not None:
-            tl.store(lse + place + s, tl.where(keep, best, float("-inf")), mask=s < sizes.Lq)
+            tl.store(lse + lse_offset + s, tl.where(keep, best, float("-inf")), mask=s < sizes.Lq)
         terms = tl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0)
         sums = tl.sum(sum_in_order_across_warps(terms, 1, ROWS), axis=0)
         total = tl.where(s0 == 0, sums, total + sums)  # a sum may be -0.0

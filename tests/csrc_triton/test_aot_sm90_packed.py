@@ -60,7 +60,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
         "segments": segments,
         "patches": MaskPatchArgs(f"*{ELEMENTS[dtype]}", "*i32", "*i32") if masked else "constexpr",
         "tiles": "i32" if masked else "constexpr",
-        "found": RowMaximaOutputArgs(
+        "out": RowMaximaOutputArgs(
             *(("constexpr", "*fp32", "i32") if sums else ("*fp32", "constexpr", "constexpr")), winners
         ),
     }
@@ -69,9 +69,9 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
     values = {(0, k): v for k, v in constants.items()} | constants_of(segments, names.index("segments"))
     values |= {(n,): None for n, name in enumerate(names) if signature[name] == "constexpr"}
     values[(names.index("C"),)] = C
-    found = names.index("found")
-    values |= constants_of(signature["found"], found)
-    aligned = [(0, 0), (0, 1), (0, 2), (found, 1 if sums else 0)]
+    out = names.index("out")
+    values |= constants_of(signature["out"], out)
+    aligned = [(0, 0), (0, 1), (0, 2), (out, 1 if sums else 0)]
     if masked:
         aligned += [(names.index("patches"), n) for n in range(3)]
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
@@ -176,7 +176,7 @@ def test_mask_preparation_kernels_do_not_spill():
     signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "tiles"), "i32")
     signature |= dict.fromkeys(("TILES", "BN"), "constexpr")
     check_no_spills(ASTSource(row_sums.maxsim_patches, signature, {(8,): 8, (9,): 64}, {}))
-    signature = {"mask": "*i1", "D": "*bf16", "tokens": "*bf16", "places": "*i32", "lengths": "*i32"}
+    signature = {"mask": "*i1", "D": "*bf16", "tokens": "*bf16", "original_tokens": "*i32", "lengths": "*i32"}
     signature |= dict.fromkeys(("Ld", "stride_k", "stride_l", "d"), "i32")
     signature |= dict.fromkeys(("TOKENS", "BD"), "constexpr")
     aligned = {(n,): [["tt.divisibility", 16]] for n in (1, 2, 8)}

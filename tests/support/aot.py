@@ -382,7 +382,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
             found |= dict.fromkeys(("sums", "weights", "spreads"), "constexpr")
             wanted = {"sums": "*fp32", "weights": weight}
             found |= {"spreads": "*fp32"} if case.kernel == "maxsim_soft_spreads" else wanted
-            found |= {"each": "i32", "d": "i32"}
+            found |= {"documents_per_part": "i32", "d": "i32"}
             return soft_backward.maxsim_soft_queries, found
         grad = "*fp32" if case.normalize and not config.SINGLE_STEP else gradient
         return soft_backward.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}
@@ -417,7 +417,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         return packed_documents.maxsim_join_packed_pieces, found
     if case.kernel == "maxsim_ragged_items":
         segments, _ = _segments(case)
-        names = "Nq", "K", "Tq", "Td", "count", "most", "stride_q", "stride_k"
+        names = "Nq", "K", "Tq", "Td", "count", "max_seqlen_q", "stride_q", "stride_k"
         found = {"segments": segments, "items": "*i64", "query": "*i32"} | dict.fromkeys(names, "i32")
         return pair_kernels.maxsim_ragged_items, found | {"CANDIDATES": "constexpr"}
     if case.kernel == "maxsim_sort_items":
@@ -429,7 +429,7 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         return pair_kernels.maxsim_sort_items, found | {"KEY": "constexpr"}
     if case.kernel == "maxsim_find_starts":
         found = {"keys": "*i64", "reach": "constexpr" if case.pairs else "*i64", "starts": "*i32"}
-        names = "count", "places", "step", "most", "rounds"
+        names = "count", "start_count", "step", "limit", "rounds"
         return pair_kernels.maxsim_find_starts, found | dict.fromkeys(names, "i32")
     if case.kernel == "maxsim_grad_sparse_documents":
         found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "tokens": "i32", "d": "i32"}

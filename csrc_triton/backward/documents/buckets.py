@@ -64,9 +64,9 @@ def _split_counters(counts):
 
 
 @triton.jit
-def _extract_counter(even, odd, n: tl.constexpr):
+def _extract_counter(even_counts, odd_counts, n: tl.constexpr):
     """Return counter `n` of the result of `_split_counters`."""
-    half = odd if n % 2 == 1 else even
+    half = odd_counts if n % 2 == 1 else even_counts
     return ((half >> (16 * (n // 2))) & 0xFFFF).to(tl.int32)
 
 
@@ -77,12 +77,12 @@ def maxsim_count_argmax(up, lists, rows, C: tl.constexpr):
     tile = tl.where(token >= 0, token // C.BN, -1)
     starts = lists.starts + (to_int64(document) * (lists.tiles * lists.blocks + 1) + block)
     for b in range(0, lists.tiles, 8):
-        even, odd = _split_counters(tl.sum(_encode_tile_counters(tile, b), axis=1))
-        even = tl.sum(even, axis=0)
-        odd = tl.sum(odd, axis=0)
+        even_counts, odd_counts = _split_counters(tl.sum(_encode_tile_counters(tile, b), axis=1))
+        even_counts = tl.sum(even_counts, axis=0)
+        odd_counts = tl.sum(odd_counts, axis=0)
         for n in tl.static_range(8):
             if b + n < lists.tiles:
-                tl.store(starts + (b + n) * lists.blocks, _extract_counter(even, odd, n))
+                tl.store(starts + (b + n) * lists.blocks, _extract_counter(even_counts, odd_counts, n))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -112,20 +112,20 @@ def rank_rows(tile, starts, tiles, ONE_BLOCK: tl.constexpr):
     for b in range(0, tiles, 8):
         marks = _encode_tile_counters(tile, b)
         prefix_counts = tl.cumsum(marks, axis=1) - marks
-        even, odd = _split_counters(tl.sum(marks, axis=1))
-        even_before = (tl.cumsum(even, axis=0) - even)[:, None]
-        odd_before = (tl.cumsum(odd, axis=0) - odd)[:, None]
+        even_counts, odd_counts = _split_counters(tl.sum(marks, axis=1))
+        even_before = (tl.cumsum(even_counts, axis=0) - even_counts)[:, None]
+        odd_before = (tl.cumsum(odd_counts, axis=0) - odd_counts)[:, None]
         n = (tile - b) & 7
         rows_before = tl.where(n % 2 == 1, odd_before, even_before) >> (n // 2 * 16).to(tl.int64)
         tile_rank = ((prefix_counts >> (n * 8).to(tl.int64)) & 0xFF) + (rows_before & 0xFFFF)
         rank = tl.where(marks != 0, tile_rank.to(tl.int32), rank)
         if ONE_BLOCK:
-            even = tl.sum(even, axis=0)
-            odd = tl.sum(odd, axis=0)
+            even_counts = tl.sum(even_counts, axis=0)
+            odd_counts = tl.sum(odd_counts, axis=0)
             for m in tl.static_range(8):
                 if b + m < tiles:
                     tl.store(starts + b + m, begin)
-                    begin += _extract_counter(even, odd, m)
+                    begin += _extract_counter(even_counts, odd_counts, m)
     if ONE_BLOCK:
         tl.store(starts + tiles, begin)
         tl.debug_barrier()

@@ -8,11 +8,11 @@ t0 = first row of D of the tile
 lo, hi = range of pairs that may touch the tile     # from `maxsim_find_starts`
 for n0 in range(lo, hi, pairs of a step):
     pairs = document and query rows of pairs n0, ...      # loaded two steps ahead
-    for s0 in range(0, most rows of a pair, ROWS_PER_QUERY):
+    for s0 in range(0, largest number of rows of a pair, ROWS_PER_QUERY):
         token = argmax[pair, row]                   # or a list entry; loaded one step ahead
-        place = first row of the document + token - t0    # -1 outside the tile
+        tile_row = first row of the document + token - t0    # -1 outside the tile
         c = grad_scores[pair] * q_weight[row] * inverse_norm(Q[row])
-        G += onehot(place, c) @ Q[row]              # `sum_rows`; only rows with a hit are loaded
+        G += onehot(tile_row, c) @ Q[row]           # `sum_rows`; only rows with a hit are loaded
 grad_D[t0 : t0 + BN] = G through the Jacobian of the norm, or G is a partial sum
 ```
 
@@ -119,17 +119,17 @@ def maxsim_list_packed_argmax(up, lists, C: tl.constexpr):
 
 
 @triton.jit
-def load_bucket_pair(walk, up, m, C: tl.constexpr):
+def load_bucket_pair(pair_range, up, m, C: tl.constexpr):
     """Return the bucket of block `m` that holds the tile, with the entries of this piece, as `StepPairs`."""
-    lists = walk.lists
+    lists = pair_range.lists
     m = to_int64(m).to(tl.int32)
     n = m // lists.blocks
-    ok = m < walk.hi
+    ok = m < pair_range.hi
     first = load_pair_field(up, n, ok, FIELD_FIRST)
     length = load_pair_field(up, n, ok, FIELD_LENGTH).to(tl.int32)
     score = load_pair_field(up, n, ok, FIELD_SCORE)
     shift, begin, count = _partition_document(first, length, C)
-    tile = (walk.t0 - first + begin) // C.BN
+    tile = (pair_range.t0 - first + begin) // C.BN
     bucket = tile >> shift
     starts = lists.starts + to_int64(m) * (MAX_BUCKETS + 1) + bucket
     ok = ok & (bucket >= 0) & (bucket < count)
@@ -138,26 +138,26 @@ def load_bucket_pair(walk, up, m, C: tl.constexpr):
     part = tl.cdiv(tl.cdiv(hi - lo, C.BM), tl.num_programs(1)) * C.BM
     lo = tl.minimum(lo + tl.program_id(1) * part, hi)
     hi = tl.minimum(lo + part, hi)
-    place = (((bucket << shift) - tile) * C.BN).to(tl.int32)
+    bucket_begin = (((bucket << shift) - tile) * C.BN).to(tl.int32)
     entries = m * lists.rows
-    return StepPairs(place, C.BN << shift, entries + lo, entries + hi, m % lists.blocks * lists.rows, score)
+    return StepPairs(bucket_begin, C.BN << shift, entries + lo, entries + hi, m % lists.blocks * lists.rows, score)
 
 
 @triton.jit
-def load_step_pairs(walk, up, n0, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr, C: tl.constexpr):
+def load_step_pairs(pair_range, up, n0, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr, C: tl.constexpr):
     """Load the pairs of a step from pair `n0` on, ROWS_PER_QUERY lanes each.
 
     Pairs after the last have no rows.
     """
-    if walk.lists is not None:
-        items = load_bucket_pair(walk, up, n0, C)
+    if pair_range.lists is not None:
+        items = load_bucket_pair(pair_range, up, n0, C)
     else:
         n = n0 + tl.arange(0, STEP) // ROWS_PER_QUERY
-        ok = n < walk.hi
-        first = load_pair_field(up, n, ok, FIELD_FIRST) - walk.t0
+        ok = n < pair_range.hi
+        first = load_pair_field(up, n, ok, FIELD_FIRST) - pair_range.t0
         length = load_pair_field(up, n, ok, FIELD_LENGTH)
-        begin = tl.maximum(load_pair_field(up, n, ok, FIELD_BEGIN), walk.r0).to(tl.int32)
-        stop = tl.minimum(load_pair_field(up, n, ok, FIELD_STOP), walk.r1).to(tl.int32)
+        begin = tl.maximum(load_pair_field(up, n, ok, FIELD_BEGIN), pair_range.r0).to(tl.int32)
+        stop = tl.minimum(load_pair_field(up, n, ok, FIELD_STOP), pair_range.r1).to(tl.int32)
         argmax = load_pair_field(up, n, ok, FIELD_ARGMAX)
         score = load_pair_field(up, n, ok, FIELD_SCORE)
         items = StepPairs(first, length, begin, stop, argmax, score)
@@ -165,24 +165,24 @@ def load_step_pairs(walk, up, n0, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constex
 
 
 @triton.jit
-def count_max_rows(walk, items):
+def count_max_rows(pair_range, items):
     """Return the largest number of rows, or entries, of any pair of a step."""
     rows = items.stop - items.begin
-    if walk.lists is None:
+    if pair_range.lists is None:
         rows = tl.max(rows, axis=0)
     return rows
 
 
 @triton.jit
-def load_step_argmax(walk, items, s0, up, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr):
+def load_step_argmax(pair_range, items, s0, up, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr):
     """Load the argmax, or list entry, of row `s0` and the following rows of each pair. -1 means no row.
 
     Also returns the queries of the rows in the cross product.
     """
     row = items.begin + s0 + tl.arange(0, STEP) % ROWS_PER_QUERY
     ok = row < items.stop
-    if walk.lists is not None:
-        token = tl.load(walk.lists.entries + row, mask=ok, other=-1)
+    if pair_range.lists is not None:
+        token = tl.load(pair_range.lists.entries + row, mask=ok, other=-1)
         row = items.argmax + (token >> OFFSET_BITS)
     else:
         token = tl.load(up.argmax + (items.argmax + row), mask=ok, other=-1)
@@ -227,22 +227,22 @@ def locate_packed_rows(Q, row, C: tl.constexpr):
 @triton.jit
 def _locate_step_rows(items, s0, token, query, s, STEP: tl.constexpr, ROWS_PER_QUERY: tl.constexpr, C: tl.constexpr):
     """Return the `StepRows` of row `s0` and the following rows of each pair, given argmax and queries."""
-    walk = s.tile
+    pair_range = s.tile
     up = s.up
     Q = s.Q
     row = items.begin + s0 + tl.arange(0, STEP) % ROWS_PER_QUERY
-    if walk.lists is not None:
+    if pair_range.lists is not None:
         entry = _materialize_once(token)
         row = items.argmax + (entry >> OFFSET_BITS)
-        place = (entry & (BUCKET_ROW_LIMIT - 1)) + items.first
-        place = tl.where((entry >= 0) & (place >= 0) & (place < C.BN), place, -1)
-    elif walk.slots is not None:
-        place = locate_hit_tokens(items, token, query, up, walk.slots.shape[0])
-        slot = tl.gather(walk.slots, tl.maximum(place, 0), axis=0) - walk.u0
-        place = _materialize_once(tl.where((place >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
+        tile_row = (entry & (BUCKET_ROW_LIMIT - 1)) + items.first
+        tile_row = tl.where((entry >= 0) & (tile_row >= 0) & (tile_row < C.BN), tile_row, -1)
+    elif pair_range.slots is not None:
+        tile_row = locate_hit_tokens(items, token, query, up, pair_range.slots.shape[0])
+        slot = tl.gather(pair_range.slots, tl.maximum(tile_row, 0), axis=0) - pair_range.u0
+        tile_row = _materialize_once(tl.where((tile_row >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
     else:
-        place = _materialize_once(locate_hit_tokens(items, token, query, up, C.BN))
-    hit = place >= 0
+        tile_row = _materialize_once(locate_hit_tokens(items, token, query, up, C.BN))
+    hit = tile_row >= 0
     score = items.score
     if up.query is not None:
         score += query.to(tl.int64) * up.stride_q
@@ -251,7 +251,7 @@ def _locate_step_rows(items, s0, token, query, s, STEP: tl.constexpr, ROWS_PER_Q
         coefficient *= load_query_weight(Q, row * 0, row, hit)
     if up.norms is not None:
         coefficient *= tl.load(up.norms + row, mask=hit, other=0.0)
-    return StepRows(locate_packed_rows(Q, row, C), hit, place, coefficient)
+    return StepRows(locate_packed_rows(Q, row, C), hit, tile_row, coefficient)
 
 
 @triton.jit
@@ -264,17 +264,19 @@ def _fold_steps(
     address.
     """
     ROWS_PER_QUERY: tl.constexpr = min(C.ROWS_PER_QUERY, STEP)
-    walk = s.tile
+    pair_range = s.tile
     up = s.up
-    items = load_step_pairs(walk, up, walk.lo, STEP, ROWS_PER_QUERY, C)
-    items_ahead = load_step_pairs(walk, up, walk.lo + STEP // ROWS_PER_QUERY, STEP, ROWS_PER_QUERY, C)
-    token, query = load_step_argmax(walk, items, 0, up, STEP, ROWS_PER_QUERY)
-    for n0 in range(walk.lo, walk.hi, STEP // ROWS_PER_QUERY):
+    items = load_step_pairs(pair_range, up, pair_range.lo, STEP, ROWS_PER_QUERY, C)
+    items_ahead = load_step_pairs(pair_range, up, pair_range.lo + STEP // ROWS_PER_QUERY, STEP, ROWS_PER_QUERY, C)
+    token, query = load_step_argmax(pair_range, items, 0, up, STEP, ROWS_PER_QUERY)
+    for n0 in range(pair_range.lo, pair_range.hi, STEP // ROWS_PER_QUERY):
         if AHEAD:
-            first_token, first_query = load_step_argmax(walk, items_ahead, 0, up, STEP, ROWS_PER_QUERY)
-            items_after = load_step_pairs(walk, up, n0 + 2 * (STEP // ROWS_PER_QUERY), STEP, ROWS_PER_QUERY, C)
-            for s0 in tl.range(0, count_max_rows(walk, items), ROWS_PER_QUERY, num_stages=STAGES):
-                token_ahead, query_ahead = load_step_argmax(walk, items, s0 + ROWS_PER_QUERY, up, STEP, ROWS_PER_QUERY)
+            first_token, first_query = load_step_argmax(pair_range, items_ahead, 0, up, STEP, ROWS_PER_QUERY)
+            items_after = load_step_pairs(pair_range, up, n0 + 2 * (STEP // ROWS_PER_QUERY), STEP, ROWS_PER_QUERY, C)
+            for s0 in tl.range(0, count_max_rows(pair_range, items), ROWS_PER_QUERY, num_stages=STAGES):
+                token_ahead, query_ahead = load_step_argmax(
+                    pair_range, items, s0 + ROWS_PER_QUERY, up, STEP, ROWS_PER_QUERY
+                )
                 total = visit(total, _locate_step_rows(items, s0, token, query, s, STEP, ROWS_PER_QUERY, C), s, C)
                 token = token_ahead
                 query = query_ahead
@@ -283,9 +285,9 @@ def _fold_steps(
             token = first_token
             query = first_query
         else:
-            current_items = load_step_pairs(walk, up, n0, STEP, ROWS_PER_QUERY, C)
-            for s0 in tl.range(0, count_max_rows(walk, current_items), ROWS_PER_QUERY, num_stages=STAGES):
-                current_token, current_query = load_step_argmax(walk, current_items, s0, up, STEP, ROWS_PER_QUERY)
+            current_items = load_step_pairs(pair_range, up, n0, STEP, ROWS_PER_QUERY, C)
+            for s0 in tl.range(0, count_max_rows(pair_range, current_items), ROWS_PER_QUERY, num_stages=STAGES):
+                current_token, current_query = load_step_argmax(pair_range, current_items, s0, up, STEP, ROWS_PER_QUERY)
                 total = visit(
                     total,
                     _locate_step_rows(current_items, s0, current_token, current_query, s, STEP, ROWS_PER_QUERY, C),
@@ -296,9 +298,9 @@ def _fold_steps(
 
 
 @triton.jit
-def sum_packed_tile(of, columns, d, C: tl.constexpr):
+def sum_packed_tile(args, columns, d, C: tl.constexpr):
     """Adapter of `sum_rows` for `write_gradient`."""
-    return sum_rows(_fold_steps, of[0], of[1], of[2], columns, d, C)
+    return sum_rows(_fold_steps, args[0], args[1], args[2], columns, d, C)
 
 
 @triton.jit
@@ -350,8 +352,8 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
     """
     lo, hi, r0, r1 = _locate_pairs(bounds.starts, up, C)
     features = d
-    if bounds.own is not None:
-        first = tl.minimum(lo, up.count - 1) // bounds.own * bounds.own
+    if bounds.chunk_pairs is not None:
+        first = tl.minimum(lo, up.count - 1) // bounds.chunk_pairs * bounds.chunk_pairs
         is_summed_here = hi <= first + bounds.room
         if lists is not None:
             is_summed_here = is_summed_here & (first == bounds.first)
@@ -363,22 +365,22 @@ def maxsim_grad_packed_documents(Q, D, up, bounds, lists, partial, grad_D, d, C:
     if lists is not None:
         lo *= lists.blocks
         hi *= lists.blocks
-    walk = PairRange(lo, hi, to_int64(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
+    pair_range = PairRange(lo, hi, to_int64(tl.program_id(0)) * C.BN, r0, r1, None, None, lists)
     tokens = tl.arange(0, C.BN)
-    t = walk.t0 + tokens
-    base = D.ptr + walk.t0 * D.stride_l
+    t = pair_range.t0 + tokens
+    base = D.ptr + pair_range.t0 * D.stride_l
     if partial is None:
         target = GradientTarget(base, tokens, t < up.Ld, grad_D, t)
     else:
         slots = _index_partial_rows(tl.program_id(0), tl.program_id(1), tl.num_programs(1), C)
         target = GradientTarget(base, tokens, t < up.Ld, None, t, None, partial, slots, tl.full((C.BN,), 1, tl.int1))
-    write_gradient(sum_packed_tile, (walk, up, Q), target, features, D, d, C)
+    write_gradient(sum_packed_tile, (pair_range, up, Q), target, features, D, d, C)
 
 
 @triton.jit
-def _sum_partials(of, columns, d, C: tl.constexpr):
+def _sum_partials(args, columns, d, C: tl.constexpr):
     """Sum the pieces of a tile in ascending order."""
-    partial, pieces = of
+    partial, pieces = args
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for piece in range(0, pieces):
         slots = locate_partial_rows(partial, _index_partial_rows(tl.program_id(0), piece, pieces, C), columns, d)

@@ -58,19 +58,19 @@ MAX_PAIRS_PER_DOCUMENT = tl.constexpr(8)  # pairs of a disjoint document
 NEIGHBOR_PAIRS = tl.constexpr(16)  # pairs that a program inspects before and after its own, more than the above
 COMPARE_BLOCK_ROWS = tl.constexpr(32)  # rows of another pair in a step of `_count_shared_hits`
 ADD_BLOCK_ROWS = tl.constexpr(2)  # rows of a step of `_add_rows`
-SEARCH_BLOCK_ROWS = tl.constexpr(128)  # least number of lanes in which `_write_shared` searches for a token
+SEARCH_BLOCK_ROWS = tl.constexpr(128)  # minimum number of lanes in which `_write_shared` searches for a token
 
 
 @triton.jit
-def _rank_hit_tokens(walk, up, TILE: tl.constexpr, C: tl.constexpr):
+def _rank_hit_tokens(pair_range, up, TILE: tl.constexpr, C: tl.constexpr):
     """Return which tokens of a tile are an argmax, their number, and the exclusive prefix counts."""
     hits = tl.zeros((TILE,), tl.int32)
-    for n0 in range(walk.lo, walk.hi, C.BM // C.ROWS_PER_QUERY):
-        items = load_step_pairs(walk, up, n0, C.BM, C.ROWS_PER_QUERY, C)
-        for s0 in tl.range(0, count_max_rows(walk, items), C.ROWS_PER_QUERY, num_stages=1):
-            token, query = load_step_argmax(walk, items, s0, up, C.BM, C.ROWS_PER_QUERY)
-            place = locate_hit_tokens(items, token, query, up, TILE)
-            hits += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
+    for n0 in range(pair_range.lo, pair_range.hi, C.BM // C.ROWS_PER_QUERY):
+        items = load_step_pairs(pair_range, up, n0, C.BM, C.ROWS_PER_QUERY, C)
+        for s0 in tl.range(0, count_max_rows(pair_range, items), C.ROWS_PER_QUERY, num_stages=1):
+            token, query = load_step_argmax(pair_range, items, s0, up, C.BM, C.ROWS_PER_QUERY)
+            tile_row = locate_hit_tokens(items, token, query, up, TILE)
+            hits += tl.histogram(tl.maximum(tile_row, 0), TILE, mask=tile_row >= 0)
     hits = (hits > 0).to(tl.int32)
     return hits, tl.sum(hits, axis=0), tl.cumsum(hits, axis=0) - hits
 
@@ -110,17 +110,17 @@ def _load_hit_tokens(lo, hi, up, SLOTS: tl.constexpr, C: tl.constexpr):
 
     -1 means no row.
     """
-    slot = tl.arange(0, SLOTS)
-    m = lo + slot // C.BM
+    lane = tl.arange(0, SLOTS)
+    m = lo + lane // C.BM
     ok = m < hi
-    row = load_pair_field(up, m, ok, FIELD_BEGIN) + slot % C.BM
+    row = load_pair_field(up, m, ok, FIELD_BEGIN) + lane % C.BM
     stop = load_pair_field(up, m, ok, FIELD_STOP)
     argmax = load_pair_field(up, m, ok, FIELD_ARGMAX)
     return tl.load(up.argmax + (argmax + row), mask=row < stop, other=-1).to(tl.int32)
 
 
 @triton.jit
-def _count_shared_hits(won, walk, n, up, C: tl.constexpr):
+def _count_shared_hits(hit_tokens, pair_range, n, up, C: tl.constexpr):
     """Count for each row of pair `n` where else its argmax token is hit.
 
     Returns the number of pairs of the document before `n` that hit it, the number after `n`, and the number of rows of
@@ -129,7 +129,7 @@ def _count_shared_hits(won, walk, n, up, C: tl.constexpr):
     earlier_pairs = tl.full((C.BM,), 0, tl.int32)
     later_pairs = tl.full((C.BM,), 0, tl.int32)
     own_rows = tl.full((C.BM,), 0, tl.int32)
-    for m in tl.range(walk.lo, walk.hi, num_stages=1):
+    for m in tl.range(pair_range.lo, pair_range.hi, num_stages=1):
         begin = load_pair_field(up, m, True, FIELD_BEGIN)
         rows = (load_pair_field(up, m, True, FIELD_STOP) - begin).to(tl.int32)
         argmax = up.argmax + (load_pair_field(up, m, True, FIELD_ARGMAX) + begin)
@@ -137,7 +137,7 @@ def _count_shared_hits(won, walk, n, up, C: tl.constexpr):
         for r0 in tl.range(0, rows, COMPARE_BLOCK_ROWS, num_stages=1):
             r = r0 + tl.arange(0, COMPARE_BLOCK_ROWS)
             tokens = tl.load(argmax + r, mask=r < rows, other=-1).to(tl.int32)
-            hits += tl.sum((tokens[:, None] == won[None, :]).to(tl.int32), axis=0)
+            hits += tl.sum((tokens[:, None] == hit_tokens[None, :]).to(tl.int32), axis=0)
         earlier_pairs += tl.where((m < n) & (hits > 0), 1, 0)
         later_pairs += tl.where((m > n) & (hits > 0), 1, 0)
         own_rows += tl.where(m == n, hits, 0)
@@ -164,70 +164,70 @@ def _add_rows(G, tokens, t, m0, up, Q, columns, d, C: tl.constexpr):
     """
     SLOTS: tl.constexpr = tokens.shape[0]
     i = tl.arange(0, ADD_BLOCK_ROWS)
-    places = tl.where(tokens == t, tl.arange(0, SLOTS), SLOTS)
-    place = tl.min(places, axis=0)
-    while place < SLOTS:
-        hit_places = tl.full((ADD_BLOCK_ROWS,), SLOTS, tl.int32)
+    lanes = tl.where(tokens == t, tl.arange(0, SLOTS), SLOTS)
+    lane = tl.min(lanes, axis=0)
+    while lane < SLOTS:
+        hit_lanes = tl.full((ADD_BLOCK_ROWS,), SLOTS, tl.int32)
         for k in tl.static_range(ADD_BLOCK_ROWS):
-            hit_places = tl.where(i == k, place, hit_places)
-            place = tl.min(tl.where(places > place, places, SLOTS), axis=0)
-        ok = hit_places < SLOTS
-        m = m0 + hit_places // C.BM
-        row = load_pair_field(up, m, ok, FIELD_BEGIN).to(tl.int32) + hit_places % C.BM
+            hit_lanes = tl.where(i == k, lane, hit_lanes)
+            lane = tl.min(tl.where(lanes > lane, lanes, SLOTS), axis=0)
+        ok = hit_lanes < SLOTS
+        m = m0 + hit_lanes // C.BM
+        row = load_pair_field(up, m, ok, FIELD_BEGIN).to(tl.int32) + hit_lanes % C.BM
         g = tl.load(up.grad_scores + load_pair_field(up, m, ok, FIELD_SCORE), mask=ok, other=0.0)
         G += tl.sum(_load_weighted_rows(row, ok, g, up, Q, columns, d, C), axis=0)[None, :]
     return G
 
 
 @triton.jit
-def _sum_token(of, columns, d, C: tl.constexpr):
+def _sum_token(args, columns, d, C: tl.constexpr):
     """Sum all rows of the pairs whose argmax is token t `[1, BD]`. `tokens` holds the first argmax values."""
-    t, tokens, walk, up, Q = of
+    t, tokens, pair_range, up, Q = args
     SLOTS: tl.constexpr = tokens.shape[0]
-    G = _add_rows(tl.full((1, C.BD), 0, tl.float32), tokens, t, walk.lo, up, Q, columns, d, C)
-    for m0 in tl.range(walk.lo + SLOTS // C.BM, walk.hi, SLOTS // C.BM, num_stages=1):
-        more_tokens = _load_hit_tokens(m0, walk.hi, up, SLOTS, C)
+    G = _add_rows(tl.full((1, C.BD), 0, tl.float32), tokens, t, pair_range.lo, up, Q, columns, d, C)
+    for m0 in tl.range(pair_range.lo + SLOTS // C.BM, pair_range.hi, SLOTS // C.BM, num_stages=1):
+        more_tokens = _load_hit_tokens(m0, pair_range.hi, up, SLOTS, C)
         G = _add_rows(G, more_tokens, t, m0, up, Q, columns, d, C)
     return G
 
 
 @triton.jit
-def _load_single_rows(of, columns, d, C: tl.constexpr):
+def _load_single_rows(args, columns, d, C: tl.constexpr):
     """Adapter of `_load_weighted_rows` for `write_gradient`."""
-    row, ok, g, up, Q = of
+    row, ok, g, up, Q = args
     return _load_weighted_rows(row, ok, g, up, Q, columns, d, C)
 
 
 @triton.jit
-def _write_unshared(won, begin, g, rows, base, gradient, up, Q, D, d, C: tl.constexpr):
+def _write_unshared(single_tokens, begin, g, rows, base, gradient, up, Q, D, d, C: tl.constexpr):
     """Write the gradients of tokens that are the argmax of one row only (-1: none), BN rows at a time."""
     for r0 in tl.range(0, rows, C.BN, num_stages=1):
         r = r0 + tl.arange(0, C.BN)
-        t = tl.gather(won, r, axis=0)
+        t = tl.gather(single_tokens, r, axis=0)
         ok = t >= 0
         target = GradientTarget(base, t, ok, gradient, t if C.WIDE_OFFSETS == 0 else t.to(tl.int64))
         write_gradient(_load_single_rows, (begin + r, ok, g, up, Q), target, C.BD if C.SINGLE_STEP else d, D, d, C)
 
 
 @triton.jit
-def _write_shared(won, walk, base, gradient, up, Q, D, d, C: tl.constexpr):
+def _write_shared(shared_tokens, pair_range, base, gradient, up, Q, D, d, C: tl.constexpr):
     """Write the gradients of tokens that are the argmax of several rows (NO_TOKEN: none)."""
     SLOTS: tl.constexpr = C.BM if C.BM > SEARCH_BLOCK_ROWS else SEARCH_BLOCK_ROWS
     one = tl.full((1,), 1, tl.int32)
-    t = tl.min(won, axis=0)
+    t = tl.min(shared_tokens, axis=0)
     if t < NO_TOKEN:
-        tokens = _load_hit_tokens(walk.lo, walk.hi, up, SLOTS, C)
+        tokens = _load_hit_tokens(pair_range.lo, pair_range.hi, up, SLOTS, C)
         while t < NO_TOKEN:
             token = t * one
             target = GradientTarget(
                 base, token, one > 0, gradient, token if C.WIDE_OFFSETS == 0 else token.to(tl.int64)
             )
-            write_gradient(_sum_token, (t, tokens, walk, up, Q), target, C.BD if C.SINGLE_STEP else d, D, d, C)
-            t = tl.min(tl.where(won > t, won, NO_TOKEN), axis=0)
+            write_gradient(_sum_token, (t, tokens, pair_range, up, Q), target, C.BD if C.SINGLE_STEP else d, D, d, C)
+            t = tl.min(tl.where(shared_tokens > t, shared_tokens, NO_TOKEN), axis=0)
 
 
 @triton.jit
-def _sum_pair(walk, n, disjoint, length, up, grad_D, Q, D, d, C: tl.constexpr):
+def _sum_pair(pair_range, n, disjoint, length, up, grad_D, Q, D, d, C: tl.constexpr):
     """Write the gradients of the tokens that rows of pair `n` have as their argmax.
 
     A token that several pairs share is owned by one of them.
@@ -238,14 +238,14 @@ def _sum_pair(walk, n, disjoint, length, up, grad_D, Q, D, d, C: tl.constexpr):
     # The comparison with the length is a safeguard: no forward writes an argmax outside its document.
     is_owned = (hit_tokens >= 0) & (hit_tokens < length) & disjoint
     hit_tokens = tl.where(is_owned, hit_tokens, NO_TOKEN)
-    earlier_pairs, later_pairs, own_rows = _count_shared_hits(hit_tokens, walk, n, up, C)
-    base = D.ptr + walk.t0 * D.stride_l
-    gradient = grad_D + walk.t0 * d
+    earlier_pairs, later_pairs, own_rows = _count_shared_hits(hit_tokens, pair_range, n, up, C)
+    base = D.ptr + pair_range.t0 * D.stride_l
+    gradient = grad_D + pair_range.t0 * d
     is_single = is_owned & (earlier_pairs + later_pairs == 0) & (own_rows == 1)
     rows = tl.max(tl.where(is_single, tl.arange(0, C.BM) + 1, 0), axis=0)
     _write_unshared(tl.where(is_single, hit_tokens, -1), begin, g, rows, base, gradient, up, Q, D, d, C)
     is_owned = is_owned & (is_single == 0) & (hit_tokens % (earlier_pairs + later_pairs + 1) == earlier_pairs)
-    _write_shared(tl.where(is_owned, hit_tokens, NO_TOKEN), walk, base, gradient, up, Q, D, d, C)
+    _write_shared(tl.where(is_owned, hit_tokens, NO_TOKEN), pair_range, base, gradient, up, Q, D, d, C)
 
 
 @triton.jit
@@ -260,8 +260,8 @@ def _mark_tiles(marks, first, length, tiles, TILE: tl.constexpr):
         ok = t * to_int64(TILE) < first + length
         is_new = (tl.atomic_xchg(marks + 1 + t, 1, mask=ok, sem="relaxed") == 0) & ok
         offset = tl.atomic_add(marks, tl.sum(is_new.to(tl.int32), axis=0), sem="relaxed")
-        place = offset + tl.cumsum(is_new.to(tl.int32), axis=0) - 1
-        tl.store(marks + 1 + tiles + place, t, mask=is_new)
+        position = offset + tl.cumsum(is_new.to(tl.int32), axis=0) - 1
+        tl.store(marks + 1 + tiles + position, t, mask=is_new)
 
 
 @triton.jit(do_not_specialize=["rounds"])
@@ -287,8 +287,8 @@ def maxsim_grad_disjoint_documents(Q, D, up, shared, grad_D, d, rounds, TILE: tl
         length = load_pair_field(up, n, True, FIELD_LENGTH)
         lo, pair_count, is_disjoint, is_first_pair = _find_neighbor_pairs(up, shared.reach, n, first, length, C)
         # Not in a branch, because the compiler would move the first loads into the branch.
-        walk = PairRange(lo, lo + tl.where(is_disjoint, pair_count, 0), first, None, None)
-        _sum_pair(walk, n, is_disjoint, length.to(tl.int32), up, grad_D, Q, D, d, C)
+        pair_range = PairRange(lo, lo + tl.where(is_disjoint, pair_count, 0), first, None, None)
+        _sum_pair(pair_range, n, is_disjoint, length.to(tl.int32), up, grad_D, Q, D, d, C)
         if (is_disjoint == 0) & is_first_pair & (length > 0):
             _mark_tiles(shared.marks, first, length, tiles, TILE)
     else:
@@ -308,16 +308,16 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         tile = tl.load(shared.marks + 1 + tiles + n)
         lo = tl.load(shared.starts + tiles + 1 + tile)
         hi = tl.load(shared.starts + tile + 1)
-        walk = PairRange(lo, hi, to_int64(tile) * TILE, 0, up.Lq, None, None, None)
-        hits, count, slots = _rank_hit_tokens(walk, up, TILE, C)
-        rows = tl.minimum(up.Ld - walk.t0, TILE).to(tl.int32)
-        fill_with_zeros(grad_D + walk.t0 * d, rows * d, "")
+        pair_range = PairRange(lo, hi, to_int64(tile) * TILE, 0, up.Lq, None, None, None)
+        hits, count, slots = _rank_hit_tokens(pair_range, up, TILE, C)
+        rows = tl.minimum(up.Ld - pair_range.t0, TILE).to(tl.int32)
+        fill_with_zeros(grad_D + pair_range.t0 * d, rows * d, "")
         # Other threads write the sums.
         tl.debug_barrier()
-        base = D.ptr + walk.t0 * D.stride_l
+        base = D.ptr + pair_range.t0 * D.stride_l
         for u0 in tl.range(0, count, C.BN, num_stages=1):
-            part = PairRange(walk.lo, walk.hi, walk.t0, walk.r0, walk.r1, slots, u0, None)
+            part = PairRange(pair_range.lo, pair_range.hi, pair_range.t0, pair_range.r0, pair_range.r1, slots, u0, None)
             is_slot = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (hits > 0)[None, :]
             t = tl.max(tl.where(is_slot, tl.arange(0, TILE)[None, :], -1), axis=1)
-            target = GradientTarget(base, t, t >= 0, grad_D, walk.t0 + t)
+            target = GradientTarget(base, t, t >= 0, grad_D, pair_range.t0 + t)
             write_gradient(sum_packed_tile, (part, up, Q), target, d, D, d, C)

@@ -163,12 +163,12 @@ def _locate_program(pid, segments, sizes, PACKED: tl.constexpr, C: tl.constexpr)
 def _locate_queries(segments, i, ok, sizes, PACKED: tl.constexpr):
     """Return first row, length, and validity of queries, as `locate_query_segment` does.
 
-    With pairs, a query of more than `sizes.most` tokens is also invalid. A dense query begins at its own row 0.
+    With pairs, a query of more than `sizes.max_seqlen_q` tokens is also invalid. A dense query begins at its own row 0.
     """
     if PACKED:
         begin, length, fits = locate_query_segment(segments, i, ok, sizes.Tq)
         if segments.pairs is not None:
-            fits = fits & (length <= sizes.most)
+            fits = fits & (length <= sizes.max_seqlen_q)
             length = tl.where(fits, length, 0)
     else:
         begin = 0
@@ -195,12 +195,12 @@ def _locate_dense_split(D, owner, n, sizes, cut):
     Sizes: tl.constexpr = import_args_class("SizeArgs")
     document_sizes = Sizes(sizes.Nq, sizes.K // cut.count, sizes.Lq, sizes.Ld)
     document = locate_dense_document(D, owner, n // cut.count, document_sizes)
-    t0 = n % cut.count * cut.each
+    t0 = n % cut.count * cut.split_tokens
     base = document.ptr + t0.to(tl.int64) * D.stride_l
     mask = base
     if D.mask is not None:
         mask = document.mask + t0.to(tl.int64) * D.mask_stride_l
-    return Document(base, mask, document.row + t0, tl.minimum(document.length - t0, cut.each))
+    return Document(base, mask, document.row + t0, tl.minimum(document.length - t0, cut.split_tokens))
 
 
 @triton.jit
@@ -268,15 +268,15 @@ def store_scores(scores, sums, keeps, any_kept, query, queries, K, k, fits=None)
 
 
 @triton.jit
-def _store_maxima(best, where, any_kept, x, rows, ok, place, out, sizes, C: tl.constexpr):
-    """Store the maxima of rows over a split. `place` holds the split and its first token."""
-    n, t0 = place
+def _store_maxima(best, where, any_kept, x, rows, ok, split, out, sizes, C: tl.constexpr):
+    """Store the maxima of rows over a split. `split` holds its number and its first token."""
+    n, t0 = split
     offsets = n.to(tl.int64) * sizes.Tq + rows.number
     tl.store(out.maxima + offsets, best, mask=ok)
     if out.split_argmax is not None:
         tl.store(out.split_argmax + offsets, tl.where(where == NO_TOKEN, NO_TOKEN, where + t0), mask=ok)
-    if out.kept is not None:
-        tl.store(out.kept + n, any_kept)
+    if out.kept_flags is not None:
+        tl.store(out.kept_flags + n, any_kept)
     if C.NORMALIZE:
         first = n == 0
         if first:
@@ -284,17 +284,17 @@ def _store_maxima(best, where, any_kept, x, rows, ok, place, out, sizes, C: tl.c
 
 
 @triton.jit
-def _store_argmax(best, where, s, keep, ok, place, argmax, C: tl.constexpr):
-    """Store the argmax of rows, or their soft maxima with C.SOFT. `place` is the offset of token 0 of each query."""
+def _store_argmax(best, where, s, keep, ok, argmax_offset, argmax, C: tl.constexpr):
+    """Store the argmax of rows, or their soft maxima with C.SOFT. `argmax_offset` locates token 0 of each query."""
     if C.SOFT:
         values = tl.where(keep, best, float("-inf"))
     else:
         values = tl.where(keep & (where != NO_TOKEN), where, -1)
-    tl.store(argmax + place + s, values.to(argmax.dtype.element_ty), mask=ok)
+    tl.store(argmax + argmax_offset + s, values.to(argmax.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def score_rows(x, queries, s0, document, place, out, sizes, PACKED: tl.constexpr, C: tl.constexpr):
+def score_rows(x, queries, s0, document, destination, out, sizes, PACKED: tl.constexpr, C: tl.constexpr):
     """Score one block of query rows against a document and store the argmax or soft maxima.
 
     Args:
@@ -302,7 +302,7 @@ def score_rows(x, queries, s0, document, place, out, sizes, PACKED: tl.constexpr
         queries: For each row its query, and the first row and the length of that query.
         s0: First token of the block within each query.
         document: The `Document` to score.
-        place: Offset of token 0 of each row's query in the argmax. With C.SPLIT_DOCUMENTS the split and its first
+        destination: Offset of token 0 of each row's query in the argmax. With C.SPLIT_DOCUMENTS the split and its first
             token.
         out: `OutputArgs`. With C.SPLIT_DOCUMENTS `SplitArgs`, or `SoftSplitArgs` with C.SOFT.
         sizes: `SizeArgs` or `PackedSizeArgs`.
@@ -331,18 +331,20 @@ def score_rows(x, queries, s0, document, place, out, sizes, PACKED: tl.constexpr
     argmax = out.split_argmax if C.SPLIT_DOCUMENTS and not C.SOFT else out.argmax
     best, where, any_kept = compute_row_maxima(load_query_rows(x, rows, C), x, rows, document, argmax is not None, C)
     if C.SPLIT_DOCUMENTS and not C.SOFT:
-        _store_maxima(best, where, any_kept, x, rows, ok, place, out, sizes, C)
+        _store_maxima(best, where, any_kept, x, rows, ok, destination, out, sizes, C)
         sums = tl.full((C.BM // C.ROWS_PER_QUERY,), 0, tl.float32)
     else:
         best = normalize_maxima(best, x, rows, C)
         if argmax is not None:
-            _store_argmax(best, where, s, keep, ok, place, argmax, C)
+            _store_argmax(best, where, s, keep, ok, destination, argmax, C)
         sums = _sum_rows(best, load_query_weight(x.Q, i, s, keep), keep, C)
     return sums, has_kept_row(keep, C), any_kept
 
 
 @triton.jit
-def _sum_blocks(x, queries, document, place, out, sizes, LEVELS: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr):
+def _sum_blocks(
+    x, queries, document, destination, out, sizes, LEVELS: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr
+):
     """Score all rows of the queries, ROWS_PER_QUERY rows at a time, and return what `score_rows` returns.
 
     Whether the document keeps a token is valid only if a query has a row.
@@ -357,7 +359,7 @@ def _sum_blocks(x, queries, document, place, out, sizes, LEVELS: tl.constexpr, P
     else:
         longest = sizes.Lq
     for s0 in range(0, longest, C.ROWS_PER_QUERY):
-        sums, has_block_rows, any_kept = score_rows(x, queries, s0, document, place, out, sizes, PACKED, C)
+        sums, has_block_rows, any_kept = score_rows(x, queries, s0, document, destination, out, sizes, PACKED, C)
         if PACKED:
             total, pending = carry_block_sums(total, pending, sums, s0 // C.ROWS_PER_QUERY, LEVELS)
         else:
@@ -370,12 +372,12 @@ def _sum_blocks(x, queries, document, place, out, sizes, LEVELS: tl.constexpr, P
 def _locate_document(
     x, segments, first, lane, begin, document, k, ok, out, sizes, PACKED: tl.constexpr, C: tl.constexpr
 ):
-    """Return the `Document` of a program, whether it is inside D, and its `place` as `score_rows` needs it."""
+    """Return the `Document` of a program, whether it is inside D, and its `destination` as `score_rows` needs it."""
     is_inside = ok
     if not PACKED:
         n = document.to(tl.int64)
-        place = (n if C.CANDIDATES else n * sizes.Nq + first) * sizes.Lq
-        place += (lane // C.ROWS_PER_QUERY).to(tl.int64) * sizes.Lq
+        destination = (n if C.CANDIDATES else n * sizes.Nq + first) * sizes.Lq
+        destination += (lane // C.ROWS_PER_QUERY).to(tl.int64) * sizes.Lq
         owner = first if C.CANDIDATES else first * 0
         if C.SPLIT_DOCUMENTS:
             scored_document = _locate_dense_split(x.D, owner, k, sizes, out)
@@ -383,13 +385,13 @@ def _locate_document(
             scored_document = locate_dense_document(x.D, owner, k, sizes)
     elif C.SPLIT_DOCUMENTS:
         scored_document, t0 = locate_split(x.D, segments, document, sizes, out, C)
-        place = (document, t0)
+        destination = (document, t0)
     else:
         scored_document, is_inside = _locate_packed_document(x.D, segments, document, ok, sizes, C)
-        place = k * sizes.Tq
+        destination = k * sizes.Tq
         if segments.pairs is not None:
-            place = k * sizes.most - tl.max(begin, axis=0)
-    return scored_document, is_inside, place
+            destination = k * sizes.max_seqlen_q - tl.max(begin, axis=0)
+    return scored_document, is_inside, destination
 
 
 @triton.jit
@@ -405,14 +407,14 @@ def score_document(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.con
     first, queries, document, k, ok = _locate_program(pid, segments, sizes, PACKED, C)
     i = first + lane // C.ROWS_PER_QUERY
     begin, length, fits = _locate_queries(segments, i, ok & (i < queries), sizes, PACKED)
-    scored_document, is_inside, place = _locate_document(
+    scored_document, is_inside, destination = _locate_document(
         x, segments, first, lane, begin, document, k, ok, out, sizes, PACKED, C
     )
     rows = (i, begin, length, fits)
     if C.LONG_QUERIES:
-        sums, has_rows, any_kept = _sum_blocks(x, rows, scored_document, place, out, sizes, LEVELS, PACKED, C)
+        sums, has_rows, any_kept = _sum_blocks(x, rows, scored_document, destination, out, sizes, LEVELS, PACKED, C)
     else:
-        sums, has_rows, any_kept = score_rows(x, rows, 0, scored_document, place, out, sizes, PACKED, C)
+        sums, has_rows, any_kept = score_rows(x, rows, 0, scored_document, destination, out, sizes, PACKED, C)
     if not C.SPLIT_DOCUMENTS:
         lane = tl.arange(0, C.BM // C.ROWS_PER_QUERY)
         i = first + lane
@@ -426,8 +428,8 @@ def score_document(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.con
                 queries = 1
                 stride = 0
         store_scores(out.scores, sums, has_rows, any_kept, i, queries, stride, k, fits)
-    elif C.SOFT and out.kept is not None:
-        tl.store(out.kept + document, any_kept)
+    elif C.SOFT and out.kept_flags is not None:
+        tl.store(out.kept_flags + document, any_kept)
 
 
 @triton.jit
@@ -461,17 +463,17 @@ def _score_tiles_persistent(x, tile, k0, step, out, sizes, C: tl.constexpr):
     rows, q, _weight, _has_rows = tile
     best = fill_lanes(float("-inf"), tl.float32, C)
     kept_tokens = tl.full((C.BN,), 0, tl.int32)
-    tiles_each = tl.cdiv(sizes.Ld, C.BN)
-    count = tl.cdiv(sizes.K - k0, step) * tiles_each
+    tiles_per_document = tl.cdiv(sizes.Ld, C.BN)
+    count = tl.cdiv(sizes.K - k0, step) * tiles_per_document
     mask = prefetch_tile_mask(x, locate_dense_document(x.D, 0 * k0, k0, sizes), 0, C)
     for n in range(0, count):
-        k = k0 + n // tiles_each * step
-        t0 = n % tiles_each * C.BN
+        k = k0 + n // tiles_per_document * step
+        t0 = n % tiles_per_document * C.BN
         document = locate_dense_document(x.D, 0 * k, k, sizes)
         n_ahead = tl.minimum(n + 1, count - 1)
-        k_ahead = k0 + n_ahead // tiles_each * step
+        k_ahead = k0 + n_ahead // tiles_per_document * step
         next_document = locate_dense_document(x.D, 0 * k_ahead, k_ahead, sizes)
-        next_mask = prefetch_tile_mask(x, next_document, n_ahead % tiles_each * C.BN, C)
+        next_mask = prefetch_tile_mask(x, next_document, n_ahead % tiles_per_document * C.BN, C)
         S, _, tokens, _, _ = compute_tile(q, x, rows, document, t0, mask, C)
         mask = next_mask
         if x.D.mask is not None:
@@ -639,7 +641,7 @@ def maxsim_forward_packed(Q, D, tiles, terms, counts, segments, out, sizes, d, L
         counts: `DequantArgs` of quantized tokens, `CodecDequantArgs` of residual codes, or None.
         segments: `SegmentArgs`.
         out: `OutputArgs`, or `SplitArgs` with C.SPLIT_DOCUMENTS. Scores are `[Nq, K]`, or `[P]` with pairs. The argmax
-            is `[K, Tq]`, `[P, most]` with pairs, or None. The caller fills it with -1 where no query has a row.
+            is `[K, Tq]`, `[P, max_seqlen_q]` with pairs, or None. The caller fills it with -1 where no query has a row.
         sizes: `PackedSizeArgs`. K counts documents, or candidates of each query.
         d: Number of features.
         LEVELS: With C.LONG_QUERIES, rows are summed as trees of `ROWS_PER_QUERY * 2^LEVELS` rows.
@@ -649,7 +651,7 @@ def maxsim_forward_packed(Q, D, tiles, terms, counts, segments, out, sizes, d, L
         c = counts
         tables = load_lookup_tables(c, C)
         counts = CodecDequantArgs(
-            c.scale, c.scale_each, c.minimum, c.minimum_each, c.codes, c.centroids, c.centroids_count, tables
+            c.scale, c.scale_stride, c.minimum, c.minimum_stride, c.codes, c.centroids, c.centroids_count, tables
         )
     x = Operands(Q, D, tiles, terms, counts, d, None)
     if C.PERSISTENT:

@@ -39,9 +39,9 @@ def _score_block(x, i, s0, k, out, sizes, C: tl.constexpr):
     """
     lane = tl.arange(0, C.BM)
     rows = (i + lane * 0, 0, sizes.Lq, lane < C.ROWS_PER_QUERY)
-    place = (k.to(tl.int64) * sizes.Nq + i) * sizes.Lq
+    argmax_offset = (k.to(tl.int64) * sizes.Nq + i) * sizes.Lq
     document = locate_dense_document(x.D, 0 * k, k, sizes)
-    sums, has_rows, any_kept = score_rows(x, rows, s0, document, place, out, sizes, False, C)
+    sums, has_rows, any_kept = score_rows(x, rows, s0, document, argmax_offset, out, sizes, False, C)
     return choose_score(sums, has_rows, any_kept)
 
 
@@ -69,13 +69,13 @@ def maxsim_rescore(Q, D, scores, argmax, sizes, d, parts, BLOCK: tl.constexpr, C
     lanes = tl.where(bits == RESCORE_BITS, tl.arange(0, BLOCK), BLOCK)
     n = tl.min(lanes, axis=0)
     while n < BLOCK:
-        place = tl.program_id(0).to(tl.int64) * BLOCK + n
-        group = (place // sizes.K).to(tl.int32)
-        k = (place % sizes.K).to(tl.int32)
+        position = tl.program_id(0).to(tl.int64) * BLOCK + n
+        group = (position // sizes.K).to(tl.int32)
+        k = (position % sizes.K).to(tl.int32)
         s0 = group % parts * C.ROWS_PER_QUERY
         sums = _score_block(x, group // parts, s0, k, OutputArgs(scores, argmax), sizes, C)
         lane = tl.arange(0, GROUPS)
-        tl.store(scores + place + lane, sums, mask=lane == 0)
+        tl.store(scores + position + lane, sums, mask=lane == 0)
         lanes = tl.where(lanes == n, BLOCK, lanes)
         n = tl.min(lanes, axis=0)
 
@@ -107,10 +107,10 @@ def maxsim_resolve_argmax(Q, D, argmax, sizes, d, BLOCK: tl.constexpr, C: tl.con
     lanes = tl.where(tokens == UNRESOLVED, tl.arange(0, BLOCK), BLOCK)
     n = tl.min(lanes, axis=0)
     while n < BLOCK:
-        place = tl.program_id(0).to(tl.int64) * BLOCK + n
-        row = place % rows
+        position = tl.program_id(0).to(tl.int64) * BLOCK + n
+        row = position % rows
         s0 = (row % sizes.Lq // C.ROWS_PER_QUERY * C.ROWS_PER_QUERY).to(tl.int32)
-        k = (place // rows).to(tl.int32)
+        k = (position // rows).to(tl.int32)
         _score_block(x, (row // sizes.Lq).to(tl.int32), s0, k, OutputArgs(argmax, argmax), sizes, C)
-        lanes = tl.where(_number_block(offsets, sizes.Lq, C) == _number_block(place, sizes.Lq, C), BLOCK, lanes)
+        lanes = tl.where(_number_block(offsets, sizes.Lq, C) == _number_block(position, sizes.Lq, C), BLOCK, lanes)
         n = tl.min(lanes, axis=0)

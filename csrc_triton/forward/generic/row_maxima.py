@@ -125,7 +125,7 @@ def _update_maxima(best, where, S, t, keep, t0, rows, ARGMAX: tl.constexpr, C: t
 
 
 @triton.jit
-def _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
+def _compute_maxima_in_steps(best, where, kept_tokens, x, rows, document, ARGMAX: tl.constexpr, C: tl.constexpr):
     """Compute the lane maxima over a document whose features need several steps, and which tokens are kept.
 
     A single loop covers the steps of all tiles, so the load of the next tile overlaps the last steps of the current
@@ -154,16 +154,16 @@ def _compute_maxima_in_steps(best, where, kept, x, rows, document, ARGMAX: tl.co
             if x.D.mask is not None or C.SOFT or (C.SHORT_DOCUMENTS and x.tiles is not None):
                 similarity = tl.where(expand_tokens(keep, C), similarity, float("-inf"))
             if x.D.mask is not None:
-                kept = kept | keep.to(tl.int32)
+                kept_tokens = kept_tokens | keep.to(tl.int32)
             best, where = _update_maxima(best, where, similarity, t, keep, t0, rows, ARGMAX, C)
-    return best, where, kept
+    return best, where, kept_tokens
 
 
 @triton.jit
-def has_kept_token(x, document, kept):
-    """Return whether a document keeps a token. `kept` flags the tokens that its mask keeps."""
+def has_kept_token(x, document, kept_tokens):
+    """Return whether a document keeps a token. `kept_tokens` flags the tokens that its mask keeps."""
     if x.D.mask is not None:
-        has_token = tl.max(kept, axis=0)
+        has_token = tl.max(kept_tokens, axis=0)
     else:
         has_token = (document.length > 0).to(tl.int32)
     return has_token

@@ -91,15 +91,15 @@ def maxsim_patches(mask, bits, sources, lengths, Ld, stride_k, stride_l, tiles, 
 
 @triton.jit(do_not_specialize=["Ld", "stride_k", "stride_l"])
 def maxsim_kept_tokens(
-    mask, D, tokens, places, lengths, Ld, stride_k, stride_l, d, TOKENS: tl.constexpr, BD: tl.constexpr
+    mask, D, tokens, original_tokens, lengths, Ld, stride_k, stride_l, d, TOKENS: tl.constexpr, BD: tl.constexpr
 ):
-    """Copy the kept tokens of each document to the front of its place, TOKENS tokens for each program.
+    """Copy the kept tokens of each document to `tokens` without gaps, TOKENS tokens for each program.
 
     Args:
         mask: Document mask, read with `stride_k` and `stride_l`.
         D: Contiguous documents `[K, Ld, d]`.
         tokens: Output `[K, Ld, d]`. Only the first `lengths[k]` tokens of a document are written.
-        places: Output `[K, Ld]`, the original token of each copied token, or None.
+        original_tokens: Output `[K, Ld]`, the original token of each copied token, or None.
         lengths: Output `[K]`, the number of kept tokens.
         Ld: Tokens of a document.
         stride_k: Mask stride between documents.
@@ -119,27 +119,27 @@ def maxsim_kept_tokens(
     t = t0 + tl.arange(0, TOKENS)
     keep = _load_token_mask(mask, k, t, Ld, stride_k, stride_l)
     counts = keep.to(tl.int32)
-    place = earlier_tokens + tl.cumsum(counts, axis=0) - counts
+    position = earlier_tokens + tl.cumsum(counts, axis=0) - counts
     columns = tl.arange(0, BD)
     ok = (columns < d)[None, :]
     # Load all tokens, so that the loads need not wait for the mask.
     x = tl.load(D + (k * Ld + t)[:, None] * d + columns[None, :], mask=ok & (t < Ld)[:, None], other=0.0)
-    tl.store(tokens + (k * Ld + place)[:, None] * d + columns[None, :], x, mask=ok & keep[:, None])
-    if places is not None:
-        tl.store(places + k * Ld + place, t, mask=keep)
+    tl.store(tokens + (k * Ld + position)[:, None] * d + columns[None, :], x, mask=ok & keep[:, None])
+    if original_tokens is not None:
+        tl.store(original_tokens + k * Ld + position, t, mask=keep)
     if t0 + TOKENS >= Ld:
         tl.store(lengths + k, earlier_tokens + tl.sum(counts, axis=0))
 
 
 @triton.jit(do_not_specialize=["Ld", "rows"])
-def maxsim_argmax_in_place(argmax, places, Ld, rows, BLOCK: tl.constexpr):
+def maxsim_argmax_in_place(argmax, original_tokens, Ld, rows, BLOCK: tl.constexpr):
     """Replace argmax values `[K, rows]` among kept tokens by the original tokens. -1 stays -1."""
     blocks = tl.cdiv(rows, BLOCK)
     k = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     winner = tl.load(argmax + k * rows + row, mask=row < rows, other=-1).to(tl.int32)
-    place = tl.load(places + k * Ld + winner, mask=winner >= 0, other=-1)
-    tl.store(argmax + k * rows + row, place.to(argmax.dtype.element_ty), mask=row < rows)
+    token = tl.load(original_tokens + k * Ld + winner, mask=winner >= 0, other=-1)
+    tl.store(argmax + k * rows + row, token.to(argmax.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["Tq", "mask_stride"])
@@ -160,14 +160,14 @@ def maxsim_covered_rows(cu_seqlens_q, mask, covered, Tq, mask_stride, BLOCK: tl.
 
 
 @triton.jit
-def _merge_split_maxima(cut, place, row, there, keep, rows, C: tl.constexpr):
+def _merge_split_maxima(cut, document_splits, row, is_row, keep, rows, C: tl.constexpr):
     """Compute the maxima of query rows over the splits of a document, and store the argmax if needed."""
     AT_ONCE: tl.constexpr = _SPLITS_PER_STEP // row.shape[0]
-    k, first, count = place
+    k, first, count = document_splits
     best, where = merge_splits(cut, first, count, row, keep, rows, AT_ONCE)
     if cut.argmax is not None:
         where = tl.where(keep & (where != NO_TOKEN), where, -1)
-        tl.store(cut.argmax + k.to(tl.int64) * rows + row, where.to(cut.argmax.dtype.element_ty), mask=there)
+        tl.store(cut.argmax + k.to(tl.int64) * rows + row, where.to(cut.argmax.dtype.element_ty), mask=is_row)
     if C.NORMALIZE:
         best = best * tl.load(cut.norms + row, mask=keep, other=0.0)
     return best[None, :]
@@ -175,7 +175,7 @@ def _merge_split_maxima(cut, place, row, there, keep, rows, C: tl.constexpr):
 
 @triton.jit
 def _sum_block(
-    maxima, cut, place, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY: tl.constexpr, QUERIES: tl.constexpr,
+    maxima, cut, document_splits, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY: tl.constexpr, QUERIES: tl.constexpr,
     DOCUMENTS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Sum ROWS_PER_QUERY rows of each query from row `s0` on.
@@ -192,7 +192,7 @@ def _sum_block(
         offsets = k.to(tl.int64)[:, None] * rows + row[None, :]
         best = tl.load(maxima + offsets, mask=(k < sizes.K)[:, None] & keep[None, :], other=0.0)
     else:
-        best = _merge_split_maxima(cut, place, row, s < length, keep, rows, C)
+        best = _merge_split_maxima(cut, document_splits, row, s < length, keep, rows, C)
     terms = tl.reshape(tl.where(keep[None, :], weight[None, :] * best, 0.0), (DOCUMENTS * QUERIES * ROWS_PER_QUERY,))
     if C is None:
         sums = sum_in_order(terms, DOCUMENTS * QUERIES, ROWS_PER_QUERY)
@@ -232,15 +232,15 @@ def maxsim_row_sums(
     query_tiles = tl.cdiv(queries, QUERIES)
     first = (tl.program_id(0) % query_tiles) * QUERIES
     k = (tl.program_id(0) // query_tiles) * DOCUMENTS + tl.arange(0, DOCUMENTS)
-    place = None
+    document_splits = None
     if C is not None:
-        place = locate_document_splits(segments, tl.program_id(0) // query_tiles, K, Td, cut, C.BN)
+        document_splits = locate_document_splits(segments, tl.program_id(0) // query_tiles, K, Td, cut, C.BN)
         if C.PDL:
             gdc_wait()
     i = first + tl.arange(0, QUERIES * ROWS_PER_QUERY) // ROWS_PER_QUERY
     begin, length, _ = locate_query_segment(segments, i, i < queries, Nq * Lq)
     total, has_rows = _sum_block(
-        maxima, cut, place, Q, begin, length, 0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C
+        maxima, cut, document_splits, Q, begin, length, 0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C
     )
     longest = tl.max(length, axis=0)
     if longest > ROWS_PER_QUERY:
@@ -248,7 +248,7 @@ def maxsim_row_sums(
         total, pending = carry_block_sums(tl.zeros_like(total), pending, total, 0, LEVELS)
         for s0 in range(ROWS_PER_QUERY, longest, ROWS_PER_QUERY):
             sums, has_block_rows = _sum_block(
-                maxima, cut, place, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C
+                maxima, cut, document_splits, Q, begin, length, s0, k, sizes, ROWS_PER_QUERY, QUERIES, DOCUMENTS, C
             )
             total, pending = carry_block_sums(total, pending, sums, s0 // ROWS_PER_QUERY, LEVELS)
             has_rows = has_rows | has_block_rows
@@ -259,7 +259,7 @@ def maxsim_row_sums(
     _, tokens, valid = locate_document_segment(segments, k, k < K, Td)
     any_kept = (tokens > 0)[:, None]
     if C is not None:
-        any_kept = any_kept & (has_kept_split(cut, place) > 0)
+        any_kept = any_kept & (has_kept_split(cut, document_splits) > 0)
     empty_scores = tl.where(has_rows > 0, float("-inf"), 0.0)
     score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), empty_scores[None, :])
     score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))

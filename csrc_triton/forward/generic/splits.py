@@ -1,12 +1,12 @@
 """Splits of long documents for the packed forward kernel: where they begin, and how their results are merged.
 
 A few long documents leave most SMs idle. The packed kernel then scores each split of a document in its own program and
-stores row maxima `[most, rows]`. `maxsim_row_sums` merges the splits of a document. The host knows only the total
-number of tokens, so the device computes the split length from the document lengths.
+stores row maxima `[max_splits, rows]`. `maxsim_row_sums` merges the splits of a document. The host knows only the
+total number of tokens, so the device computes the split length from the document lengths.
 
 ```text
 total = sum(length[k] for k in range(K))
-split_length = BN * max(ceil(total / (most - K) / BN), MIN_SPLIT_TILES)
+split_length = BN * max(ceil(total / (max_splits - K) / BN), MIN_SPLIT_TILES)
 splits of document k = ceil(length[k] / split_length)
 
 merge, for each row:
@@ -21,7 +21,8 @@ merge, for each row:
 
 Invariants:
 
-- There are at most `most` splits, because `sum(ceil(length[k] / split_length)) <= total / split_length + K <= most`.
+- There are at most `max_splits` splits, because
+  `sum(ceil(length[k] / split_length)) <= total / split_length + K <= max_splits`.
 - Splits are numbered in document order, without gaps.
 - The maximum over splits is the maximum over the document, so the bits do not depend on the split length.
 """
@@ -39,44 +40,44 @@ _MAX_SPLIT_TOKENS = tl.constexpr(2**31 - 256)
 
 
 @triton.jit
-def _count_splits(length, each):
+def _count_splits(length, split_tokens):
     """Return the number of splits of a document with `length` tokens."""
-    return tl.where(length > 0, (length - 1) // each + 1, 0)
+    return tl.where(length > 0, (length - 1) // split_tokens + 1, 0)
 
 
 @triton.jit
 def compute_split_length(segments, K, Td, cut, STEP: tl.constexpr):
     """Compute the number of tokens of a split, a multiple of STEP.
 
-    The K documents, fewer than `cut.most`, have at most `cut.most` splits in all. The host passes `cut.each` if all
-    documents have `SegmentArgs.d_each` tokens.
+    The K documents, fewer than `cut.max_splits`, have at most `cut.max_splits` splits in all. The host passes
+    `cut.split_tokens` if all documents have `SegmentArgs.d_each` tokens.
     """
-    if cut.each is not None:
-        split_tokens = cut.each
+    if cut.split_tokens is not None:
+        split_tokens = cut.split_tokens
     else:
         total = to_int64(K) * 0
         for k0 in range(0, K, _SCAN_BLOCK):
             k = k0 + tl.arange(0, _SCAN_BLOCK)
             _, length, _ = locate_document_segment(segments, k, k < K, Td)
             total += tl.sum(length.to(tl.int64), axis=0)
-        tiles = tl.maximum(tl.cdiv(tl.cdiv(total, cut.most - K), STEP), _MIN_SPLIT_TILES)
+        tiles = tl.maximum(tl.cdiv(tl.cdiv(total, cut.max_splits - K), STEP), _MIN_SPLIT_TILES)
         split_tokens = tl.minimum(tiles * STEP, _MAX_SPLIT_TOKENS).to(tl.int32)
     return split_tokens
 
 
 @triton.jit
-def _count_block_splits(segments, k0, K, Td, each):
+def _count_block_splits(segments, k0, K, Td, split_tokens):
     """Return the numbers of a block of documents from `k0` on, and their split counts."""
     k = k0 + tl.arange(0, _SCAN_BLOCK)
     _, length, _ = locate_document_segment(segments, k, k < K, Td)
-    return k, _count_splits(length, each)
+    return k, _count_splits(length, split_tokens)
 
 
 @triton.jit
-def _locate_split_document(segments, n, K, Td, cut, each):
+def _locate_split_document(segments, n, K, Td, cut, split_tokens):
     """Return the document of split `n` and its first split. The document is K if `n` is out of range."""
-    if cut.each is not None:
-        count = _count_splits(segments.d_each, each)
+    if cut.split_tokens is not None:
+        count = _count_splits(segments.d_each, split_tokens)
         document = tl.minimum(n // count, K)
         first = document * count
     else:
@@ -84,7 +85,7 @@ def _locate_split_document(segments, n, K, Td, cut, each):
         document = tl.full((), 0, tl.int32)
         first = tl.full((), 0, tl.int32)
         for k0 in range(0, K, _SCAN_BLOCK):
-            k, count = _count_block_splits(segments, k0, K, Td, each)
+            k, count = _count_block_splits(segments, k0, K, Td, split_tokens)
             end = earlier_splits + tl.cumsum(count, axis=0)
             is_earlier = (end <= n) & (k < K)
             document += tl.sum(is_earlier.to(tl.int32), axis=0)
@@ -121,7 +122,7 @@ def locate_document_splits(segments, k, K, Td, cut, STEP: tl.constexpr):
     split_tokens = compute_split_length(segments, K, Td, cut, STEP)
     _, length, _ = locate_document_segment(segments, k, to_mask(k < K), Td)
     count = _count_splits(length, split_tokens)
-    if cut.each is not None:
+    if cut.split_tokens is not None:
         first = count * k
     else:
         first = count * 0
@@ -132,15 +133,17 @@ def locate_document_splits(segments, k, K, Td, cut, STEP: tl.constexpr):
 
 
 @triton.jit
-def has_kept_split(cut, place):
-    """Return whether a split of the document at `place` keeps a token. See `locate_document_splits`."""
-    _, first, count = place
+def has_kept_split(cut, document_splits):
+    """Return whether a split of a document keeps a token, given the result of `locate_document_splits`."""
+    _, first, count = document_splits
     has_token = (count > 0).to(tl.int32)
-    if cut.kept is not None:
+    if cut.kept_flags is not None:
         has_token = has_token * 0
         for n0 in range(0, count, _SCAN_BLOCK):
             n = n0 + tl.arange(0, _SCAN_BLOCK)
-            has_token = tl.maximum(has_token, tl.max(tl.load(cut.kept + first + n, mask=n < count, other=0), axis=0))
+            has_token = tl.maximum(
+                has_token, tl.max(tl.load(cut.kept_flags + first + n, mask=n < count, other=0), axis=0)
+            )
     return has_token
 
 

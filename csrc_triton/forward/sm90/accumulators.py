@@ -102,17 +102,17 @@ def join_terms(S, C: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_tile(S, inverse, half, start, rest, origin, spans, C: gl.constexpr):
+def accumulate_tile(S, inverse, half, start, tokens_left, origin, spans, C: gl.constexpr):
     """Return the accumulator after a tile that begins with token `start`, from its product S.
 
-    The first `rest` tokens of the tile belong to the document. The others are set to -inf, unless the mask warps
+    The first `tokens_left` tokens of the tile belong to the document. The others are set to -inf, unless the mask warps
     overwrote them. Argmax values are relative to the dense document, whose token `origin` is the first of the segment.
     """
     x = scale_similarities(join_terms(S, C), inverse, C)
-    if spans.Td is None or (spans.patches is not None or rest >= C.BN):
+    if spans.Td is None or (spans.patches is not None or tokens_left >= C.BN):
         best, where = reduce_tile(x, half.best, half.where, start + origin, C)
     else:
-        is_inside = gl.arange(0, C.BN, layout=gl.SliceLayout(0, x.type.layout)) < compiler_barrier_value(rest)
+        is_inside = gl.arange(0, C.BN, layout=gl.SliceLayout(0, x.type.layout)) < compiler_barrier_value(tokens_left)
         best, where = reduce_tile(
             gl.where(is_inside[None, :], x, float("-inf")), half.best, half.where, start + origin, C
         )

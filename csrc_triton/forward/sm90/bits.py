@@ -56,13 +56,13 @@ def make_word_layout(words, operand):
     four words of a token, and a warp has 16 tokens. Otherwise neighboring threads have neighboring words.
     """
     bits = [[0, 1 << n] for n in range(5)]
-    places = [[1 << n, 0] for n in range(words.bit_length() - 1)]
-    lanes, other_places = places[:5], places[5:]
+    word_bases = [[1 << n, 0] for n in range(words.bit_length() - 1)]
+    lanes, other_bases = word_bases[:5], word_bases[5:]
     if operand:
         return gl.DistributedLinearLayout(
-            [*bits, other_places[0], *other_places[3:]], lanes, other_places[1:3], [], [words, 32]
+            [*bits, other_bases[0], *other_bases[3:]], lanes, other_bases[1:3], [], [words, 32]
         )
-    return gl.DistributedLinearLayout([*bits, *other_places[2:]], lanes, other_places[:2], [], [words, 32])
+    return gl.DistributedLinearLayout([*bits, *other_bases[2:]], lanes, other_bases[:2], [], [words, 32])
 
 
 @gluon.jit

@@ -29,12 +29,12 @@ def _map_term_to_row(m, C: gl.constexpr):
 
 
 @gluon.jit
-def store_query_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout: gl.constexpr, C: gl.constexpr):
+def store_query_terms(Q, smem, first, H: gl.constexpr, parts, sizes, d, layout: gl.constexpr, C: gl.constexpr):
     """Store the int8 terms of accumulator H's query rows to shared memory, and return the scales of these rows.
 
     Args:
         Q: `QueryArgs`.
-        place: Shared memory for the terms.
+        smem: Shared memory for the terms.
         first: First group of the warp group, see `map_rows`.
         H: Accumulator, 0 or 1.
         parts: Groups of each query.
@@ -60,10 +60,10 @@ def store_query_terms(Q, place, first, H: gl.constexpr, parts, sizes, d, layout:
         lo = order_features(lo, C.SMALL_M)
     if C.INT8_TERMS == 2:
         is_hi = gl.convert_layout(m % 16 < 8, gl.SliceLayout(1, hi.type.layout))
-        place.store(gl.where(is_hi[:, None], hi, lo).to(gl.int8))
+        smem.store(gl.where(is_hi[:, None], hi, lo).to(gl.int8))
         scale = gl.reshape(gl.max(gl.reshape(scale, (C.MMA_ROWS // 8, 2, 8)), axis=1), (C.MMA_ROWS,))
     else:
-        place.store(hi.to(gl.int8))
+        smem.store(hi.to(gl.int8))
         scale = scale_single_term(scale)
     return gl.convert_layout(scale, layout)
 
@@ -86,20 +86,20 @@ def load_document_scale(numbers, k, C: gl.constexpr):
 
 @gluon.jit
 def dequantize_row_maxima(
-    best, scale, each, odd, Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, C: gl.constexpr
+    best, scale, document_scale, has_fallback, Q, numbers, first, H: gl.constexpr, parts, k, sizes, d, C: gl.constexpr
 ):
     """Return the row maxima of an accumulator in document k, dequantized.
 
-    `scale` holds the scales of the query rows and `each` the scale of the document. `odd` says whether any row is a
-    fallback row. Maxima of fallback rows come from `compute_fallback_maxima`.
+    `scale` holds the scales of the query rows. `has_fallback` says whether any row is a fallback row. Maxima of
+    fallback rows come from `compute_fallback_maxima`.
     """
     if not C.PRECOMPUTED_SCALES:
-        best = best.to(gl.float32) * each
+        best = best.to(gl.float32) * document_scale
         # A negative document scale turns the minimum into the maximum, so every row falls back.
-        scale = gl.where(each < 0, -1.0, scale)
-        odd = gl.maximum(odd, (each < 0).to(gl.int32))
+        scale = gl.where(document_scale < 0, -1.0, scale)
+        has_fallback = gl.maximum(has_fallback, (document_scale < 0).to(gl.int32))
     best = best * scale
-    if odd > 0:
+    if has_fallback > 0:
         best = gl.where(scale < 0, compute_fallback_maxima(Q, numbers, first, H, parts, k, sizes, d, scale, C), best)
     return best
 

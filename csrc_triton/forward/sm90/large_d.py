@@ -143,10 +143,10 @@ def _scale_similarities(S, inverse, C: gl.constexpr):
 
 
 @gluon.jit
-def _has_kept_token(kept, C: gl.constexpr):
-    """Return whether a document keeps a token. `kept` holds maxima of the norms of its tokens."""
+def _has_kept_token(max_norms, C: gl.constexpr):
+    """Return whether a document keeps a token. `max_norms` holds maxima of the norms of its tokens."""
     if C.MASK:
-        has_token = gl.reduce(kept, 0, nan_max)
+        has_token = gl.reduce(max_norms, 0, nan_max)
         has_token = (has_token >= 0) | (has_token != has_token)
     else:
         has_token = True
@@ -162,7 +162,7 @@ def _store_argmax(half, best, keep, k, row, ok, argmax, sizes):
 
 
 @gluon.jit
-def _store_document(half, kept, Q, norms, first, parts, k, out, sizes, C: gl.constexpr):
+def _store_document(half, max_norms, Q, norms, first, parts, k, out, sizes, C: gl.constexpr):
     """Store the scores of document k, `[groups, K]`, and the argmax if asked for (epilogue).
 
     `norms` holds the inverse norms of query tokens.
@@ -175,7 +175,7 @@ def _store_document(half, kept, Q, norms, first, parts, k, out, sizes, C: gl.con
     s = group % parts * C.ROWS_PER_QUERY + r % C.ROWS_PER_QUERY
     ok = (i < sizes.Nq) & (s < sizes.Lq)
     keep = load_query_mask(Q, i, s, ok)
-    any_kept = _has_kept_token(kept, C)
+    any_kept = _has_kept_token(max_norms, C)
     if C.ARGMAX:
         _store_argmax(half, best, keep & any_kept, k, i * sizes.Lq + s, ok, out.argmax, sizes)
     if C.NORMALIZE:
@@ -189,17 +189,17 @@ def _store_document(half, kept, Q, norms, first, parts, k, out, sizes, C: gl.con
 
 
 @gluon.jit
-def _reduce_product(S, half, kept, inverse, start, Ld, C: gl.constexpr):
-    """Return the accumulator and `kept` after the product S with a tile that begins with token `start`."""
+def _reduce_product(S, half, max_norms, inverse, start, Ld, C: gl.constexpr):
+    """Return the accumulator and `max_norms` after the product S with a tile that begins with token `start`."""
     if C.NORMALIZE or C.MASK:
         S = _scale_similarities(S, inverse, C)
     if C.MASK:
-        kept = nan_max(kept, inverse.load(kept.type.layout))
+        max_norms = nan_max(max_norms, inverse.load(max_norms.type.layout))
     if C.SHORT_DOCUMENTS:
         t = gl.arange(0, C.BN, layout=gl.SliceLayout(0, S.type.layout))
         S = gl.where((t < Ld)[None, :], S, float("-inf"))
     best, where = reduce_tile(S, half.best, half.where, start, C)
-    return Accumulator(S, best, where), kept
+    return Accumulator(S, best, where), max_norms
 
 
 @gluon.jit

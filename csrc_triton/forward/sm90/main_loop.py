@@ -176,15 +176,15 @@ SCALE_LAYOUT = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 class Position(NamedTuple):
     """Position of a consumer warp group: the stage and phase of its next tile, and the phase of its turn.
 
-    `least` is the smallest scale of a token since the document began with C.FP32_TERMS, else 0. A negative scale
-    belongs to a fallback token. `most` is the largest with C.MASK, else 0. The scale of a masked token is 0.
+    `min_scale` is the smallest scale of a token since the document began with C.FP32_TERMS, else 0. A negative scale
+    belongs to a fallback token. `max_scale` is the largest with C.MASK, else 0. The scale of a masked token is 0.
     """
 
     stage: Any
     phase: Any
     turn: Any
-    least: Any
-    most: Any
+    min_scale: Any
+    max_scale: Any
 
 
 class QueryOperands(NamedTuple):
@@ -283,11 +283,11 @@ def _multiply_split_rows(q, ring, stage, halves, C: gl.constexpr):
 
 
 @gluon.jit
-def _issue_products(q, ring, halves, at, each, G: gl.constexpr, C: gl.constexpr):
+def _issue_products(q, ring, halves, at, document_scale, G: gl.constexpr, C: gl.constexpr):
     """Issue the products of both accumulators with the tile at a position, and return them with the tile's scales.
 
     The scales or inverse norms are loaded before the other warp group gets its turn. The load then overlaps the
-    products. `each` is the scale of the document, returned if `negates_similarities`.
+    products. `document_scale` is returned if `negates_similarities`.
     """
     wait_for_tile(ring, at.stage, at.phase, C)
     if C.PING_PONG:
@@ -299,7 +299,7 @@ def _issue_products(q, ring, halves, at, each, G: gl.constexpr, C: gl.constexpr)
         S_b = _multiply(q[1], ring, at.stage, halves[1])
     inverse = load_inverse_norms(ring, at.stage, at.phase, join_terms(halves[0].S, C), C)
     if negates_similarities(C):
-        inverse = each
+        inverse = document_scale
     if C.PING_PONG:
         mbarrier.arrive(ring.turn.index(1 - G), count=1)
     return S_a, S_b, inverse
@@ -324,25 +324,25 @@ def _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, 
         S, a = compiler_barrier_pair(S_b, a, C)
     else:
         S = warpgroup_mma_wait(0, [S_b])
-    least, most = _find_scale_range(ring, at, C)
+    min_scale, max_scale = _find_scale_range(ring, at, C)
     mbarrier.arrive(ring.empty.index(at.stage), count=1)
     b = accumulate_tile(S, inverse, halves[1], start, tokens_left, origin, spans, C)
     stage, phase = advance_stage(at.stage, at.phase, C)
     halves = compiler_barrier_accumulator(a, C), compiler_barrier_accumulator(b, C)
-    return halves, Position(stage, phase, at.turn ^ 1, least, most)
+    return halves, Position(stage, phase, at.turn ^ 1, min_scale, max_scale)
 
 
 @gluon.jit
 def _find_scale_range(ring, at, C: gl.constexpr):
-    """Return `at.least` and `at.most` after the tile of a position. Every warp finds the same values."""
-    least = at.least
-    most = at.most
+    """Return `at.min_scale` and `at.max_scale` after the tile of a position. Every warp finds the same values."""
+    min_scale = at.min_scale
+    max_scale = at.max_scale
     if C.FP32_TERMS > 0:
         scale = ring.norms.inverse.index(at.stage).load(SCALE_LAYOUT)
-        least = gl.minimum(least, scale)
+        min_scale = gl.minimum(min_scale, scale)
         if C.MASK:
-            most = gl.maximum(most, scale)
-    return least, most
+            max_scale = gl.maximum(max_scale, scale)
+    return min_scale, max_scale
 
 
 @gluon.jit
@@ -356,18 +356,18 @@ def _reset_scale_range(at, C: gl.constexpr):
 
 
 @gluon.jit
-def _store_split_queries(rows, place, layout: gl.constexpr, OPERAND: gl.constexpr, C: gl.constexpr):
+def _store_split_queries(rows, smem, layout: gl.constexpr, OPERAND: gl.constexpr, C: gl.constexpr):
     """Return the operands of fp32 rows, and the scales of the rows, which are negative for fallback rows.
 
     The operand is the terms hi in registers. With two terms the terms lo follow, in shared memory.
     """
     terms, scale, is_exact, is_zero = split_rows(rows, C.FP32_TERMS)
     hi, lo = terms
-    place.store(hi)
-    q = place.load(OPERAND)
+    smem.store(hi)
+    q = smem.load(OPERAND)
     if C.FP32_TERMS == 2:
-        place.store(lo)
-        q = (q, place)
+        smem.store(lo)
+        q = (q, smem)
     return q, gl.convert_layout(gl.where(is_zero, 1.0, gl.where(is_exact, scale, -1.0)), layout)
 
 
@@ -421,11 +421,13 @@ def _load_queries(x, q_smem, first, sizes, layout: gl.constexpr, G: gl.constexpr
 
 
 @gluon.jit
-def _finish_rows(half, x, first, factors, H: gl.constexpr, k, length, each, out, unresolved, sizes, C: gl.constexpr):
+def _finish_rows(
+    half, x, first, factors, H: gl.constexpr, k, length, document_scale, out, unresolved, sizes, C: gl.constexpr
+):
     """Store the argmax of an accumulator's rows in document k, and their maxima if out.maxima is not None.
 
-    The argmax is UNRESOLVED for a maximum that is NaN or -inf. `each` is the scale of an int8 or FP8 document. `length`
-    is None for even documents.
+    The argmax is UNRESOLVED for a maximum that is NaN or -inf. `document_scale` is the scale of an int8 or FP8
+    document. `length` is None for even documents.
 
     Returns:
         The row maxima, weighted if they are summed, and the updated flags of unresolved rows.
@@ -444,11 +446,11 @@ def _finish_rows(half, x, first, factors, H: gl.constexpr, k, length, each, out,
     elif C.INT8_TERMS > 0:
         inverse, has_fallback = factors[H], factors[2]
         best = dequantize_row_maxima(
-            best, inverse, each, has_fallback, Q, x.numbers, first, H, x.parts, k, sizes, x.d, C
+            best, inverse, document_scale, has_fallback, Q, x.numbers, first, H, x.parts, k, sizes, x.d, C
         )
     elif C.NORMALIZE or needs_power_scaling(Q.ptr.dtype.element_ty, C.ENCODING):
         if negates_similarities(C):
-            best = best * gl.abs(each)
+            best = best * gl.abs(document_scale)
         best = best * factors[H]
     if out.maxima is None:
         best = gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0)
@@ -480,14 +482,18 @@ def _replace_empty_scores(total, x, first, length, sizes, layout: gl.constexpr, 
 
 
 @gluon.jit
-def _store_document(halves, x, first, factors, k, length, each, out, unresolved, sizes, C: gl.constexpr):
+def _store_document(halves, x, first, factors, k, length, scale_or_fallback, out, unresolved, sizes, C: gl.constexpr):
     """Store the results of document k after its last tile (epilogue): scores `[groups, K]` or maxima, and argmax.
 
-    With C.FP32_TERMS, `each` is positive if any row or token is a fallback.
+    `scale_or_fallback` is the document scale. With C.FP32_TERMS, it is positive if any row or token is a fallback.
     """
     GROUPS: gl.constexpr = 2 * C.MMA_ROWS // C.ROWS_PER_QUERY
-    a, unresolved = _finish_rows(halves[0], x, first, factors, 0, k, length, each, out, unresolved, sizes, C)
-    b, unresolved = _finish_rows(halves[1], x, first, factors, 1, k, length, each, out, unresolved, sizes, C)
+    a, unresolved = _finish_rows(
+        halves[0], x, first, factors, 0, k, length, scale_or_fallback, out, unresolved, sizes, C
+    )
+    b, unresolved = _finish_rows(
+        halves[1], x, first, factors, 1, k, length, scale_or_fallback, out, unresolved, sizes, C
+    )
     if out.maxima is None:
         LAYOUT: gl.constexpr = a.type.layout
         total = sum_accumulators(a, b, C)
@@ -495,7 +501,9 @@ def _store_document(halves, x, first, factors, k, length, each, out, unresolved,
             total = _replace_empty_scores(total, x, first, length, sizes, LAYOUT, C)
         if C.FP32_TERMS > 0:  # `maxsim_rescore` replaces these scores
             total = gl.where(
-                each > 0, (gl.full_like(total, 0).to(gl.int32) + RESCORE_BITS).to(gl.float32, bitcast=True), total
+                scale_or_fallback > 0,
+                (gl.full_like(total, 0).to(gl.int32) + RESCORE_BITS).to(gl.float32, bitcast=True),
+                total,
             )
         group = first + gl.arange(0, GROUPS, layout=total.type.layout)
         gl.store(out.scores + group.to(gl.int64) * out.stride + k, total, mask=group < sizes.Nq * x.parts)
@@ -518,26 +526,28 @@ def _choose_origin(spans, bounds, C: gl.constexpr):
 
 
 @gluon.jit
-def _flag_fallbacks(at, factors, each, C: gl.constexpr):
-    """Return 1.0 if a row or a token of the document so far is a fallback with C.FP32_TERMS, else `each`."""
+def _flag_fallbacks(at, factors, document_scale, C: gl.constexpr):
+    """Return 1.0 if a row or a token of the document so far is a fallback with C.FP32_TERMS, else `document_scale`."""
     if C.FP32_TERMS > 0:
-        has_fallback = gl.maximum(factors[2], (gl.min(at.least, axis=0) < 0).to(gl.int32))
+        has_fallback = gl.maximum(factors[2], (gl.min(at.min_scale, axis=0) < 0).to(gl.int32))
         return has_fallback.to(gl.float32)
     else:
-        return each
+        return document_scale
 
 
 @gluon.jit
 def _find_kept_length(at):
     """Return 0 for a document whose tokens are all masked, else 1 (C.MASK)."""
-    return (gl.max(gl.maximum(at.most, -at.least), axis=0) > 0).to(gl.int32)
+    return (gl.max(gl.maximum(at.max_scale, -at.min_scale), axis=0) > 0).to(gl.int32)
 
 
 @gluon.jit
-def _score_tiles(q, ring, halves, at, begin, end, origin, length, each, spans, G: gl.constexpr, C: gl.constexpr):
+def _score_tiles(
+    q, ring, halves, at, begin, end, origin, length, document_scale, spans, G: gl.constexpr, C: gl.constexpr
+):
     """Multiply and reduce the tiles of a document that begin with tokens from `begin` to `end` - 1."""
     for t0 in range(begin, end, C.BN):
-        products = _issue_products(q, ring, halves, at, each, G, C)
+        products = _issue_products(q, ring, halves, at, document_scale, G, C)
         halves, at = _reduce_accumulators(products, ring, halves, at, t0, origin, length, spans, C)
     return halves, at
 
@@ -591,9 +601,11 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 stop = length if EVEN else compiler_barrier_value(length)
                 halves, at = _score_tiles(q, ring, halves, at, C.BN, stop, origin, length, scale, spans, G, C)
             if C.ARGMAX:
-                own_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
+                document_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
                 scale = _flag_fallbacks(at, factors, scale, C)
-                unresolved = _store_document(halves, x, first, factors, k, own_length, scale, out, unresolved, sizes, C)
+                unresolved = _store_document(
+                    halves, x, first, factors, k, document_length, scale, out, unresolved, sizes, C
+                )
                 at = _reset_scale_range(at, C)
                 halves = reset_accumulators(halves, C)
             if not EVEN:

@@ -41,7 +41,7 @@ WARP_LANES = gl.constexpr(32)
 
 
 @gluon.jit(do_not_specialize=["Nq", "K", "Lq", "Td", "tiles"])
-def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td, d, C: gl.constexpr):
+def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, out, Nq, K, Lq, Td, d, C: gl.constexpr):
     """Store the maxima `[K, Nq * Lq]` of query rows over the kept tokens of documents, or scores with C.SUM_ROWS.
 
     A maximum is arbitrary if the document keeps no token. The argmax is -1 for such documents and for masked rows.
@@ -52,7 +52,7 @@ def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td,
         segments: `SegmentArgs` of the documents.
         patches: `MaskPatchArgs`, or None without a document mask.
         tiles: Tiles per document in `patches`, else None.
-        found: `RowMaximaOutputArgs`.
+        out: `RowMaximaOutputArgs`.
         Nq: Number of queries.
         K: Number of documents.
         Lq: Rows of each query.
@@ -71,8 +71,8 @@ def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td,
     if patches is None:
         gl.warp_specialize(
             [
-                (consume, (x, D, None, ring, q_smem, spans, found, begin, end, sizes, 0, C)),
-                (consume, (x, D, None, ring, q_smem, spans, found, begin, end, sizes, 1, C)),
+                (consume, (x, D, None, ring, q_smem, spans, out, begin, end, sizes, 0, C)),
+                (consume, (x, D, None, ring, q_smem, spans, out, begin, end, sizes, 1, C)),
                 (produce, (D, None, ring, spans, begin, end, sizes, C)),
             ],
             [4, 1],
@@ -86,8 +86,8 @@ def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, found, Nq, K, Lq, Td,
         patched_ring = TilePipeline(ring.tiles, ready, ring.empty, ring.turn, ring.search, ring.norms)
         gl.warp_specialize(
             [
-                (consume, (x, D, None, patched_ring, q_smem, spans, found, begin, end, sizes, 0, C)),
-                (consume, (x, D, None, patched_ring, q_smem, spans, found, begin, end, sizes, 1, C)),
+                (consume, (x, D, None, patched_ring, q_smem, spans, out, begin, end, sizes, 0, C)),
+                (consume, (x, D, None, patched_ring, q_smem, spans, out, begin, end, sizes, 1, C)),
                 (produce, (D, None, ring, spans, begin, end, sizes, C)),
                 (_overwrite_masked_tokens, (spans, ring, ready, begin, end, K, d, 0, C)),
                 (_overwrite_masked_tokens, (spans, ring, ready, begin, end, K, d, 1, C)),

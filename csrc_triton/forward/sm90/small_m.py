@@ -160,11 +160,11 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
         The operands hi and lo, and the factors. lo differs from hi with two FP32_TERMS only. The factor is negative
         for rows that int8 or fp16 terms cannot represent.
     """
-    place = q_smem.index(G)
+    smem = q_smem.index(G)
     low = q_smem.index(G + 2 if C.FP32_TERMS == 2 else G)
     factor = 0
     if C.INT8_TERMS > 0:
-        factor = store_query_terms(x.Q, place, 0, 0, 1, sizes, x.d, layout, C)
+        factor = store_query_terms(x.Q, smem, 0, 0, 1, sizes, x.d, layout, C)
     else:
         rows = load_accumulator_queries(x.Q, 0, 0, 1, sizes, x.d, C)
         if C.FP32_TERMS > 0:
@@ -177,9 +177,9 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
             rows, factor = convert_queries(rows, layout, C)
         elif C.NORMALIZE:
             factor = gl.convert_layout(compute_row_inverse_norms(rows), layout)
-        place.store(rows)
+        smem.store(rows)
     fence_async_shared()
-    return (place.permute((1, 0)), low.permute((1, 0))), factor
+    return (smem.permute((1, 0)), low.permute((1, 0))), factor
 
 
 @gluon.jit
@@ -274,26 +274,26 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
 
 
 @gluon.jit
-def _merge_neighbors(found, C: gl.constexpr):
-    """Return the maxima of pairs of tokens of binary documents that a thread has, `[BN / 2, rows]`, or `found`.
+def _merge_neighbors(similarities, C: gl.constexpr):
+    """Return the maxima of pairs of tokens of binary documents that a thread has, `[BN / 2, rows]`, or `similarities`.
 
     The maximum of both and the running maximum is one instruction for integers.
     """
     if get_code_bits(C.ENCODING) > 0:
-        x = gl.reshape(found, (C.BN // 16, 2, 8, found.shape[1]))
-        found = gl.reshape(gl.reduce(x, 1, nan_max), (C.BN // 2, found.shape[1]))
-    return found
+        x = gl.reshape(similarities, (C.BN // 16, 2, 8, similarities.shape[1]))
+        similarities = gl.reshape(gl.reduce(x, 1, nan_max), (C.BN // 2, similarities.shape[1]))
+    return similarities
 
 
 @gluon.jit
-def _update_maxima(best, where, found, start, C: gl.constexpr):
+def _update_maxima(best, where, similarities, start, C: gl.constexpr):
     """Return the running maxima, and the first tokens of their tiles, after a tile that begins with token `start`.
 
     The first NaN wins permanently.
     """
     if C.ARGMAX:
-        where = gl.where(((found > best) | (found != found)) & (best == best), start, where)
-    return nan_max(best, found), where
+        where = gl.where(((similarities > best) | (similarities != similarities)) & (best == best), start, where)
+    return nan_max(best, similarities), where
 
 
 @gluon.jit
@@ -338,25 +338,27 @@ def _store_scores(best, where, Q, k, out, sizes, C: gl.constexpr):
     i, s, row, ok = locate_accumulator_rows(0, 0, 1, sizes, LAYOUT, C)
     keep = load_query_mask(Q, i, s, ok)
     if C.ARGMAX:
-        places = out.argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
-        gl.store(places, gl.where(keep, where, -1).to(out.argmax.dtype.element_ty), mask=ok)
+        pointers = out.argmax + k.to(gl.int64) * (sizes.Nq * sizes.Lq) + row
+        gl.store(pointers, gl.where(keep, where, -1).to(out.argmax.dtype.element_ty), mask=ok)
     total = sum_in_order(gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.ROWS_PER_QUERY)
     i = gl.arange(0, GROUPS, layout=total.type.layout)
     gl.store(out.scores + i.to(gl.int64) * sizes.K + k, total, mask=i < sizes.Nq)
 
 
 @gluon.jit
-def _dequantize_maxima(best, factor, each, odd_rows, odd_tokens, x, k, sizes, C: gl.constexpr):
+def _dequantize_maxima(best, factor, document_scale, has_fallback, fallback_tokens, x, k, sizes, C: gl.constexpr):
     """Return the row maxima times their factors, with the maxima of fallback rows and tokens added."""
     if C.INT8_TERMS > 0:
-        best = dequantize_row_maxima(best, factor, each, odd_rows, x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, C)
+        best = dequantize_row_maxima(
+            best, factor, document_scale, has_fallback, x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, C
+        )
     elif C.FP32_TERMS > 0:
         best = gl.where(factor < 0, float("-inf"), best * factor)
-        if odd_rows + gl.max(odd_tokens, axis=0) > 0:
+        if has_fallback + gl.max(fallback_tokens, axis=0) > 0:
             best = nan_max(best, compute_fallback_maxima(x.Q, x.numbers, 0, 0, 1, k, sizes, x.d, factor, C))
     elif C.NORMALIZE or needs_power_scaling(x.Q.ptr.dtype.element_ty, C.ENCODING):
         if negates_similarities(C):
-            best = best * gl.abs(each)
+            best = best * gl.abs(document_scale)
         best = best * factor
     return best
 
@@ -380,7 +382,7 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
     lowest = _merge_neighbors(lowest, C)
     tables = make_tables(x.d, 4 * C.BN, True) if get_code_bits(C.ENCODING) > 0 else 0
     q, factor = _load_queries(x, q_smem, sizes, ROW, G, C)
-    odd_rows = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.FP32_TERMS > 0 else 0
+    has_fallback = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.FP32_TERMS > 0 else 0
     scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
     next_scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
     HAS_NEXT: gl.constexpr = negates_similarities(C)
@@ -389,7 +391,7 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
     for k in range(begin + G, end, 2):
         best = lowest
         where = gl.full_like(lowest, 0).to(gl.int32) if C.ARGMAX else 0
-        odd_tokens = gl.full([C.BN], 0, gl.int32, TOKEN) if C.FP32_TERMS > 0 else 0
+        fallback_tokens = gl.full([C.BN], 0, gl.int32, TOKEN) if C.FP32_TERMS > 0 else 0
         if C.INT8_TERMS > 0:
             document_scale = load_document_scale(x.numbers, k, C)
         if HAS_NEXT:  # loaded one document ahead, because the first tile needs it
@@ -402,9 +404,9 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
             )
             similarities = _merge_neighbors(similarities, C)
             best, where = _update_maxima(best, where, similarities, gl.minimum(t0, sizes.Ld - C.BN), C)
-            odd_tokens = odd_tokens | is_fallback
+            fallback_tokens = fallback_tokens | is_fallback
             scale, next_scale = next_scale, later_scale
             stage, phase = advance_stage(stage, phase, C)
         best, where = _reduce_tokens(best, where, ROW, C)
-        best = _dequantize_maxima(best, factor, document_scale, odd_rows, odd_tokens, x, k, sizes, C)
+        best = _dequantize_maxima(best, factor, document_scale, has_fallback, fallback_tokens, x, k, sizes, C)
         _store_scores(best, where, x.Q, k, out, sizes, C)

@@ -196,7 +196,7 @@ class _ChamferCall(NamedTuple):
     def _launch_products(self, launch: LaunchConfig, p: PointTermArgs, r: PointTermArgs, clouds: int) -> None:
         """Launch `chamfer_products` for some points of both clouds."""
         C = launch.config
-        tiles, steps = clouds * (p.each // C.BM), r.each // C.BN
+        tiles, steps = clouds * (p.cloud_rows // C.BM), r.cloud_rows // C.BN
         steps = cdiv(steps, choose_part_count(tiles, steps, PRODUCT_PROGRAMS * self.arch.processors, 1, 2))
         descriptors = [None, None]
         if self.arch.has_descriptors:
@@ -205,7 +205,7 @@ class _ChamferCall(NamedTuple):
                 for x, rows in ((p, C.BM), (r, C.BN))
             ]
         args = self.p, self.r, p, r, *descriptors, *self.keys, steps
-        self.run(chamfer_products, tiles * cdiv(r.each, steps * C.BN), args, launch)
+        self.run(chamfer_products, tiles * cdiv(r.cloud_rows, steps * C.BN), args, launch)
 
     def found(self, sides: tuple[KeyLayout, KeyLayout]) -> Nearest:
         """Return the distances and nearest points that the keys identify."""

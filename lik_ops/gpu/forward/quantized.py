@@ -237,7 +237,7 @@ def _normalize_dequant_args(
             args = (make_packed_document_args(c), counts, *scales, c.Td, d, config)
             launcher.launch(maxsim_unit_counts, grid, args, {"num_warps": 4})
     return counts._replace(
-        scale=scales[0], scale_each=1, minimum=scales[1], minimum_each=None if scales[1] is None else 1
+        scale=scales[0], scale_stride=1, minimum=scales[1], minimum_stride=None if scales[1] is None else 1
     )
 
 

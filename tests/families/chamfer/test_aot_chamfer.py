@@ -39,7 +39,7 @@ def _arguments(kernel, dtype, d, metric, arch, points):
     rows = "*fp16" if dtype == torch.float32 else _POINTER[dtype]
     terms = PointTermArgs(rows, "*fp32", "*fp32", *["i32"] * 5)
     if kernel == "nearest":
-        arguments = {"P": points, "R": points, "of_P": "*i64", "of_R": "*i64", "part": "i32", "d": "i32"}
+        arguments = {"P": points, "R": points, "keys_P": "*i64", "keys_R": "*i64", "part": "i32", "d": "i32"}
         return chamfer_exact.chamfer_nearest, launches.configure_nearest(arch, d, metric, 1), arguments
     if kernel == "slopes":
         arguments = {"X": points, "Y": points, "grad": "*fp32", "grad_stride_batch": "i32", "grad_stride_n": "i32"}
@@ -52,7 +52,11 @@ def _arguments(kernel, dtype, d, metric, arch, points):
         C = launch.config
         tiles = [f"tensordesc<{rows[1:]}[{n}, {C.BD}]>" if arch.has_descriptors else None for n in (C.BM, C.BN)]
         arguments = {"P": points, "R": points, "p": terms, "r": terms, "p_tiles": tiles[0], "r_tiles": tiles[1]}
-        return chamfer_products.chamfer_products, launch, arguments | {"of_P": "*i64", "of_R": "*i64", "steps": "i32"}
+        return (
+            chamfer_products.chamfer_products,
+            launch,
+            arguments | {"keys_P": "*i64", "keys_R": "*i64", "steps": "i32"},
+        )
     launch = launches.configure_selection(arch, d, metric, 1, _OF_P if kernel.endswith("classes") else _OF_R)
     arguments = {"X": points, "Y": points, "keys": "*i64", "distances": "*fp32", "nearest": "*i32"}
     return chamfer_exact.chamfer_select, launch, arguments | {"points": "i32", "size": "i32", "d": "i32"}

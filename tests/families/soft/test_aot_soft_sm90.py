@@ -59,7 +59,7 @@ def test_backward_kernels_compile_without_spills(d, Ld, options, of_rows):
         "D": documents,
         "tiles": make_descriptor_type(dtype, *[1] * of_rows, C.BN, C.BD),
         "up": SoftUpstreamArgs("*fp32", "i32", "i32", "*fp32", *["i32"] * 6),
-        **{"sums": "*fp32", "grad": "*bf16", "each": "i32", "d": "i32"},
+        **{"sums": "*fp32", "grad": "*bf16", "documents_per_part": "i32", "d": "i32"},
     }
     kernel = maxsim_soft_rows if of_rows else maxsim_soft_tokens
     found = {"Q": constants} if of_rows else {"Q": constants, "D": more}

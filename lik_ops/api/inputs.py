@@ -64,7 +64,7 @@ class ScoringArgs(NamedTuple):
     with_argmax: bool = False
     queries: PackedSequences | None = None  # if they were a list or nested tensor
     quantized: Quantized | None = None  # the documents, if D is a placeholder without memory
-    own: bool = False  # each query has its own candidates, packed in order
+    has_candidates: bool = False  # each query has its own candidates, packed in order
     q_flat: bool = False  # Q was 2-D, so the results have no query axis
     d_flat: bool = False
     refused: bool = False  # the fast path cannot run this call
@@ -104,7 +104,7 @@ def prepare_args(
     lifts: str = "",
     packs: str = "",
     refused: bool = False,
-    whole: bool = True,
+    must_cover_d: bool = True,
 ) -> ScoringArgs:
     """Pack lists and nested tensors, and check the arguments that all layouts share.
 
@@ -125,7 +125,7 @@ def prepare_args(
         lifts: the sides, out of "QD", that may be 2-D without `cu_seqlens`: a single query or document.
         packs: the sides, out of "QD", that the function accepts packed with `cu_seqlens`. Only for messages.
         refused: `eager.try_maxsim_ragged` has refused these arguments. It is tried again only if they change here.
-        whole: `cu_seqlens_d` comes from the caller and must cover D. False if it is a slice of the caller's bounds.
+        must_cover_d: whether `cu_seqlens_d` must cover D. False for a slice of the caller's bounds.
 
     Returns:
         The checked arguments.
@@ -138,11 +138,11 @@ def prepare_args(
     sharding.register_if_needed()
     if isinstance(D, Index):
         D, cu_seqlens_d = unpack_index(op, D, cu_seqlens_d)
-    quantized, has_own = D if isinstance(D, Quantized) else None, False
+    quantized, has_candidates = D if isinstance(D, Quantized) else None, False
     if quantized is not None:
         D = _make_placeholder(op, Q, quantized)
-        has_own = D.dim() == 4
-        if has_own:
+        has_candidates = D.dim() == 4
+        if has_candidates:
             _check_candidate_lists(op, Q, D)
             check_mask(op, "d_mask", d_mask, "D", D)
             D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten(0, 1)
@@ -164,7 +164,7 @@ def prepare_args(
     Q, D, q_weight = _cast_to_autocast(Q, D, q_weight, quantized is not None)
     check_sides(op, Q, D, cu_seqlens_q, cu_seqlens_d, d_shape, lifts, packs)
     _check_per_token(op, (Q, D, q_mask, d_mask), q_weight, normalize or quantized is not None)
-    _check_offsets(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), whole)
+    _check_offsets(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), must_cover_d)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
     refused = (
         quantized is not None
@@ -172,7 +172,18 @@ def prepare_args(
         or (refused and all(map(operator.is_, tensors, original_args)))
     )
     return ScoringArgs(
-        op, *tensors, normalize, backward, recompute, with_argmax, queries, quantized, has_own, q_flat, d_flat, refused
+        op,
+        *tensors,
+        normalize,
+        backward,
+        recompute,
+        with_argmax,
+        queries,
+        quantized,
+        has_candidates,
+        q_flat,
+        d_flat,
+        refused,
     )
 
 
@@ -196,20 +207,20 @@ def _check_candidate_lists(op: str, Q: Any, D: Tensor) -> None:
     check_same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {format_shape(D)}")
 
 
-def _check_per_token(op: str, given: tuple, q_weight: Any, is_normalized: bool) -> None:
+def _check_per_token(op: str, tensors: tuple, q_weight: Any, is_normalized: bool) -> None:
     """Check masks and weights, and inspect tokens for the warnings of `hints`."""
-    Q, D, q_mask, d_mask = given
+    Q, D, q_mask, d_mask = tensors
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     hints.inspect_tokens(op, Q, D, q_mask, d_mask, is_normalized)
 
 
-def _check_offsets(op: str, queries: tuple, documents: tuple, whole: bool) -> None:
+def _check_offsets(op: str, queries: tuple, documents: tuple, must_cover_d: bool) -> None:
     """Raise unless the offsets of each side fit the tensor of that side."""
-    for side, (cu_seqlens, tokens), is_whole in (("q", queries, True), ("d", documents, whole)):
+    for side, (cu_seqlens, tokens), must_cover in (("q", queries, True), ("d", documents, must_cover_d)):
         if cu_seqlens is not None:
             name = f"cu_seqlens_{side}"
             check_cu_seqlens(op, name, cu_seqlens, tokens.device)
-            hints.inspect_offsets(op, name, cu_seqlens, side.upper(), tokens, is_whole)
+            hints.inspect_offsets(op, name, cu_seqlens, side.upper(), tokens, must_cover)
 
 
 def unpack_index(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:
@@ -272,7 +283,7 @@ def _try_eager(
 
 
 def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
-    """Score every query against every document, or against its own candidates if `g.own`.
+    """Score every query against every document, or against its own candidates if `g.has_candidates`.
 
     Args:
         g: the checked arguments.
@@ -281,7 +292,7 @@ def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
         ``(scores, argmax)``: scores ``[Nq, Nd]``, or ``[Nq, K]`` for quantized candidates ``[Nq, K, Ld, d]``. The
         argmax has the form of the queries, or is None if it was not requested.
     """
-    if g.own:
+    if g.has_candidates:
         assert g.quantized is not None
         r, shape = g.packed(None).ragged(), g.quantized.shape[:2]
         r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))

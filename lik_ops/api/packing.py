@@ -97,7 +97,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     check_cu_seqlens("unpack", "cu_seqlens", cu_seqlens, cu_seqlens.device)
     check_has_values("unpack", "cu_seqlens", cu_seqlens)
     ends = cu_seqlens.cpu()
-    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed, whole=values.needs_value_checks(ends))
+    values.check_cu_seqlens("unpack", "cu_seqlens", ends, "packed", packed, must_cover=values.needs_value_checks(ends))
     hints.warn_of_lengths("unpack", "cu_seqlens", ends, "packed", packed)
     return [packed[a:b] for a, b in itertools.pairwise(ends.tolist())]
 
@@ -318,7 +318,7 @@ def pack_side(
     return sequences
 
 
-def _check_width(op: str, name: str, found: PackedSequences, other_side: Any) -> None:
+def _check_width(op: str, name: str, sequences: PackedSequences, other_side: Any) -> None:
     """Raise ValueError unless the sequences have the d of the other side.
 
     The message shows the sequences unpacked.
@@ -327,12 +327,12 @@ def _check_width(op: str, name: str, found: PackedSequences, other_side: Any) ->
         return  # the other side is checked when it is packed, or has no tokens
 
     def message() -> str:
-        other_name, d = "Q" if name == "D" else "D", found.tokens.shape[1]
-        element = f"[{found.lengths[0]}, {d}]" if found.lengths else f"a nested tensor [N, L, {d}]"
-        index = "[0]" if found.lengths else ""
+        other_name, d = "Q" if name == "D" else "D", sequences.tokens.shape[1]
+        element = f"[{sequences.lengths[0]}, {d}]" if sequences.lengths else f"a nested tensor [N, L, {d}]"
+        index = "[0]" if sequences.lengths else ""
         return f"{op}: {name}{index}: expected d = {other_side.shape[-1]} as in {other_name}, got {element}"
 
-    check_same_size(found.tokens.shape[1], other_side.shape[-1], message)
+    check_same_size(sequences.tokens.shape[1], other_side.shape[-1], message)
 
 
 def check_sides(

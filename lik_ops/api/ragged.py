@@ -314,6 +314,6 @@ def _score_padded_views(
     return inputs.call_ragged_operator(PackedArgs.of(tensors, Q.shape[1]), normalize, "auto")[0]
 
 
-def _mask_valid_lengths(lengths: Tensor, most) -> Tensor:
-    """Return which lengths are in the range from 0 to `most`."""
-    return (lengths >= 0) & (lengths <= most)
+def _mask_valid_lengths(lengths: Tensor, max_length) -> Tensor:
+    """Return which lengths are in the range from 0 to `max_length`."""
+    return (lengths >= 0) & (lengths <= max_length)

@@ -129,13 +129,13 @@ def _check_save_option(op: str, Q: Any, D: Any, recompute: bool, save: Any) -> N
             raise TypeError(f"{op}: {name}: expected a dense Tensor with save={save!r}, got {type(x).__name__}")
 
 
-def _score_saved(given: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
+def _score_saved(tensors: tuple[Any, ...], normalize: bool, backward: str, recompute: bool, save: Any) -> Tensor:
     """Return the scores of dense tensors, with the documents saved for the backward as int8."""
-    _check_save_option("maxsim", given[0], given[1], recompute, save)
-    given = share_token_arrays("maxsim", given)
-    check_types("maxsim", *given)
+    _check_save_option("maxsim", tensors[0], tensors[1], recompute, save)
+    tensors = share_token_arrays("maxsim", tensors)
+    check_types("maxsim", *tensors)
     check_options("maxsim", normalize, backward, recompute)
-    return operators.call_dispatched("maxsim", saved.forward_saving_int8, given, normalize, backward)[0]
+    return operators.call_dispatched("maxsim", saved.forward_saving_int8, tensors, normalize, backward)[0]
 
 
 def maxsim_pairs(

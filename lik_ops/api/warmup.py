@@ -132,7 +132,7 @@ def warmup(
         compiler.compile(calls)
     for k in sizes["top_k"]:
         calls.time(f"top {k}", partial(topk.warm_up, device, score_dtype(dtype), k))
-    return calls.made
+    return calls.timings
 
 
 class _KernelCompiler:
@@ -168,7 +168,7 @@ class _CallTimer:
     """Makes calls, without gradients and, if Q requires them, with gradients, and records the time of each."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.made = device, list[tuple[str, float]]()
+        self.device, self.timings = device, list[tuple[str, float]]()
 
     def make(self, name: str, call: Callable[[], Any], Q: Tensor, D: Tensor) -> None:
         """Time a call without gradients and, if Q requires them, a training step of the call."""
@@ -184,7 +184,7 @@ class _CallTimer:
         call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.made.append((said, time.perf_counter() - begin))
+        self.timings.append((said, time.perf_counter() - begin))
 
 
 def _make_ragged_calls(make: Callable, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:
@@ -208,9 +208,9 @@ def _make_ragged_calls(make: Callable, Q: Tensor, D: Tensor, weight: Tensor | No
     make("maxsim_padded", partial(maxsim_padded, Q, D, *lengths, q_weight=weight, **options), Q, D)
 
 
-def _as_sizes(name: str, given: Any) -> tuple[int, ...]:
+def _as_sizes(name: str, value: Any) -> tuple[int, ...]:
     """Return one or several sizes as a tuple, which may be empty only for `top_k`."""
-    sizes = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    sizes = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     if not sizes and name != "top_k":
         raise ValueError(f"warmup: {name}: expected at least one size, got none")
     for n in sizes:

@@ -93,31 +93,31 @@ def check_choice(op: str, name: str, x: Any, choices: Sequence[str]) -> None:
     raise ValueError(f"{expected} {reprlib.repr(x)}")
 
 
-def check_count(op: str, name: str, x: Any, least: int = 0) -> None:
-    """Raise TypeError or ValueError, naming the argument, unless it is an integer from `least` to the int64 maximum.
+def check_count(op: str, name: str, x: Any, min_count: int = 0) -> None:
+    """Raise TypeError or ValueError unless `x` is an integer from `min_count` to the int64 maximum.
 
-    Sizes that are unknown while tracing pass.
+    The error names the argument. Sizes that are unknown while tracing pass.
     """
     if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name}: expected an int, got {describe_type(x)}")
-    if isinstance(x, int) and not least <= x <= _INT64_MAX:
-        expected = f"{least} or more" if x < least else f"at most {_INT64_MAX}"
+    if isinstance(x, int) and not min_count <= x <= _INT64_MAX:
+        expected = f"{min_count} or more" if x < min_count else f"at most {_INT64_MAX}"
         raise ValueError(f"{op}: {name}: expected {expected}, got {short_repr(x)}")
 
 
-def as_device(op: str, given: Any) -> torch.device:
-    """Return the device that `given` is or names.
+def as_device(op: str, device: Any) -> torch.device:
+    """Return `device`, a device or its name, as a `torch.device`.
 
     Raises:
-        TypeError: `given` is neither a device nor a name.
-        ValueError: `given` names no device of this torch.
+        TypeError: `device` is neither a device nor a name.
+        ValueError: `device` names no device of this torch.
     """
-    if isinstance(given, (str, int, torch.device)) and not isinstance(given, bool):
+    if isinstance(device, (str, int, torch.device)) and not isinstance(device, bool):
         try:
-            return torch.device(given)
+            return torch.device(device)
         except (RuntimeError, ValueError):
-            raise ValueError(f"{op}: device: expected a device of this torch, got {short_repr(given)}") from None
-    raise TypeError(f"{op}: device: expected a torch.device or its name, got {describe_type(given)}")
+            raise ValueError(f"{op}: device: expected a device of this torch, got {short_repr(device)}") from None
+    raise TypeError(f"{op}: device: expected a torch.device or its name, got {describe_type(device)}")
 
 
 def check_is_present(op: str, device: torch.device) -> None:
@@ -255,7 +255,7 @@ def _check_sizes(x: Tensor, expected: Sequence, message: Callable[[], str]) -> N
 
 
 def check_indices(
-    op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, of: str = "Q"
+    op: str, name: str, x: Any, expected: Sequence, spelled: str, device: torch.device, device_owner: str = "Q"
 ) -> None:
     """Raise ValueError or TypeError unless `x` is an int32 or int64 tensor of the expected sizes and device.
 
@@ -266,7 +266,7 @@ def check_indices(
         expected: its sizes. None matches any size.
         spelled: the shape as messages spell it.
         device: the expected device.
-        of: the tensor that messages name as the owner of `device`.
+        device_owner: the tensor that messages name as the owner of `device`.
     """
     check_tensor(op, name, x)
     if x.dtype not in INDEX_DTYPES:
@@ -276,43 +276,43 @@ def check_indices(
         x, expected, lambda: f"{op}: {name}: expected {format_sizes(spelled, expected)}, got {format_shape(x)}"
     )
     if x.device != device:
-        raise ValueError(f"{op}: {name}: expected the device of {of}, {device}, got {x.device}")
+        raise ValueError(f"{op}: {name}: expected the device of {device_owner}, {device}, got {x.device}")
 
 
 def check_cu_seqlens(
-    op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]", of: str = "Q"
+    op: str, name: str, cu_seqlens: Any, device: torch.device, spelled: str = "[N + 1]", device_owner: str = "Q"
 ) -> None:
     """Raise ValueError or TypeError unless `cu_seqlens` can be the offsets of N packed sequences."""
-    check_indices(op, name, cu_seqlens, (None,), spelled, device, of)
+    check_indices(op, name, cu_seqlens, (None,), spelled, device, device_owner)
     if isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] < 1:
         raise ValueError(f"{op}: {name}: expected {spelled}, got {format_shape(cu_seqlens)}")
 
 
-def _check_token_shape(op: str, name: str, x: Any, of_name: str, of: Tensor) -> bool:
-    """Return whether `x` is not None. Raise unless it then has the shape of `of` without d, and its device."""
+def _check_token_shape(op: str, name: str, x: Any, tokens_name: str, tokens: Tensor) -> bool:
+    """Return whether `x` is not None. Raise unless it then has the shape of `tokens` without d, and its device."""
     check_tensor(op, name, x, or_none=True)
     if x is None:
         return False
     check_strided(op, name, x)
-    expected = of.shape[:-1]
+    expected = tokens.shape[:-1]
     _check_sizes(
         x,
         expected,
         lambda: (
-            f"{op}: {name}: expected shape {list(expected)} to match {of_name} {format_shape(of)},"
+            f"{op}: {name}: expected shape {list(expected)} to match {tokens_name} {format_shape(tokens)},"
             f" got {format_shape(x)}"
         ),
     )
-    if x.device != of.device:
-        raise ValueError(f"{op}: {name}: expected the device of {of_name}, {of.device}, got {x.device}")
+    if x.device != tokens.device:
+        raise ValueError(f"{op}: {name}: expected the device of {tokens_name}, {tokens.device}, got {x.device}")
     return True
 
 
 def check_mask(
-    op: str, name: str, mask: Any, of_name: str, of: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES
+    op: str, name: str, mask: Any, tokens_name: str, tokens: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES
 ) -> None:
-    """Raise ValueError or TypeError unless `mask` is None or a mask of the tokens `of` with one of `dtypes`."""
-    if _check_token_shape(op, name, mask, of_name, of) and mask.dtype not in dtypes:
+    """Raise ValueError or TypeError unless `mask` is None or a mask of `tokens` with one of `dtypes`."""
+    if _check_token_shape(op, name, mask, tokens_name, tokens) and mask.dtype not in dtypes:
         expected = "bool (True = keep) or an integer dtype" if dtypes is MASK_DTYPES else " or ".join(map(str, dtypes))
         is_convertible = torch.bool in dtypes and mask.dtype.is_floating_point  # not ids
         hint = f": for a mask of ones and zeros pass {name} != 0" * is_convertible

@@ -33,26 +33,26 @@ def share_array(x: Any) -> Any:
         raise TypeError(f"expected an array of numbers, got {x.dtype}") from None
 
 
-def share_token_arrays(op: str, given: tuple, documents: str = "D") -> tuple[Any, ...]:
+def share_token_arrays(op: str, arguments: tuple, documents: str = "D") -> tuple[Any, ...]:
     """Return Q, D, q_mask, d_mask and q_weight as `share_arrays` does. Messages name the documents `documents`."""
-    if all([x is None or isinstance(x, Tensor) for x in given]):
-        return given
+    if all([x is None or isinstance(x, Tensor) for x in arguments]):
+        return arguments
     names = "Q", documents, "q_mask", "d_mask", "q_weight"
-    return share_arrays(op, **dict(zip(names, given, strict=True)))
+    return share_arrays(op, **dict(zip(names, arguments, strict=True)))
 
 
-def share_arrays(op: str, **given: Any) -> tuple[Any, ...]:
+def share_arrays(op: str, **arguments: Any) -> tuple[Any, ...]:
     """Return arguments with each array, alone or in a list, as a tensor that shares its memory.
 
     Args:
         op: the name of the function, for error messages.
-        **given: the arguments by name.
+        **arguments: the values by name.
 
     Raises:
         TypeError: torch has no dtype for the elements of an array.
     """
     tensors = []
-    for name, x in given.items():
+    for name, x in arguments.items():
         if x is not None and not isinstance(x, Tensor):
             try:
                 is_list = isinstance(x, (list, tuple)) and any(map(is_array, x))

@@ -18,9 +18,9 @@ from .ring import ProcessRing, RingCrossEntropy, RingLossOptions, RingMaxSim, Ri
 _GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
 
 
-def _describe_call(op: str, given: tuple, normalize: bool, backward: str) -> tuple[dict[str, Any], Exception | None]:
+def _describe_call(op: str, tensors: tuple, normalize: bool, backward: str) -> tuple[dict[str, Any], Exception | None]:
     """Return the arguments that must be the same on all ranks, or the error in the arguments of this rank."""
-    Q, D, q_mask, d_mask, q_weight = given
+    Q, D, q_mask, d_mask, q_weight = tensors
     try:
         check_no_dtensor(op, Q=Q, D=D)
         check_flag(op, "normalize", normalize)
@@ -54,14 +54,14 @@ class _RingArgs(NamedTuple):
 
 
 def _agree_on_args(
-    op: str, given: tuple, normalize: bool, group: Any, backward: str = "auto", error: Exception | None = None
+    op: str, tensors: tuple, normalize: bool, group: Any, backward: str = "auto", error: Exception | None = None
 ) -> _RingArgs:
     """Return Q, D, q_mask, d_mask and q_weight after all ranks have confirmed their arguments, else raise their errors.
 
     `error` is a known error in the arguments of this rank.
     """
-    Q, D, q_mask, d_mask, q_weight = given
-    shared_args, error = _describe_call(op, given, normalize, backward) if error is None else ({}, error)
+    Q, D, q_mask, d_mask, q_weight = tensors
+    shared_args, error = _describe_call(op, tensors, normalize, backward) if error is None else ({}, error)
     numbers = [0] * 5 if error is not None else [int(d_mask is not None), get_device_code(D.device), *D.shape]
     rank_numbers = Agreement(op, group, (D, Q), shared_args, numbers, error).wait()
     if d_mask is None and any(has_mask for has_mask, *_ in rank_numbers):

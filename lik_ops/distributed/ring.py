@@ -157,15 +157,15 @@ class _FirstOrderGradients(torch.autograd.Function):
     """Gradients that cannot be differentiated again."""
 
     @classmethod
-    def of(cls, op: str, gradients: tuple, given: tuple) -> tuple:
+    def of(cls, op: str, gradients: tuple, tensors: tuple) -> tuple:
         """Return `gradients`.
 
-        If gradients are recorded, the result depends on the tensors `given`, and its backward raises.
+        If gradients are recorded, the result depends on `tensors`, and its backward raises.
         """
-        return cls.apply(op, gradients, *given) if torch.is_grad_enabled() else gradients
+        return cls.apply(op, gradients, *tensors) if torch.is_grad_enabled() else gradients
 
     @staticmethod
-    def forward(ctx, op, gradients, *given):
+    def forward(ctx, op, gradients, *tensors):
         """Return the gradients unchanged."""
         ctx.op = op
         return gradients
@@ -238,19 +238,19 @@ class RingCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, labels, options):
         """Return the losses ``[Nq]``."""
-        found = _RunningLoss.none(labels, score_dtype(Q.dtype))
+        running_loss = _RunningLoss.none(labels, score_dtype(Q.dtype))
 
         def score(step, block, mask):
-            nonlocal found
+            nonlocal running_loss
             if len(block):
                 block_labels = _localize_labels(labels, options, step)
                 # A label in another block is replaced by 0. The loss at that label is not used.
                 tensors = Q, block, q_mask, mask, q_weight, block_labels.clamp(min=0)
                 losses, lse = lik.maxsim_cross_entropy_fwd(*tensors, options.temperature, _IGNORED, options.normalize)
-                found = found.joined(_RunningLoss.of(losses, lse), block_labels >= 0)
+                running_loss = running_loss.joined(_RunningLoss.of(losses, lse), block_labels >= 0)
 
         options.round.visit(D, d_mask, score)
-        losses, lse = found.results()
+        losses, lse = running_loss.results()
         is_ignored = labels == options.ignore_index
         is_invalid = (labels < 0) | (labels >= options.round.documents)
         losses.masked_fill_(is_invalid, torch.nan).masked_fill_(is_ignored, 0)
@@ -309,16 +309,16 @@ class _RunningLoss(NamedTuple):
         others = torch.where(empty, 0, log_sum.expm1())
         return _RunningLoss(best, others, torch.where(empty, -torch.inf, log_sum - losses))
 
-    def joined(self, block: _RunningLoss, here: Tensor) -> _RunningLoss:
-        """Return the loss over these blocks and another one, which has the positive documents of the queries `here`."""
+    def joined(self, block: _RunningLoss, has_positive: Tensor) -> _RunningLoss:
+        """Return the loss over these blocks and `block`. `has_positive` marks queries whose positive is in `block`."""
         best = torch.maximum(self.best, block.best)
         is_equal, is_larger = self.best == block.best, self.best >= block.best  # -inf may equal -inf
         scale = torch.where(is_equal, 0, -(self.best - block.best).abs()).exp()
         large_sum, small_sum = (
             torch.where(is_larger, a, b) for a, b in ((self.others, block.others), (block.others, self.others))
         )
-        label_term = torch.where(here, block.at_label, self.at_label)
-        label_best = torch.where(here, block.best, self.best)
+        label_term = torch.where(has_positive, block.at_label, self.at_label)
+        label_best = torch.where(has_positive, block.best, self.best)
         shift = torch.where(label_best == best, 0, label_best - best)
         return _RunningLoss(best, large_sum + (1 + small_sum) * scale, label_term + shift)
 

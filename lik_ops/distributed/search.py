@@ -323,19 +323,19 @@ class _Results(NamedTuple):
     everywhere: bool  # whether all ranks search on devices of one type
 
 
-def _find_argmax(found: _Results, documents: tuple, sharded: bool, normalize: bool, group: Any) -> Tensor:
+def _find_argmax(results: _Results, documents: tuple, sharded: bool, normalize: bool, group: Any) -> Tensor:
     """Return the argmax of the results of all ranks.
 
     Each rank reads the documents of its shard, or an equal part of the documents that all ranks have.
     """
-    rank, indices, (corpus, d_mask, cu_seqlens_d) = dist.get_rank(group), found.indices, documents
+    rank, indices, (corpus, d_mask, cu_seqlens_d) = dist.get_rank(group), results.indices, documents
     if sharded:
-        begin, end = found.ranges[rank]
+        begin, end = results.ranges[rank]
         own_indices = torch.where((indices >= begin) & (indices < end), indices - begin, -1)
     else:
         column = torch.arange(indices.shape[-1], device=indices.device)
         own_indices = torch.where(column % dist.get_world_size(group) == rank, indices, -1)
-    Q, q_mask, q_weight = found.queries
+    Q, q_mask, q_weight = results.queries
     if isinstance(corpus, Index):
         corpus, cu_seqlens_d = inputs.unpack_index(_RETRIEVE, corpus, cu_seqlens_d)
     if sharded and begin == end:
@@ -345,7 +345,7 @@ def _find_argmax(found: _Results, documents: tuple, sharded: bool, normalize: bo
             corpus, cu_seqlens_d = sources.pack_documents(_RETRIEVE, corpus, d_mask, cu_seqlens_d, Q)
         tensors = Q, corpus, q_mask, d_mask, cu_seqlens_d, q_weight
         argmax = find_argmax(_RETRIEVE, topk.SearchArgs(*tensors, normalize, 0, None), own_indices)
-    message = argmax.to(choose_wire_device(group, argmax.device, found.everywhere)).contiguous()
+    message = argmax.to(choose_wire_device(group, argmax.device, results.everywhere)).contiguous()
     if message.numel():
         dist.all_reduce(message, dist.ReduceOp.MAX, group)  # -1 on all ranks but one
     return message.to(argmax.device)
@@ -353,7 +353,7 @@ def _find_argmax(found: _Results, documents: tuple, sharded: bool, normalize: bo
 
 def _finish_search(
     call: _RankArgs | None,
-    found: shards.RangeResult | None,
+    range_result: shards.RangeResult | None,
     agreement: Agreement,
     top_k: int,
     sharded: bool,
@@ -377,14 +377,14 @@ def _finish_search(
     else:
         _groups_with_queries.add(all_ranks)
     assert queries is not None
-    if found is None:
-        found = call.best(queries, top_k, options)
-    first = found.first + (sum(x[-2] for x in rank_numbers[:rank]) if sharded else 0)
+    if range_result is None:
+        range_result = call.best(queries, top_k, options)
+    first = range_result.first + (sum(x[-2] for x in rank_numbers[:rank]) if sharded else 0)
     has_subset = agreement.alike["subset"] is not None
     if has_subset or (isinstance(call.shard, shards.ResidentTarget) and call.shard.is_staged):
-        values, indices = found.best
-        found.best = values, indices.where(indices >= 0, -1 - first)  # becomes -1 when `first` is added
-    scores, indices = merge_best(found.best, first, documents, top_k, group, is_same_device_type, has_subset)
+        values, indices = range_result.best
+        range_result.best = values, indices.where(indices >= 0, -1 - first)  # becomes -1 when `first` is added
+    scores, indices = merge_best(range_result.best, first, documents, top_k, group, is_same_device_type, has_subset)
     if has_subset:
         width = sum(x[-1] for x in rank_numbers) if sharded else rank_numbers[rank][-1]
         scores, indices = pad_results((scores, indices), min(top_k, width))

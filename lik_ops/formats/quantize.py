@@ -103,7 +103,7 @@ def quantize(
     low, high = joined(low, False), joined(high, True)
     scales = compute_scales(low, high, format)
     minimum = low if spec.affine else None
-    data = torch.empty((len(rows), -(-D.shape[-1] // spec.each)), dtype=spec.dtype, device=D.device)
+    data = torch.empty((len(rows), -(-D.shape[-1] // spec.features_per_element)), dtype=spec.dtype, device=D.device)
     documents = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum, query=query)
     _, per_token, shift, *_ = documents.stored()
     for part in split_rows(len(rows), D.shape[-1]):
@@ -132,14 +132,14 @@ def _encode_residual(
     return Quantized(data, scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
 
-def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: DocumentBounds | None) -> Quantized:
-    """Return `made` with the largest error and the largest norm of a token, for each document."""
-    tokens, shape = made.stored(), made.shape[:-1]
+def _add_errors(documents: Quantized, rows: Tensor, keep: Tensor | None, bounds: DocumentBounds | None) -> Quantized:
+    """Return `documents` with the largest error and the largest norm of a token, for each document."""
+    tokens, shape = documents.stored(), documents.shape[:-1]
     error, norm = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
-    for part in split_rows(len(rows), made.d):
+    for part in split_rows(len(rows), documents.d):
         x = _load_rows(rows, keep, part).double()
-        x = rotate(x) if ALL_FORMATS[made.format].rotated else x
-        delta = x - tokens.decoded(part, made.d).double()
+        x = rotate(x) if ALL_FORMATS[documents.format].rotated else x
+        delta = x - tokens.decoded(part, documents.d).double()
         error[part], norm[part] = (_round_up(torch.linalg.vector_norm(y, dim=-1)) for y in (delta, x))
     if bounds is not None:
         maxima = [bounds.reduce_tokens(x, "amax") for x in (error, norm)]
@@ -147,7 +147,7 @@ def _add_errors(made: Quantized, rows: Tensor, keep: Tensor | None, bounds: Docu
         maxima = [x.new_zeros(shape[:-1]) for x in (error, norm)]
     else:
         maxima = [x.view(shape).amax(-1) for x in (error, norm)]
-    return replace(made, error=maxima[0], norm=maxima[1])
+    return replace(documents, error=maxima[0], norm=maxima[1])
 
 
 def _load_rows(rows: Tensor, keep: Tensor | None, part: slice, rotated: bool = False) -> Tensor:

@@ -103,8 +103,11 @@ class Quantized:
             raise TypeError(f"{op}: data: expected {spec.dtype} for {self.format}, got {self.data.dtype}")
         check_count(op, "d", self.d, 1)
         check_dtype(op, "dtype", self.dtype)
-        if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // spec.each):
-            raise ValueError(f"{op}: data: expected [..., L, {-(-self.d // spec.each)}], got {format_shape(self.data)}")
+        if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // spec.features_per_element):
+            raise ValueError(
+                f"{op}: data: expected [..., L, {-(-self.d // spec.features_per_element)}],"
+                f" got {format_shape(self.data)}"
+            )
         tokens = self.data.shape[:-1]
         if self.minimum is not None and not spec.affine:
             raise TypeError(f"{op}: minimum: expected None for {self.format}, got {describe_type(self.minimum)}")
@@ -342,7 +345,7 @@ class Quantized:
             tensors |= {_CODEC + name: x for name, x in codec.tensors().items()}
             metadata |= {"bit_order": codec.bit_order, "normalize": str(codec.normalize)}
         # The documents may be memory-mapped from the file that is replaced.
-        replace_file(path, lambda whole: save_tensors(tensors, whole, {"lik_ops": "1", **metadata}))
+        replace_file(path, lambda temporary_path: save_tensors(tensors, temporary_path, {"lik_ops": "1", **metadata}))
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> Quantized:

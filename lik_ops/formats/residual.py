@@ -263,7 +263,7 @@ class ResidualCodec:
 
     def _pack_buckets(self, buckets: Tensor) -> Tensor:
         """Pack buckets ``[n, d]`` into bytes in the bit order of the codec."""
-        per_byte = RESIDUAL_FORMATS[self.format].each
+        per_byte = RESIDUAL_FORMATS[self.format].features_per_element
         buckets = F.pad(buckets, (0, -self.d % per_byte)).unflatten(-1, (self.width, per_byte))
         if self.bit_order == "plaid":
             buckets = reverse_bits(buckets, self.nbits)

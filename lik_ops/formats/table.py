@@ -120,7 +120,7 @@ class Format(NamedTuple):
 
     dtype: torch.dtype
     largest: float  # largest stored number
-    each: int = 1  # features in one element
+    features_per_element: int = 1
     nbits: int = 0  # bits of a bucket, for residual codes
     rotated: bool = False  # numbers of rotated tokens
     scale: torch.dtype = torch.float32  # dtype of the scales

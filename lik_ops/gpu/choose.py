@@ -176,7 +176,7 @@ def choose_row_maxima(
 
 
 def choose_int8(
-    Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture, kept: str = ""
+    Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture, encoding: str = ""
 ) -> Sm90Choice | str:
     """Choose an sm_90 kernel for dense int8 or binary documents, or return the reason why not.
 
@@ -186,7 +186,7 @@ def choose_int8(
         scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
         terms: number of int8 terms of a query row.
         arch: architecture that runs the kernel.
-        kept: encoding of binary documents, else "".
+        encoding: encoding of binary documents, else "".
     """
     reason = supports.supports_sm90_call(Q, data, arch)
     if reason:
@@ -194,19 +194,19 @@ def choose_int8(
     sizes = make_size_args(Q, data)
     each_token = scale.shape[1] > 1
     choice = sm90_configs.configure_int8(
-        arch, Q.dtype, sizes, Q.shape[-1], each_token=each_token, terms=terms, kept=kept
+        arch, Q.dtype, sizes, Q.shape[-1], each_token=each_token, terms=terms, encoding=encoding
     )
     reason = supports.supports_encoded(Q, data, scale, choice)
     return reason or supports.prefers_encoded(sizes.K, arch, choice) or choice
 
 
-def choose_fp8(Q: Tensor, data: Tensor, scale: Tensor, kept: str, arch: Architecture) -> Sm90Choice | str:
-    """Choose an sm_90 kernel for dense FP8 documents, as bytes encoded as `kept`, or return the reason why not."""
+def choose_fp8(Q: Tensor, data: Tensor, scale: Tensor, encoding: str, arch: Architecture) -> Sm90Choice | str:
+    """Choose an sm_90 kernel for dense FP8 documents, as bytes of `encoding`, or return the reason why not."""
     reason = supports.supports_sm90_call(Q, data, arch)
     if reason:
         return reason
     sizes = make_size_args(Q, data)
-    choice = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], kept=kept, each_token=scale.shape[1] > 1)
+    choice = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], encoding=encoding, each_token=scale.shape[1] > 1)
     reason = supports.supports_encoded(Q, data, scale, choice)
     return reason or supports.prefers_encoded(sizes.K, arch, choice) or choice
 

@@ -67,8 +67,8 @@ class SplitChoice(NamedTuple):
     arch: Architecture
     uses_descriptor: bool  # see `GenericChoice`
     levels: int  # levels of the sum trees
-    most: int  # maximum number of splits
-    each: int | None  # tokens of a split if all documents have the same known length
+    max_splits: int  # maximum number of splits
+    split_tokens: int | None  # tokens of a split if all documents have the same known length
     programs: int
     sums: tuple[int, int, int, int]  # rows per query, queries and documents of a program, tree levels
 
@@ -79,7 +79,7 @@ class SplitChoice(NamedTuple):
 
     def tile(self) -> str:
         """Describe the tile of a program as text."""
-        return f"{self.launch.tile()}, documents in up to {self.most} splits"
+        return f"{self.launch.tile()}, documents in up to {self.max_splits} splits"
 
     @property
     def make_sum_options(self) -> dict[str, Any]:
@@ -180,18 +180,25 @@ def supports_packed_descriptor(c: PackedArgs, arch: Architecture) -> bool:
 
 
 def choose_packed(
-    c: PackedArgs, Lq: int, wide: int, few: bool, normalize: bool, argmax: bool, arch: Architecture, stored: Any = ""
+    c: PackedArgs,
+    Lq: int,
+    wide: int,
+    has_few_documents: bool,
+    normalize: bool,
+    argmax: bool,
+    arch: Architecture,
+    stored: Any = "",
 ) -> tuple[LaunchConfig, int]:
     """Return the launch of `maxsim_forward_packed` for a mean query length, and the tree levels of its sums.
 
     Longer queries use several steps, so the host need not know the longest query. The only size read from `c` is the
-    number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, and `few`.
+    number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, and `has_few_documents`.
 
     Args:
         c: the packed call.
         Lq: mean number of tokens of a query.
         wide: `KernelConfig.WIDE_OFFSETS`.
-        few: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
+        has_few_documents: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
         normalize: whether tokens are normalized.
         argmax: whether the call returns an argmax.
         arch: architecture that runs the kernel.
@@ -204,8 +211,8 @@ def choose_packed(
         tf32=is_tf32_allowed(c.Q.dtype),
         argmax=argmax,
         longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
-        few=few,
-        bare=all(x is None for x in (c.q_mask, c.d_mask, c.q_weight, c.q_lengths)),
+        has_few_documents=has_few_documents,
+        has_no_options=all(x is None for x in (c.q_mask, c.d_mask, c.q_weight, c.q_lengths)),
         stored=stored,
     )
 

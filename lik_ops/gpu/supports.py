@@ -63,14 +63,14 @@ def has_int32_features(Q: Tensor, D: Tensor) -> bool:
     return choose_row_offset_width(get_feature_reach(Q, D)) < 2
 
 
-def supports_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, found: Sm90Choice) -> str | None:
+def supports_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, choice: Sm90Choice) -> str | None:
     """Return the reason why a kernel of half-precision documents without a mask cannot serve a call, or None.
 
     The kernels are `maxsim_forward_sm90` up to 128 features, and `maxsim_forward_sm90_large_d` for more. The call fits
     `supports_sm90_call`.
     """
-    (Nq, K, Lq, Ld), d, C = make_size_args(Q, D), Q.shape[-1], found.config
-    rows = Nq * found.parts * C.ROWS_PER_QUERY
+    (Nq, K, Lq, Ld), d, C = make_size_args(Q, D), Q.shape[-1], choice.config
+    rows = Nq * choice.parts * C.ROWS_PER_QUERY
     odd_rows = normalize and (Q.stride(-1) != 1 or any(n % 16 for n in Q.stride()[:-1]))
     return _find_reason(
         (Q.dtype not in HALF_DTYPES, f"the dtype is {Q.dtype}"),
@@ -80,24 +80,24 @@ def supports_sm90(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, found: Sm
         (d > 128 and normalize and Nq * Lq > sm90_configs.MAX_QUERY_NORMS, "d > 128 with too many query norms"),
         (Lq < 2, "Lq < 2"),
         (d <= 128 and Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
-        (max(found.row_tiles * K, rows) >= 2**31, "2^31 or more query rows or (row tile, document) pairs"),
+        (max(choice.row_tiles * K, rows) >= 2**31, "2^31 or more query rows or (row tile, document) pairs"),
         (not supports_descriptor(D), _NO_DESCRIPTOR),
-        (found.has_large_d and not supports_query_descriptor(Q), "TMA cannot read Q"),
+        (choice.has_large_d and not supports_query_descriptor(Q), "TMA cannot read Q"),
     )
 
 
-def prefers_sm90(sizes: SizeArgs, d: int, normalize: bool, arch: Architecture, found: Sm90Choice) -> str | None:
+def prefers_sm90(sizes: SizeArgs, d: int, normalize: bool, arch: Architecture, choice: Sm90Choice) -> str | None:
     """Return the reason why the generic kernel is faster than the kernel of `supports_sm90`, or None."""
     Nq, K, Lq, Ld = sizes
-    rows = Nq * found.parts * found.config.ROWS_PER_QUERY
+    rows = Nq * choice.parts * choice.config.ROWS_PER_QUERY
     tile = sm90_configs.LARGE_D_TILE_ROWS if d > 128 else sm90_configs.SM90_TILE_ROWS
     # The generic kernel computes norms between its products. This kernel computes norms during its products.
-    row_limit = 0 if found.is_small_m else tile // 4 if normalize and d <= 128 else tile // 2
+    row_limit = 0 if choice.is_small_m else tile // 4 if normalize and d <= 128 else tile // 2
     one_is_enough = Lq > sm90_configs.MAX_WHOLE_QUERY_TOKENS or (d > 128 and Ld >= sm90_configs.MIN_LARGE_D_TOKENS)
     pairs = int(arch.processors * sm90_configs.MIN_PAIRS_PER_SM)
     return _prefer(
         (rows <= row_limit, f"slower for at most {row_limit} query rows, padded to tiles"),
-        (not one_is_enough and found.row_tiles * K < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
+        (not one_is_enough and choice.row_tiles * K < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
     )
 
 
@@ -106,7 +106,7 @@ def _prefer(*checks: tuple[Any, str]) -> str | None:
     return None if get_forced_kernel() == "sm90" else _find_reason(*checks)
 
 
-def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, extra: bool, found: Sm90Choice) -> str | None:
+def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, extra: bool, choice: Sm90Choice) -> str | None:
     """Return the reason why `maxsim_forward_sm90` cannot serve an fp32 call, or None.
 
     Args:
@@ -114,35 +114,35 @@ def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, extra: bool, found: 
         D: document tokens.
         splits: whether the generic kernel splits the rows of this call into fp16 terms.
         extra: whether the call has a document mask or an argmax.
-        found: the choice of the kernel.
+        choice: the configuration of the kernel.
     """
-    (Nq, K, Lq, Ld), C = make_size_args(Q, D), found.config
-    counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
+    (Nq, K, Lq, Ld), C = make_size_args(Q, D), choice.config
+    counts = choice.row_tiles * K, Nq * choice.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
         (not splits, "fp32 rows are not split into fp16 terms (`normalize` or alignment)"),
-        (extra and found.is_small_m, "few query rows of fp32 with a document mask or an argmax"),
+        (extra and choice.is_small_m, "few query rows of fp32 with a document mask or an argmax"),
         (Lq < 2, "Lq < 2"),
         (Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (Q.shape[-1] > 128, "fp32 with d > 128"),
         (max(counts) >= 2**31, "2^31 or more rows, tokens, or (row tile, document) pairs"),
-        (found.is_small_m and not supports_descriptor(D), _NO_DESCRIPTOR),
+        (choice.is_small_m and not supports_descriptor(D), _NO_DESCRIPTOR),
     )
 
 
-def prefers_fp32_split(sizes: SizeArgs, arch: Architecture, found: Sm90Choice) -> str | None:
+def prefers_fp32_split(sizes: SizeArgs, arch: Architecture, choice: Sm90Choice) -> str | None:
     """Return the reason why the generic kernel is faster than the kernel of `supports_fp32_split`, or None."""
     row_limit, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
-    padded_rows = sizes.Nq * found.parts * found.config.ROWS_PER_QUERY
+    padded_rows = sizes.Nq * choice.parts * choice.config.ROWS_PER_QUERY
     return _prefer(
         (
-            not found.is_small_m and padded_rows <= row_limit,
+            not choice.is_small_m and padded_rows <= row_limit,
             f"slower for 33 to {row_limit} query rows, padded to powers of two",
         ),
-        (found.row_tiles * sizes.K < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
+        (choice.row_tiles * sizes.K < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
     )
 
 
-def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, found: RowMaximaChoice) -> str | None:
+def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, choice: RowMaximaChoice) -> str | None:
     """Return the reason why `maxsim_row_maxima_sm90` cannot serve contiguous document tokens, or None.
 
     Documents may have masks or any length.
@@ -151,7 +151,7 @@ def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, found: RowMaxi
         D: document tokens.
         rows: number of query tokens of all queries.
         arch: architecture that runs the kernel.
-        found: the choice of the kernel.
+        choice: the configuration of the kernel.
     """
     d = D.shape[-1]
     if arch.name != "sm_90":  # import no Gluon
@@ -161,19 +161,19 @@ def supports_row_maxima(D: Tensor, rows: int, arch: Architecture, found: RowMaxi
         (d > 128, "d > 128"),
         (d * D.element_size() % 16, "rows are no multiples of 16 bytes"),
         (not 0 < D.numel() // d < 2**31, "D has no tokens, or 2^31 or more"),
-        (found.pairs >= 2**31, "2^31 or more " + _PAIRS),
+        (choice.pairs >= 2**31, "2^31 or more " + _PAIRS),
         (rows > sm90_configs.MAX_WORKSPACE_ROWS, "the row maxima of one document exceed the workspace"),
         (load_kernels() is None, _NO_GLUON),
     )
 
 
-def prefers_row_maxima(rows: int, Lq: int, arch: Architecture, found: RowMaximaChoice) -> str | None:
+def prefers_row_maxima(rows: int, Lq: int, arch: Architecture, choice: RowMaximaChoice) -> str | None:
     """Return the reason why the generic kernel is faster than `maxsim_row_maxima_sm90`, or None."""
     row_limit, pairs = sm90_configs.SM90_TILE_ROWS // 2, arch.processors // 2
     one_is_enough = Lq > sm90_configs.MAX_WHOLE_QUERY_TOKENS
     return _prefer(
         (rows <= row_limit, f"slower for at most {row_limit} query rows"),
-        (not one_is_enough and found.pairs < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
+        (not one_is_enough and choice.pairs < pairs, f"slower for fewer than {pairs} {_PAIRS}"),
     )
 
 
@@ -184,7 +184,7 @@ def copies_token_scales(C: Sm90Config) -> bool:
     return C.ENCODING in ("", "fp8_fp8")
 
 
-def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) -> str | None:
+def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, choice: Sm90Choice) -> str | None:
     """Return the reason why `maxsim_forward_sm90` cannot serve dense int8, FP8 or binary documents, or None.
 
     The documents have no mask. The call neither normalizes nor returns an argmax, and fits `supports_sm90_call`. TMA
@@ -195,15 +195,15 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) 
         Q: query tokens `[Nq, Lq, d]`.
         data: encoded documents `[Nd, Ld, d]`, or the bytes or words of binary documents.
         scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
-        found: the choice of the kernel.
+        choice: the configuration of the kernel.
     """
-    (Nq, K, Lq, Ld), d, C = make_size_args(Q, data), Q.shape[-1], found.config
+    (Nq, K, Lq, Ld), d, C = make_size_args(Q, data), Q.shape[-1], choice.config
     assert isinstance(C, Sm90Config)
     bits = get_code_bits(C.ENCODING) > 0
     has_fp8 = C.ENCODING != "" and not bits
     each_token = scale.shape[1] > 1 and copies_token_scales(C)
     odd_scales = each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous())
-    counts = found.row_tiles * K, Nq * found.parts * C.ROWS_PER_QUERY, K * Ld
+    counts = choice.row_tiles * K, Nq * choice.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
         (has_fp8 and Q.dtype not in HALF_DTYPES, f"FP8 documents with {Q.dtype} queries"),
         (odd_scales, "scales of tokens that are not contiguous, or that documents share"),
@@ -219,12 +219,12 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, found: Sm90Choice) 
     )
 
 
-def prefers_encoded(K: int, arch: Architecture, found: Sm90Choice) -> str | None:
+def prefers_encoded(K: int, arch: Architecture, choice: Sm90Choice) -> str | None:
     """Return the reason why `maxsim_forward_packed` is preferred for dense int8, FP8 or binary documents, or None."""
     pair_limit = arch.processors // 2
-    assert isinstance(found.config, Sm90Config)
+    assert isinstance(choice.config, Sm90Config)
     return _prefer(
-        (found.row_tiles * K < pair_limit, f"slower for fewer than {pair_limit} {_PAIRS}"),
+        (choice.row_tiles * K < pair_limit, f"slower for fewer than {pair_limit} {_PAIRS}"),
     )
 
 

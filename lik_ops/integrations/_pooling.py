@@ -38,19 +38,19 @@ def replace_method(pooler: Any, name: str, function: Any) -> Any:
     return clone
 
 
-def pool_each(documents: list[Tensor], factor: float, least: int = 0, **options: Any) -> list[Tensor] | None:
+def pool_each(documents: list[Tensor], factor: float, min_tokens: int = 0, **options: Any) -> list[Tensor] | None:
     """Pool documents ``[L_i, d]``, or explain at the level ``DEBUG`` why only the host can.
 
     Args:
         documents: the tokens of each document.
         factor: the number of tokens per cluster.
-        least: the smallest number of tokens of a document that the host pools.
+        min_tokens: the smallest number of tokens of a document that the host pools.
         options: the options of `lik_ops.pool_tokens`.
 
     Returns:
         The pooled tokens of each document, in memory of their own. None if the host may have another result or error.
     """
-    reason = _find_reason(documents, least)
+    reason = _find_reason(documents, min_tokens)
     if reason is not None:
         _log.debug("pool_tokens: the host pools the documents: %s", reason)
         return None
@@ -58,10 +58,10 @@ def pool_each(documents: list[Tensor], factor: float, least: int = 0, **options:
     return [x.clone() for x in tokens.split(cu_seqlens.diff().tolist())]
 
 
-def _find_reason(documents: list[Tensor], least: int) -> str | None:
+def _find_reason(documents: list[Tensor], min_tokens: int) -> str | None:
     """Return why `lik_ops.pool_tokens` may differ from the host, or None."""
-    if not documents or min(map(len, documents)) < least:
-        return f"expected documents of at least {least} tokens"
+    if not documents or min(map(len, documents)) < min_tokens:
+        return f"expected documents of at least {min_tokens} tokens"
     first = documents[0]
     if first.dim() != 2 or first.dtype not in DTYPES:
         return f"expected [L, d] of fp16, bf16, fp32 or fp64, got {list(first.shape)} of {first.dtype}"

@@ -120,20 +120,20 @@ def compute_maxsim_score_batched(
     rows: dict[int, int] = {}  # the row of each query, by object identity
     queries: list[Tensor] = []
     counts: list[int] = []
-    places = []
+    cells = []
     for q in q_embs:
         row = rows.setdefault(id(q), len(queries))
         if row == len(queries):
             queries.append(q)
             counts.append(0)
-        places.append((row, counts[row]))
+        cells.append((row, counts[row]))
         counts[row] += 1
     D, begins = _pack_documents(d_embs)
     K = max(counts)
     offsets, lengths = [0] * (len(queries) * K), [0] * (len(queries) * K)
-    for (row, column), d, begin in zip(places, d_embs, begins, strict=True):
+    for (row, column), d, begin in zip(cells, d_embs, begins, strict=True):
         offsets[row * K + column], lengths[row * K + column] = begin, d.shape[0]
-    at = [row * K + column for row, column in places]
+    at = [row * K + column for row, column in cells]
     table = copy_from_host([offsets, lengths], D.device).view(2, len(queries), K)
     scores = maxsim_candidates_varlen(queries, D, table[0], table[1]).flatten()
     return list((scores if at == list(range(len(at))) else scores[copy_from_host(at, D.device)]).unbind())

@@ -412,7 +412,7 @@ def _accepts_pooling(pooling: Any, *args: Any, **named: Any) -> bool:
     return is_host_method and _pooling.is_factor(pooling.pool_factor) and not torch.compiler.is_compiling()
 
 
-def _pool_documents(theirs: Callable[..., Any], pooling: Any, given: Any, *args: Any, **named: Any) -> Any:
+def _pool_documents(theirs: Callable[..., Any], pooling: Any, module_input: Any, *args: Any, **named: Any) -> Any:
     """Pool the documents of ``pool`` or ``forward`` of a module of the host, all at once."""
     documents: list[Tensor] = []
 
@@ -420,14 +420,14 @@ def _pool_documents(theirs: Callable[..., Any], pooling: Any, given: Any, *args:
         documents.append(document)
         return document[:0]
 
-    features = dict(given) if isinstance(given, Mapping) else given  # a run changes its features
+    features = dict(module_input) if isinstance(module_input, Mapping) else module_input  # a run changes its features
     theirs(_pooling.replace_method(pooling, "pool_one", record), features, *args, **named)
     options = {"num_protected": pooling.num_protected_tokens, "normalize": bool(pooling.normalize_embeddings)}
     pooled_documents = _pooling.pool_each(documents, pooling.pool_factor, **options)
     if pooled_documents is None:
         return NotImplemented
     iterator = iter(pooled_documents)
-    return theirs(_pooling.replace_method(pooling, "pool_one", lambda *_: next(iterator)), given, *args, **named)
+    return theirs(_pooling.replace_method(pooling, "pool_one", lambda *_: next(iterator)), module_input, *args, **named)
 
 
 def _list_targets() -> list[_routing.PatchTarget]:

@@ -208,7 +208,7 @@ def _composite(
 def call_dispatched(
     op: str,
     forward: Callable,
-    given: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     normalize: bool,
     backward: str,
     recompute: bool = False,
@@ -221,7 +221,7 @@ def call_dispatched(
     Args:
         op: the public function that error messages name.
         forward: ``maxsim_fwd``, or a function with the same arguments that calls it.
-        given: Q, D, q_mask, d_mask and q_weight of `lik_ops.maxsim`.
+        inputs: Q, D, q_mask, d_mask and q_weight of `lik_ops.maxsim`.
         normalize: whether to L2-normalize every token.
         backward: ``"auto"``, ``"lowmem"`` or ``"unified"``.
         recompute: whether the backward computes the argmax again.
@@ -230,7 +230,7 @@ def call_dispatched(
     Returns:
         ``[scores]``, or ``[scores, argmax]`` with the argmax as int64 ``[Nq, Nd, Lq]``.
     """
-    Q, D, q_mask, d_mask, q_weight = given
+    Q, D, q_mask, d_mask, q_weight = inputs
     sharding.register_if_needed()
     Q, D, q_weight = autocast.cast_to_autocast(Q, D, q_weight)
     check_dense(op, Q, D, q_mask, d_mask, q_weight, backward)

@@ -23,9 +23,9 @@ _DOC = "Return the scores ``[Nq, Nd]`` or ``[Nq, K]`` of 3-D and 4-D tensors. Th
 _MAX_QUERY_ROWS, _TILE_TOKENS = 64, 64
 
 
-def _round_to_power_of_2(size: int | torch.SymInt, most: int) -> int:
-    """Return the power of two from 16 to `most` that covers `size`, or `most` if `size` is unknown while tracing."""
-    return min(most, max(16, 1 << (size - 1).bit_length())) if isinstance(size, int) else most
+def _round_to_power_of_2(size: int | torch.SymInt, limit: int) -> int:
+    """Return the power of two from 16 to `limit` that covers `size`, or `limit` if `size` is unknown while tracing."""
+    return min(limit, max(16, 1 << (size - 1).bit_length())) if isinstance(size, int) else limit
 
 
 def _choose_precision(dtype: torch.dtype) -> str:

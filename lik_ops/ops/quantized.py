@@ -104,7 +104,7 @@ def _check_encoded_tokens(op: str, Q: Tensor, stored: EncodedTokens) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the encoded documents fit Q."""
     check_choice(op, "format", stored.format, tuple(OPERAND_FORMATS))
     operand_format = OPERAND_FORMATS[stored.format]
-    expected = -(-Q.shape[-1] // operand_format.each)
+    expected = -(-Q.shape[-1] // operand_format.features_per_element)
     if stored.data.dtype != operand_format.bytes:
         raise TypeError(f"{op}: data: expected {operand_format.bytes} for {stored.format}, got {stored.data.dtype}")
     require(
@@ -127,13 +127,13 @@ def _check_encoded_tokens(op: str, Q: Tensor, stored: EncodedTokens) -> None:
             raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {x.device}")
 
 
-def _check_code_tensors(op: str, stored: EncodedTokens, kept: Format, d: Any) -> None:
-    """Raise ValueError or TypeError unless the tensors of residual codes fit `kept`, and are None for other formats."""
+def _check_code_tensors(op: str, stored: EncodedTokens, operand_format: Format, d: Any) -> None:
+    """Raise unless the tensors of residual codes fit `operand_format`, and are None for other formats."""
     dtypes = {"codes": INDEX_DTYPES, "centroids": DTYPES[:3], "weights": (torch.float32,)}
-    shapes = {"codes": (stored.data.shape[0],), "centroids": (None, d), "weights": (2**kept.nbits,)}
+    shapes = {"codes": (stored.data.shape[0],), "centroids": (None, d), "weights": (2**operand_format.nbits,)}
     for name, allowed_dtypes in dtypes.items():
         x = getattr(stored, name)
-        if not kept.nbits:
+        if not operand_format.nbits:
             if x is not None:
                 raise TypeError(f"{op}: {name}: expected None for {stored.format}, got {describe_type(x)}")
             continue
@@ -232,7 +232,7 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
     return lik.maxsim_quantized_bwd(grad_scores, *tensors, argmax, normalize, needs)
 
 
-register_autograd(maxsim_quantized_fwd, QuantizedOperatorArgs, _call_backward, wanted=(0, _FIRST_OPTION - 1))
+register_autograd(maxsim_quantized_fwd, QuantizedOperatorArgs, _call_backward, differentiable=(0, _FIRST_OPTION - 1))
 maxsim_quantized_bwd.register_autograd(make_raising_double_backward("maxsim_quantized_fwd"))
 maxsim_quantized_fwd.register_vmap(batching_ragged.vmap_quantized_forward)
 maxsim_quantized_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_quantized_bwd, _FIRST_OPTION + 2))

@@ -166,13 +166,13 @@ def locate_documents(chosen: Tensor, documents: Any, length: Any, cu_seqlens_d: 
     return offsets, torch.where(is_inside, bounds[index + 1] - offsets, default_lengths)
 
 
-def check_search_args(op: str, s: SearchArgs, whole: bool = True) -> None:
+def check_search_args(op: str, s: SearchArgs, must_cover: bool = True) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all fit together. Q may be 2-D.
 
     Args:
         op: the function that error messages name.
         s: the arguments.
-        whole: whether `cu_seqlens_d` holds the offsets of the whole D, rather than the offsets of a chunk.
+        must_cover: whether `cu_seqlens_d` must cover D. False for the offsets of a chunk.
     """
     Q, D, cu_seqlens_d = s.Q, s.D, s.cu_seqlens_d
     check_flag(op, "normalize", s.normalize)
@@ -187,7 +187,7 @@ def check_search_args(op: str, s: SearchArgs, whole: bool = True) -> None:
     if s.d_mask is not None:
         raise ValueError(f"{op}: d_mask: expected None next to cu_seqlens_d (pack the tokens to keep), got a mask")
     check_document_offsets(op, cu_seqlens_d, D.device)
-    hints.inspect_offsets(op, "cu_seqlens_d", cu_seqlens_d, "D", D, whole)
+    hints.inspect_offsets(op, "cu_seqlens_d", cu_seqlens_d, "D", D, must_cover)
 
 
 def check_counts(op: str, top_k: Any, chunk: Any) -> None:
@@ -207,7 +207,7 @@ def check_document_offsets(op: str, cu_seqlens_d: Any, device: torch.device) -> 
 
 def _check_operator_args(op: str, s: SearchArgs) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the operator accepts these arguments."""
-    check_search_args(op, s, whole=False)
+    check_search_args(op, s, must_cover=False)
     check_dense_batched(op, s.Q, s.D if s.cu_seqlens_d is None else s.D.unsqueeze(0), s.q_mask, s.d_mask)
 
 
@@ -333,12 +333,12 @@ def _(*args):
     return s.Q.new_empty(shape, dtype=score_dtype(s.Q.dtype)), s.Q.new_empty(shape, dtype=torch.int64)
 
 
-def reject_derivatives(op: str, *given: Any) -> None:
+def reject_derivatives(op: str, *arguments: Any) -> None:
     """Raise NotImplementedError if a transform or forward-mode AD would treat the scores as constants.
 
     Reverse-mode autograd is allowed, because the results do not require gradients. Detached tensors are allowed too.
     """
-    tensors = [t for t in given if isinstance(t, Tensor)]
+    tensors = [t for t in arguments if isinstance(t, Tensor)]
     if torch.compiler.is_dynamo_compiling():
         is_differentiated = functional.is_taking_derivatives()  # of any tensor: Dynamo cannot inspect these tensors
     else:

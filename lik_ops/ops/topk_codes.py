@@ -107,7 +107,7 @@ def _check_operator_args(s: CodeSearchArgs) -> None:
     )
     D = make_tokens_like(s.Q, (*s.codes.shape, s.Q.shape[-1]))
     search_args = SearchArgs(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
-    topk.check_search_args(_NAME, search_args, whole=False)
+    topk.check_search_args(_NAME, search_args, must_cover=False)
     check_dense_batched(_NAME, s.Q, D if s.cu_seqlens_d is None else D.unsqueeze(0), s.q_mask, s.d_mask)
     if s.n_probe is not None:
         check_count(_NAME, "n_probe", s.n_probe, 1)

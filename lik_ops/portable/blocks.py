@@ -276,7 +276,7 @@ class Piece(NamedTuple):
 
 
 def cut_pieces(
-    sizes: tuple[int, int, int], limit: int, max_batches: int | None = None, whole: int = 1, pad: int = 1
+    sizes: tuple[int, int, int], limit: int, max_batches: int | None = None, item_multiple: int = 1, pad: int = 1
 ) -> Iterator[Piece]:
     """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens, at least one token each.
 
@@ -284,7 +284,7 @@ def cut_pieces(
         sizes: numbers of batches, items and tokens.
         limit: tokens of a piece.
         max_batches: at most so many batches in a piece; None for no bound.
-        whole: use multiples of so many items if they fit.
+        item_multiple: use multiples of so many items if they fit.
         pad: the tokens of a batch are rounded up to a multiple of it before they are compared with `limit`.
     """
     batches, items, tokens = sizes
@@ -294,7 +294,7 @@ def cut_pieces(
     if (item_step, token_step) == (items, tokens):
         batch_step = max(1, min(limit // round_up(token_step * item_step, pad), max_batches or batches))
     else:
-        item_step = item_step // whole * whole or item_step
+        item_step = item_step // item_multiple * item_multiple or item_step
     for b in split_range(0, batches, batch_step):
         for i in split_range(0, items, item_step):
             for t in split_range(0, tokens, token_step):

@@ -69,8 +69,8 @@ class PaddedRows:
 
     def rows(self, batches: slice, items: slice, tokens: slice) -> Tensor:
         """Return indices into the packed rows, ``[batches, items, tokens]``."""
-        place = torch.arange(*tokens.indices(self.shape[2]), device=self.source.device)
-        index = self.start[batches, items].unsqueeze(-1) + torch.minimum(place, self.last[batches, items])
+        position = torch.arange(*tokens.indices(self.shape[2]), device=self.source.device)
+        index = self.start[batches, items].unsqueeze(-1) + torch.minimum(position, self.last[batches, items])
         return index.clamp_max_(self.source.shape[0] - 1)
 
     def __getitem__(self, part: tuple[slice, slice, slice]) -> Tensor:

@@ -63,14 +63,14 @@ def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scor
     source = sources.PackedSource(cu_seqlens, int(cu_seqlens[-1]), snapshot.manifest.layout)
     for begin, end in source.ranges(0, len(documents), None, sources.choose_part_bytes(device)):
         packed, cu_seqlens = snapshot.gather_documents(documents[begin:end], pinned=device.type == "cuda")
-        packed = join_pieces([packed], lambda found: found[0].to(device, non_blocking=True))
+        packed = join_pieces([packed], lambda pieces: pieces[0].to(device, non_blocking=True))
         cu_seqlens = cu_seqlens.to(device, non_blocking=True)
         is_in_part = (inverse >= begin) & (inverse < end)
         at = (inverse - begin).clamp(0, end - begin - 1)
         lengths = cu_seqlens.diff()[at].where(is_in_part, 0)
         args = inputs.replace_documents(g, as_scorable(packed, g.D.dtype, cu_seqlens))
-        found = inputs.score_candidates(args, cu_seqlens[at], lengths)[0]
-        scores = torch.where(is_in_part, found, scores)
+        part_scores = inputs.score_candidates(args, cu_seqlens[at], lengths)[0]
+        scores = torch.where(is_in_part, part_scores, scores)
     return scores
 
 

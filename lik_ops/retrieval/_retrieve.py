@@ -293,7 +293,7 @@ def _search_documents(s: SearchArgs, subset: Any, largest: bool, progress: bool 
     if subset is None:
         return retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **options)
     source, names, positions, width = select_from_source(_OP, s.Q, source, subset)
-    options |= {"own": positions, "lowest": not largest}
+    options |= {"positions": positions, "lowest": not largest}
     results = retrieve_from_source(s.Q, source, s.top_k, 0, len(source), **options)
     return pad_results(name_results(results, names), min(s.top_k, width))
 
@@ -359,7 +359,7 @@ def retrieve_from_source(
     q_weight: Tensor | None = None,
     normalize: bool = False,
     progress: bool | None = None,
-    own: Tensor | None = None,
+    positions: Tensor | None = None,
     lowest: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run `retrieve` on the documents ``[begin, end)`` of a source.
@@ -375,7 +375,7 @@ def retrieve_from_source(
         q_weight: the weight of each query token, or None.
         normalize: L2-normalize every token first.
         progress: show a progress bar.
-        own: the positions ``[Nq, K]`` of the documents of each query, as in `Subset`, or None for all documents.
+        positions: the positions ``[Nq, K]`` of the documents of each query, as in `Subset`, or None for all documents.
         lowest: return the lowest scores.
 
     Returns:
@@ -389,23 +389,23 @@ def retrieve_from_source(
     for bounds, part in _streamed.iterate_parts(source, begin, end, chunk, Q.device, progress):
         D = as_scorable(part.D, placeholder.dtype, part.cu_seqlens)
         args = search._replace(D=D, d_mask=part.d_mask, cu_seqlens_d=part.cu_seqlens)
-        results = _search_part(args, bounds, own, lowest)
-        best = results if best is None else topk.merge_parts([best, results], top_k, missing=own is not None)
+        results = _search_part(args, bounds, positions, lowest)
+        best = results if best is None else topk.merge_parts([best, results], top_k, missing=positions is not None)
     if lowest:
         best = (-best[0]).masked_fill(best[1] < 0, -torch.inf), best[1]
     return drop_query_axis(Q, best)
 
 
-def _search_part(s: SearchArgs, at: tuple[int, int], own: Tensor | None, lowest: bool) -> ScoresAndIndices:
+def _search_part(s: SearchArgs, at: tuple[int, int], positions: Tensor | None, lowest: bool) -> ScoresAndIndices:
     """Return the best documents ``[Nq, k]`` of a part of a source, with negated scores if `lowest`.
 
     The queries are 3-D.
     """
     begin, end = at
-    if own is None and not lowest:
+    if positions is None and not lowest:
         find = retrieve_checked if isinstance(s.D, Tensor) else search_quantized
         scores, indices = find(s)
         return scores, indices.add_(begin)
-    documents = torch.arange(end - begin, device="cpu") if own is None else limit_to_part(own, begin, end)
+    documents = torch.arange(end - begin, device="cpu") if positions is None else limit_to_part(positions, begin, end)
     scores, indices = search_chosen(_OP, s, documents.to(s.Q.device, non_blocking=True), lowest)
     return -scores if lowest else scores, torch.where(indices >= 0, indices + begin, -1)

@@ -197,4 +197,4 @@ def _collect_scores(op: str, s: SearchArgs) -> Tensor:
         "q_mask": q_mask,
         "q_weight": q_weight,
     }
-    return inputs.score_varlen(inputs.prepare_args(op, Q, s.D, **options, normalize=s.normalize, whole=False))[0]
+    return inputs.score_varlen(inputs.prepare_args(op, Q, s.D, **options, normalize=s.normalize, must_cover_d=False))[0]

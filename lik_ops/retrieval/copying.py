@@ -129,18 +129,18 @@ class DoubleBuffer:
         def placed(pieces: list[Tensor]) -> Tensor:
             nonlocal offset
             shape = (sum(len(x) for x in pieces), *pieces[0].shape[1:])
-            place = slice(offset, offset + prod(shape) * pieces[0].element_size())
-            target = self.slots[slot][place].view(pieces[0].dtype).view(shape)
-            pairs.append((target, self._source(slot, place, shape, pieces)))
-            offset = -(-place.stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            byte_range = slice(offset, offset + prod(shape) * pieces[0].element_size())
+            target = self.slots[slot][byte_range].view(pieces[0].dtype).view(shape)
+            pairs.append((target, self._source(slot, byte_range, shape, pieces)))
+            offset = -(-byte_range.stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             return target
 
-        D = join_pieces([part.D, *part.rest], placed)
+        D = join_pieces([part.D, *part.more_pieces], placed)
         d_mask = None if part.d_mask is None else placed([part.d_mask])
         self.lanes.copy(slot, pairs)
         return DocumentPart(D, d_mask, part.cu_seqlens)
 
-    def _source(self, slot: int, place: slice, shape: tuple[int, ...], pieces: list[Tensor]) -> Tensor:
+    def _source(self, slot: int, byte_range: slice, shape: tuple[int, ...], pieces: list[Tensor]) -> Tensor:
         """Return all rows of `pieces` in memory that the device can copy from without blocking the host."""
         x = pieces[0]
         if len(pieces) == 1 and (x.device.type != "cpu" or (x.is_contiguous() and x.is_pinned())):
@@ -149,7 +149,7 @@ class DoubleBuffer:
         if buffer is None:
             buffer = self.staged[slot] = self.lanes.staging(self.slots[slot].shape[0])
         self.lanes.wait_for_staging(slot)
-        target = buffer[place].view(x.dtype).view(shape)
+        target = buffer[byte_range].view(x.dtype).view(shape)
         for rows, piece in zip(target.split([len(piece) for piece in pieces]), pieces, strict=True):
             rows.copy_(piece)
         return target

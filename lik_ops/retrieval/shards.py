@@ -44,9 +44,11 @@ class StreamedTarget:
         self.source = sources.open_source(op, corpus, d_mask, cu_seqlens_d)
         self.documents = self.width = len(self.source)
         self.names: Tensor | None = None
-        self.own: Tensor | None = None
+        self.positions: Tensor | None = None
         if subset is not None:
-            self.source, self.names, self.own, self.width = _retrieve.select_from_source(op, Q, self.source, subset)
+            self.source, self.names, self.positions, self.width = _retrieve.select_from_source(
+                op, Q, self.source, subset
+            )
         self.size = len(self.source)
         self.device: torch.device | None = None  # the search runs on the device of the queries
 
@@ -66,7 +68,7 @@ class StreamedTarget:
         """Return the best documents of the range ``[begin, end)``."""
         Q, q_mask, q_weight = queries
         results = _retrieve.retrieve_from_source(
-            Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, own=self.own, **options
+            Q, self.source, top_k, begin, end, q_mask=q_mask, q_weight=q_weight, positions=self.positions, **options
         )
         if self.names is not None:
             results = pad_results(name_results(results, self.names), min(top_k, end - begin))
@@ -169,7 +171,7 @@ class QuantizedTarget(ResidentTarget):
         return make_placeholder(self.D), self.d_mask, self.cu_seqlens_d
 
     def _search(self, s: topk.SearchArgs, listed: Tensor | None) -> topk.ScoresAndIndices:
-        return retrieve_quantized(s, *self.stages, whole=False, subset=listed)
+        return retrieve_quantized(s, *self.stages, must_cover=False, subset=listed)
 
 
 def _add_batch_axis(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.ScoresAndIndices:

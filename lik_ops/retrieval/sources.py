@@ -31,11 +31,15 @@ class DocumentPart(NamedTuple):
     D: Tokens  # [n, Ld, d], or packed [T, d]
     d_mask: Tensor | None = None  # [n, Ld]
     cu_seqlens: Tensor | None = None  # [n + 1] if packed, on the CPU
-    rest: tuple[Tokens, ...] = ()  # the rows after D, if they are in several files
+    more_pieces: tuple[Tokens, ...] = ()  # the rows after D, if they are in several files
 
     def whole(self) -> DocumentPart:
         """Return the part with D in one piece."""
-        return self._replace(D=join_pieces([self.D, *self.rest], torch.cat), rest=()) if self.rest else self
+        return (
+            self._replace(D=join_pieces([self.D, *self.more_pieces], torch.cat), more_pieces=())
+            if self.more_pieces
+            else self
+        )
 
 
 class DocumentSource(Protocol):
@@ -135,20 +139,24 @@ class _DenseSource:
         self.D, self.d_mask = D, d_mask
         self.shape, self.dtype = tuple(D.shape), _slice_rows(D, 0, 0).dtype
         _, Ld, d = self.shape
-        self.each = Ld * d * self.dtype.itemsize + (0 if d_mask is None else Ld * d_mask.element_size())
+        self.padded_document_bytes = Ld * d * self.dtype.itemsize + (
+            0 if d_mask is None else Ld * d_mask.element_size()
+        )
 
     def __len__(self) -> int:
         return self.D.shape[0]
 
     def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
-        return _split_by_count(begin, end, max(budget // max(self.each, 1), 1) if chunk is None else chunk)
+        return _split_by_count(
+            begin, end, max(budget // max(self.padded_document_bytes, 1), 1) if chunk is None else chunk
+        )
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         bounds = [len(self) * i // parts for i in range(parts + 1)]
         return list(itertools.pairwise(bounds))
 
     def nbytes(self, begin: int, end: int) -> int:
-        return (end - begin) * self.each
+        return (end - begin) * self.padded_document_bytes
 
     def read(self, begin: int, end: int) -> DocumentPart:
         return DocumentPart(_slice_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
@@ -166,7 +174,7 @@ class _SelectedDense(_DenseSource):
 
     def __init__(self, source: _DenseSource, chosen: Tensor) -> None:
         self.source, self.chosen = source, chosen
-        self.dtype, self.each = source.dtype, source.each
+        self.dtype, self.padded_document_bytes = source.dtype, source.padded_document_bytes
         # The copies of parts run on a second stream, which does not wait for a mask that is selected later.
         self.d_mask = None if source.d_mask is None else source.d_mask[chosen.to(source.d_mask.device)]
         self.shape = (len(chosen), *source.shape[1:])
@@ -250,7 +258,7 @@ class _PackedTensorSource(PackedSource):
         topk.check_document_offsets(op, cu_seqlens_d, cu_seqlens_d.device)
         self.D, offsets = D, cu_seqlens_d.cpu().long()
         super().__init__(offsets, D.shape[0], StorageLayout(D.shape[1], _slice_rows(D, 0, 0).dtype))
-        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D, whole=values.needs_value_checks(offsets))
+        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D, must_cover=values.needs_value_checks(offsets))
 
     def read(self, begin: int, end: int) -> DocumentPart:
         offsets = self.offsets[begin : end + 1]
@@ -270,8 +278,8 @@ class _CorpusSource(PackedSource):
         super().__init__(snapshot.cu_seqlens, int(snapshot.cu_seqlens[-1]), snapshot.manifest.layout)
 
     def read(self, begin: int, end: int) -> DocumentPart:
-        (D, *rest), cu_seqlens = self.snapshot.pieces(begin, end)
-        return DocumentPart(D, None, cu_seqlens, tuple(rest))
+        (D, *more_pieces), cu_seqlens = self.snapshot.pieces(begin, end)
+        return DocumentPart(D, None, cu_seqlens, tuple(more_pieces))
 
     def gather(self, chosen: Tensor) -> DocumentPart:
         """Read some documents."""

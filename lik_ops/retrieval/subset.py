@@ -160,21 +160,21 @@ def filter_candidates(op: str, subset: Any, Q: Tensor, documents: int, candidate
     return torch.where(matches == candidates, candidates, -1)
 
 
-def pad_results(found: ScoresAndIndices, width: int) -> ScoresAndIndices:
+def pad_results(results: ScoresAndIndices, width: int) -> ScoresAndIndices:
     """Return results ``[..., width]``, with -1 and ``-inf`` for missing documents."""
-    scores, indices = found
+    scores, indices = results
     missing = width - scores.shape[-1]
     if missing <= 0:
-        return found
+        return results
     pad = torch.nn.functional.pad
     return pad(scores, (0, missing), value=-torch.inf), pad(indices, (0, missing), value=-1)
 
 
-def name_results(found: ScoresAndIndices, names: Tensor) -> ScoresAndIndices:
+def name_results(results: ScoresAndIndices, names: Tensor) -> ScoresAndIndices:
     """Return results whose indices are replaced by ``names[index]``. Index -1 stays."""
-    scores, indices = found
+    scores, indices = results
     if not names.numel():
-        return found
+        return results
     names = names.to(indices.device, non_blocking=True)
     return scores, torch.where(indices >= 0, names[indices.clamp(min=0)], -1)
 
@@ -196,10 +196,14 @@ def list_union(chosen: Tensor) -> tuple[Tensor, Tensor | None]:
     return documents, torch.where(chosen >= 0, positions, -1)
 
 
-def limit_to_part(own: Tensor, begin: int, end: int) -> Tensor:
+def limit_to_part(positions: Tensor, begin: int, end: int) -> Tensor:
     """Return the positions of each query in ``[begin, end)``, minus `begin`, as in `Subset`."""
-    rows = torch.where(own < 0, torch.iinfo(torch.int64).max, own)
+    rows = torch.where(positions < 0, torch.iinfo(torch.int64).max, positions)
     first, last = (torch.searchsorted(rows, rows.new_full((len(rows), 1), x)) for x in (begin, end))
     width = int((last - first).max()) if len(rows) else 0
-    at = first + torch.arange(width, device=own.device)
-    return torch.where(at < last, own.gather(1, at.clamp(max=own.shape[1] - 1)) - begin, -1) if width else own[:, :0]
+    at = first + torch.arange(width, device=positions.device)
+    return (
+        torch.where(at < last, positions.gather(1, at.clamp(max=positions.shape[1] - 1)) - begin, -1)
+        if width
+        else positions[:, :0]
+    )

@@ -61,7 +61,7 @@ class _ScoreIntervals(NamedTuple):
 
 
 def retrieve_quantized(
-    s: SearchArgs, n_probe: Any = None, n_candidates: Any = None, whole: bool = True, subset: Any = None
+    s: SearchArgs, n_probe: Any = None, n_candidates: Any = None, must_cover: bool = True, subset: Any = None
 ) -> ScoresAndIndices:
     """Run `retrieve` on quantized documents, by their own scores.
 
@@ -69,7 +69,7 @@ def retrieve_quantized(
         s: the arguments of the search.
         n_probe: the number of centroids that each query token probes, or None.
         n_candidates: the number of documents to score by their full codes, or None.
-        whole: whether `cu_seqlens_d` must cover D, as in `topk.check_search_args`.
+        must_cover: whether `cu_seqlens_d` must cover D, as in `topk.check_search_args`.
         subset: the documents to search, or None for all.
 
     Returns:
@@ -83,7 +83,7 @@ def retrieve_quantized(
     check_floats(_OP, "Q", s.Q)  # before the placeholder, which torch cannot make for some dtypes
     placeholder = make_placeholder(D)
     query_placeholder = placeholder.new_empty(()).expand(1, 1, D.d)
-    topk.check_search_args(_OP, s._replace(Q=query_placeholder, D=placeholder, q_mask=None, q_weight=None), whole)
+    topk.check_search_args(_OP, s._replace(Q=query_placeholder, D=placeholder, q_mask=None, q_weight=None), must_cover)
     document_placeholder = make_tokens_like(s.Q, D.shape)
     document_placeholder = document_placeholder if s.cu_seqlens_d is None else document_placeholder.unsqueeze(0)
     if n_probe is None and n_candidates is None:
@@ -111,7 +111,7 @@ def _search_quantized_subset(s: SearchArgs, subset: Any) -> ScoresAndIndices:
     if s.cu_seqlens_d is not None:
         options["cu_seqlens_d"] = s.cu_seqlens_d.new_zeros(1, device=s.D.device)
     # Checks and casts the queries as a search of all documents does.
-    g = inputs.prepare_args(_OP, Q, s.D[:0], lifts="Q", whole=False, **options)
+    g = inputs.prepare_args(_OP, Q, s.D[:0], lifts="Q", must_cover_d=False, **options)
     s = s._replace(Q=g.Q, q_mask=g.q_mask, q_weight=g.q_weight)
     return drop_query_axis(Q, pad_results(search_chosen(_OP, s, indices), min(s.top_k, width)))
 
@@ -177,19 +177,19 @@ def _resolve_checked_subset(subset: Any, Q: Tensor, coarse: Quantized, s: Search
     return indices, width
 
 
-def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, own: Tensor | None) -> TwoStage:
-    """Return the best documents of some queries, among the documents ``own [n]`` if given.
+def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, subset: Tensor | None) -> TwoStage:
+    """Return the best documents of some queries, among the documents ``subset [n]`` if it is not None.
 
     The indices count from the first of these documents.
     """
-    count = _count_documents(coarse, s.cu_seqlens_d) if own is None else len(own)
+    count = _count_documents(coarse, s.cu_seqlens_d) if subset is None else len(subset)
     k = min(s.top_k, count)
-    intervals = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s, own), own)
+    intervals = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s, subset), subset)
     is_candidate = (
         _select_possible(intervals, k) if n_candidates is None else _select_best(intervals, max(n_candidates, k))
     )
     documents, n_rescored = _list_documents(is_candidate)
-    document_indices = documents if own is None else name_results((intervals.scores, documents), own)[1]
+    document_indices = documents if subset is None else name_results((intervals.scores, documents), subset)[1]
     scores = _score_full(s, document_indices).masked_fill_(documents < 0, -torch.inf)
     values, indices = topk.select_candidates(scores, documents, k)
     n_proven = torch.full_like(n_rescored, k)
@@ -252,12 +252,12 @@ def _count_documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
     return len(D) if cu_seqlens_d is None else len(cu_seqlens_d) - 1
 
 
-def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs, own: Tensor | None = None) -> Tensor:
-    """Return the scores ``[Nq, end - begin]`` of quantized documents, or ``[Nq, n]`` of the documents ``own [n]``."""
-    if own is not None:
+def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs, subset: Tensor | None = None) -> Tensor:
+    """Return the scores ``[Nq, end - begin]`` of quantized documents, or ``[Nq, n]`` of ``subset [n]``."""
+    if subset is not None:
         d_mask = None if s.d_mask is None else s.d_mask.to(Q.device)
-        return score_chosen(_OP, s._replace(Q=Q, D=D, d_mask=d_mask), own)
-    options: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "whole": False}
+        return score_chosen(_OP, s._replace(Q=Q, D=D, d_mask=d_mask), subset)
+    options: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "must_cover_d": False}
     if s.cu_seqlens_d is not None:
         options["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
     elif (begin, end) != (0, len(D)):
@@ -267,8 +267,10 @@ def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs, 
     return inputs.score_varlen(inputs.prepare_args(_OP, Q, D, **options))[0]
 
 
-def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor, own: Tensor | None = None) -> _ScoreIntervals:
-    """Return bounds of the full scores, of all documents or of the documents ``own [n]``.
+def _compute_intervals(
+    s: SearchArgs, coarse: Quantized, scores: Tensor, subset: Tensor | None = None
+) -> _ScoreIntervals:
+    """Return bounds of the full scores, of all documents or of the documents ``subset [n]``.
 
     Documents and queries with NaN or infinities have infinite bounds.
     """
@@ -290,7 +292,7 @@ def _compute_intervals(s: SearchArgs, coarse: Quantized, scores: Tensor, own: Te
     error_bounds = torch.add(error * (1 + relative_error), norm, alpha=relative_error)
     if (operand_norms := _bound_operand_norms(s, coarse)) is not None:
         error_bounds = error_bounds + rounding * operand_norms
-    error_bounds = error_bounds if own is None else error_bounds[own]
+    error_bounds = error_bounds if subset is None else error_bounds[subset]
     centers, lengths = scores.double(), lengths.sum(1, keepdim=True)
     lower, upper = (torch.addcmul(centers, lengths, error_bounds, value=sign) for sign in (-1, 1))
     inf = torch.inf
@@ -383,9 +385,9 @@ def _list_documents(chosen: Tensor) -> tuple[Tensor, Tensor]:
         return document.unsqueeze(0), counts
     width = int(counts.max()) if counts.numel() else chosen.shape[1]  # without queries, any width is valid
     offsets = counts.cumsum(0) - counts
-    place = torch.arange(len(document), device=document.device) - offsets[query]
+    column = torch.arange(len(document), device=document.device) - offsets[query]
     documents = document.new_full((len(chosen), width), -1)
-    documents[query, place] = document
+    documents[query, column] = document
     return documents, counts
 
 

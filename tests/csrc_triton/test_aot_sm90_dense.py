@@ -136,7 +136,7 @@ def test_int8_documents_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, option
 )
 def test_binary_documents_compile_to_concurrent_wgmma(dtype, Nq, Lq, Ld, options, kept, each_token):
     terms, rotated = 1 if kept == "bits1_binary" else 2, kept == "bits1_rotated"
-    chosen = {"each_token": each_token, "terms": terms, "kept": kept}
+    chosen = {"each_token": each_token, "terms": terms, "encoding": kept}
     choice = sm90_configs.configure_int8(SM_90, dtype, SizeArgs(Nq, 256, Lq, Ld), 128, **chosen)
     C = choice.config
     assert choice.programs == min(132 * C.PROGRAMS_PER_SM, 256) if C.SMALL_M else C.PROGRAMS_PER_SM == 1
@@ -150,7 +150,7 @@ def test_binary_documents_compile_to_concurrent_wgmma(dtype, Nq, Lq, Ld, options
 
 
 def fp8_source(dtype: torch.dtype, kept: str, d: int, Nq: int, Lq: int, Ld: int, options: bool):
-    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept=kept)
+    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, encoding=kept)
     return numbers_source(choice, dtype, d, options, False)
 
 
@@ -184,7 +184,7 @@ def test_fp8_documents_compile_to_concurrent_wgmma(dtype, kept, d, Nq, Lq, Ld, o
 )
 @pytest.mark.parametrize("each_token", [True, False])
 def test_fp8_queries_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, options, each_token):
-    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, kept="fp8_fp8", each_token=each_token)
+    choice = sm90_configs.configure_fp8(SM_90, SizeArgs(Nq, 256, Lq, Ld), d, encoding="fp8_fp8", each_token=each_token)
     source = numbers_source(choice, dtype, d, options, each_token)
     assert "f32.e4m3.e4m3" in compile_checked(source, products=True).asm["ptx"]
 

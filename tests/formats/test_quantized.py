@@ -308,7 +308,7 @@ def test_save_load_and_pickle_round_trip(format, tmp_path):
         assert torch.equal(found.dequantize(), made.dequantize()) and torch.equal(found.error, made.error)
     assert repr(made) == f"Quantized([5, 6, 20], format='{format}', device='cpu')" and len(made) == 5
     kept = ALL_FORMATS[format]
-    bytes_each = -(-20 // kept.each) + kept.scale.itemsize + 4 * (format == "uint8" or kept.nbits > 0)
+    bytes_each = -(-20 // kept.features_per_element) + kept.scale.itemsize + 4 * (format == "uint8" or kept.nbits > 0)
     of_codec = 4 * (7 * 20 + 2 * 2**kept.nbits - 1) if kept.nbits else 0
     assert made.nbytes == 30 * bytes_each + 5 * 8 + of_codec
 

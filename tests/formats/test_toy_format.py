@@ -34,7 +34,7 @@ def decode(data, d):
     return torch.stack([data & 15, data >> 4], -1).flatten(-2)[..., :d].to(torch.int8) - 8, 1.0
 
 
-NIBBLES = format_table.Format(torch.uint8, 7, each=2, kernel=load_nibbles, encode=encode, decode=decode)
+NIBBLES = format_table.Format(torch.uint8, 7, features_per_element=2, kernel=load_nibbles, encode=encode, decode=decode)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=PLACE_IDS)

@@ -60,7 +60,7 @@ def test_warp_groups_take_turns_unless_products_are_short_or_awaited():
     half = [sm90_configs.configure_sm90(arch, sizes, 128, normalize=n, argmax=a) for n in (0, 1) for a in (0, 1)]
     one_term, two_terms = (sm90_configs.configure_fp32_split(arch, sizes, 128, terms=n) for n in (1, 2))
     int8 = sm90_configs.configure_int8(arch, torch.bfloat16, sizes, 128, each_token=True, terms=2)
-    fp8, fp8_queries = (sm90_configs.configure_fp8(arch, sizes, 128, kept=kept) for kept in ("e4m3", "fp8_fp8"))
+    fp8, fp8_queries = (sm90_configs.configure_fp8(arch, sizes, 128, encoding=kept) for kept in ("e4m3", "fp8_fp8"))
     assert all(choice.config.PING_PONG for choice in (*half, one_term, fp8))
     assert not any(choice.config.PING_PONG for choice in (two_terms, int8, fp8_queries))
 
@@ -79,7 +79,7 @@ def test_few_features_use_at_least_two_stages_for_one_query(d, documents, gpu):
 @pytest.mark.parametrize(("Nq", "few"), [(1, False), (1, True), (4, True), (16, False), (256, False)])
 def test_rq4_words_have_one_stage_as_rq2_words_in_effect(Nq, few):
     kind = KernelKey(ARCHITECTURES["sm_90"], torch.bfloat16, 128, False, False, 0)
-    options = {"tf32": False, "argmax": False, "few": few}
+    options = {"tf32": False, "argmax": False, "has_few_documents": few}
     rq4, rq2 = (
         forward_configs.configure_packed_forward(kind, Nq, 32, stored=stored, **options)[0]
         for stored in ("bitwords4", "bitwords2")

@@ -192,8 +192,13 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     kind = _kind(case, arch)
     if case.kernel == "maxsim_forward":
         if case.ragged:
-            choices = {"tf32": case.tf32, "argmax": case.argmax, "stored": _stored(case), "few": case.sections}
-            choices["bare"] = not (case.options or case.padded)
+            choices = {
+                "tf32": case.tf32,
+                "argmax": case.argmax,
+                "stored": _stored(case),
+                "has_few_documents": case.sections,
+            }
+            choices["has_no_options"] = not (case.options or case.padded)
             launch = forward_configs.configure_packed_forward(kind, case.Nq, case.Lq, **choices)[0]
             if case.sections:
                 config = launch.config._replace(

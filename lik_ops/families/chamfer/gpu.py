@@ -100,7 +100,7 @@ def configure_selection(arch: Architecture, d: int, metric: str, wide: int, side
 
 
 @functools.lru_cache(maxsize=256)
-def choose_part_count(tiles: int, steps: int, slots: int, least: int, start: int) -> int:
+def choose_part_count(tiles: int, steps: int, slots: int, min_parts: int, start: int) -> int:
     """Return the number of parts of a cloud for the programs of all row tiles.
 
     The result minimizes the steps of a GPU that runs `slots` programs at a time.
@@ -109,10 +109,10 @@ def choose_part_count(tiles: int, steps: int, slots: int, least: int, start: int
         tiles: number of row tiles.
         steps: number of steps of the whole cloud.
         slots: number of programs that run at a time.
-        least: minimum number of parts.
+        min_parts: minimum number of parts.
         start: startup cost of a program, in steps.
     """
-    choices = {min(max(waves * slots // max(tiles, 1), least, 1), max(steps, 1)) for waves in range(1, 9)}
+    choices = {min(max(waves * slots // max(tiles, 1), min_parts, 1), max(steps, 1)) for waves in range(1, 9)}
     return min(choices, key=lambda parts: (cdiv(tiles * parts, slots) * (cdiv(steps, parts) + start), parts))
 
 

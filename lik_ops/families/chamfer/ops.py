@@ -56,7 +56,7 @@ class ChamferArgs(NamedTuple):
         for name, n in (("p_lengths", self.p_lengths), ("r_lengths", self.r_lengths)):
             if n is not None:
                 clouds = "[B]" if self.P.dim() == 3 else "[]"
-                check_indices(op, name, n, self.P.shape[:-2], clouds, self.P.device, of="P")
+                check_indices(op, name, n, self.P.shape[:-2], clouds, self.P.device, device_owner="P")
 
     def _check_same(self, op: str) -> None:
         """Raise ValueError or TypeError unless P and R agree in dtype, device, rank, batch size and d."""

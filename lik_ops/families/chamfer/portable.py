@@ -176,15 +176,15 @@ class _NearestPoints:
         self.best = X.new_full(X.shape[:2], torch.inf)
         self.where = torch.full(X.shape[:2], _NO_POINT, dtype=torch.int32, device=X.device)
 
-    def take(self, S: Tensor, own: slice, rows: slice, columns: slice, keep: Tensor | None) -> None:
+    def take(self, S: Tensor, batches: slice, rows: slice, columns: slice, keep: Tensor | None) -> None:
         """Merge the distances of `rows` to the kept `columns`; NaN comes before all, and the lowest index wins ties."""
-        is_kept = None if keep is None else keep[own, None, columns]
+        is_kept = None if keep is None else keep[batches, None, columns]
         S = S if is_kept is None else torch.where(is_kept, S, torch.inf)
         m = S.amin(2)
         positions = torch.arange(columns.start, columns.start + S.shape[2], dtype=torch.int32, device=S.device)
         is_hit = (m.unsqueeze(2) == S) | S.isnan()
         first_hit = torch.where(is_hit if is_kept is None else is_hit & is_kept, positions, _NO_POINT).amin(2)
-        best, indices = self.best[own, rows], self.where[own, rows]
+        best, indices = self.best[batches, rows], self.where[batches, rows]
         is_better = (m < best) | (m.isnan() & ~best.isnan()) | ((m == best) & (indices == _NO_POINT))
         indices.copy_(torch.where(is_better, first_hit, indices))
         best.copy_(torch.where(is_better, m, best))

@@ -87,9 +87,9 @@ def configure_tokens(
     normalize: bool,
     wide: int,
     tf32: bool,
-    whole: bool = True,
+    has_all_features: bool = True,
 ):
-    """Return the launch of the token kernel for `d` features, all features of a token if `whole`."""
+    """Return the launch of the token kernel for `d` features. `has_all_features` says that tokens have no others."""
     BD = max(next_power_of_2(d), 16)
     loads = 1 if supports_vector_loads(width, wide) else 2
     step = select_row(_TOKENS_TABLE, arch, dtype, 1, d, normalize, loads)
@@ -104,7 +104,7 @@ def configure_tokens(
         WIDE_OFFSETS=wide,
         PRECISION=choose_precision(dtype, arch, tf32),
         FUSED_LOOP=arch.unit in ("wgmma", "interpreter"),
-        EVEN_D=whole and d == BD,
+        EVEN_D=has_all_features and d == BD,
         WAIT_EACH_STEP=arch.unit == "wgmma",
     )
     return HeadLaunchConfig(config, num_warps=step.warps, num_stages=step.stages, max_registers=arch.registers)

@@ -67,10 +67,12 @@ def _make_linear_args(head: HeadArgs) -> LinearArgs:
     return LinearArgs._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
 
 
-def _make_descriptors(H: Tensor, most: int, W: Tensor, arch: Architecture, config: HeadConfig) -> tuple[Tiles, Tiles]:
+def _make_descriptors(
+    H: Tensor, max_documents: int, W: Tensor, arch: Architecture, config: HeadConfig
+) -> tuple[Tiles, Tiles]:
     """Return TMA descriptors of hidden states and weights, each None if TMA cannot read the tensor.
 
-    `most` is the maximum number of documents of a program.
+    `max_documents` is the maximum number of documents of a program.
     """
 
     def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tiles:
@@ -80,7 +82,9 @@ def _make_descriptors(H: Tensor, most: int, W: Tensor, arch: Architecture, confi
         return TensorDescriptor(x, shape, strides, block)
 
     n, L, width = H.shape
-    rows = described(H, [n - most + 1, most * L, width], [L * width, width, 1], [1, config.BN, config.BK])
+    rows = described(
+        H, [n - max_documents + 1, max_documents * L, width], [L * width, width, 1], [1, config.BN, config.BK]
+    )
     return rows, described(W, list(W.shape), [width, 1], [config.BD, config.BK])
 
 
@@ -136,7 +140,7 @@ def _launch_tokens(H: Tensor, head: HeadArgs, out: Tensor, norms: Tensor | None,
     (n, L, width), d, stride = H.shape, head.W.shape[0], out.stride(-2)
     arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
     launch = head_configs.configure_tokens(
-        arch, H.dtype, d, width, head.normalize, wide, is_tf32_allowed(H.dtype), whole=stride == d
+        arch, H.dtype, d, width, head.normalize, wide, is_tf32_allowed(H.dtype), has_all_features=stride == d
     )
     with use_device(H.device):
         tiles = _make_descriptors(H, n, head.W, arch, launch.config)

@@ -186,7 +186,7 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
     return lik.maxsim_from_hidden_bwd(grad_scores, Q, H, W, b, argmax, *per_token, options[0], needs)
 
 
-register_autograd(maxsim_from_hidden_fwd, HiddenArgs, _call_backward, wanted=(0, 1, 2, 3, 6))
+register_autograd(maxsim_from_hidden_fwd, HiddenArgs, _call_backward, differentiable=(0, 1, 2, 3, 6))
 maxsim_from_hidden_bwd.register_autograd(make_raising_double_backward("maxsim_from_hidden"))
 maxsim_from_hidden_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_from_hidden_fwd, 7))
 maxsim_from_hidden_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_from_hidden_bwd, 9))

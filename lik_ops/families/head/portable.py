@@ -59,9 +59,9 @@ class HiddenArgs(NamedTuple):
         """Return ``(Nq, Nd)``."""
         return self.Q.shape[0], self.H.shape[0]
 
-    def documents(self, own: slice) -> tuple[Tensor, Tensor | None]:
+    def documents(self, documents: slice) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states and the mask of some documents."""
-        return self.H[own], None if self.d_mask is None else self.d_mask[own]
+        return self.H[documents], None if self.d_mask is None else self.d_mask[documents]
 
     def new_gradients(self, needs: Sequence[bool]) -> list[Tensor]:
         """Allocate gradients of Q, H, W, b and q_weight, uninitialized, each ``[0]`` if it is not in `needs`."""
@@ -291,11 +291,11 @@ class HeadBackward:
             self._add_head_gradients(all_tokens, slices, G, grads)
         return tuple(grads)
 
-    def _argmax(self, own: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    def _argmax(self, documents: slice, Q: Tensor, D: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of MaxSim with the tokens D as documents."""
-        x, argmax = self.x, None if self.argmax is None else self.argmax[own]
-        d_mask = x.documents(own)[1]
-        g = self.grad_scores[:, own]
+        x, argmax = self.x, None if self.argmax is None else self.argmax[documents]
+        d_mask = x.documents(documents)[1]
+        g = self.grad_scores[:, documents]
         return self.parts.backward(g, Q, D, argmax, x.q_mask, d_mask, x.q_weight, False, needs)
 
     @property
@@ -317,7 +317,11 @@ class HeadBackward:
         return split_to_fit(Nd, Ld * self.head.W.shape[0] * bytes_per_feature, room)
 
     def _add_head_gradients(
-        self, whole: tuple[Tensor, Tensor | None] | None, slices: list[slice], G: Tensor | None, grads: list[Tensor]
+        self,
+        all_tokens: tuple[Tensor, Tensor | None] | None,
+        slices: list[slice],
+        G: Tensor | None,
+        grads: list[Tensor],
     ) -> None:
         """Compute the gradients of H, W and b, given G, the gradient of tokens, or None to compute it."""
         x, needs = self.x, self.needs
@@ -326,10 +330,10 @@ class HeadBackward:
         grad_b: Tensor | None = None
         for documents in slices:
             H, keep = x.documents(documents)
-            if whole is None:
+            if all_tokens is None:
                 D, norms = self.parts.tokens(H, self.head)
             else:
-                D, norms = whole[0][documents], None if whole[1] is None else whole[1][documents]
+                D, norms = all_tokens[0][documents], None if all_tokens[1] is None else all_tokens[1][documents]
             if G is None:
                 G = self._argmax(documents, Q, D.to(Q.dtype), [False, True, False])[1]
             g, sum_b = G.reshape(-1, G.shape[-1]), None  # without `normalize`, masked tokens have zeros already

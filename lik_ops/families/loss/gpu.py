@@ -45,14 +45,14 @@ def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def label_gradients(
-    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: SavedLoss, begin: int
+    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, saved_loss: SavedLoss, begin: int
 ) -> Tensor:
-    """Return the gradient of `portable.label_gradients`, for contiguous scores and a contiguous `kept.lse`."""
+    """Return the gradient of `portable.label_gradients`, for contiguous scores and a contiguous `saved_loss.lse`."""
     rows, columns = scores.shape
     gradients = torch.empty_like(scores)
     programs = rows * cdiv(columns, BLOCK_SCORES)
     if programs:
-        row_args = labels, labels.stride(0), upstream, upstream.stride(0), kept.divisor, kept.lse
+        row_args = labels, labels.stride(0), upstream, upstream.stride(0), saved_loss.divisor, saved_loss.lse
         args = scores, gradients, *row_args, columns, begin, options.temperature, options.ignore_index, BLOCK_SCORES
         with use_device(scores.device):
             launcher.launch(maxsim_label_gradients, check_grid(programs), args, LAUNCH_OPTIONS)

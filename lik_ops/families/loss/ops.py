@@ -97,16 +97,16 @@ def check_labels(op: str, labels: Any, Q: Tensor) -> None:
     check_indices(op, "labels", labels, (Q.shape[0],), "[Nq], one for each query", Q.device)
 
 
-def check_loss_args(op: str, given: tuple, normalize: Any, reduction: Any) -> None:
+def check_loss_args(op: str, loss_args: tuple, normalize: Any, reduction: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` accepts these.
 
     Args:
         op: the function that error messages name.
-        given: the fields of a `LossArgs` before validation. The labels may be None.
+        loss_args: the fields of a `LossArgs` before validation. The labels may be None.
         normalize: whether to L2-normalize every token.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
     """
-    *tensors, labels = given
+    *tensors, labels = loss_args
     Q, D = tensors[:2]
     check_flag(op, "normalize", normalize)
     check_choice(op, "reduction", reduction, _REDUCTIONS)
@@ -179,12 +179,12 @@ class LossRunner:
         )
 
     def gradients(
-        self, grad: Tensor, x: LossArgs, kept: SavedLoss, options: LossOptions, needs: Sequence[bool]
+        self, grad: Tensor, x: LossArgs, saved_loss: SavedLoss, options: LossOptions, needs: Sequence[bool]
     ) -> tuple:
         """Return the gradients of `maxsim_cross_entropy_bwd`. `grad` has one gradient per loss, or is 0-d."""
-        key = "gradients", *options, *grad.stride(), kept.scores is None, *needs
-        arguments = self.backend, grad, x, kept, options, list(needs)
-        return self._run_captured(key, x, (grad, *kept), _compute_gradients, *arguments)
+        key = "gradients", *options, *grad.stride(), saved_loss.scores is None, *needs
+        arguments = self.backend, grad, x, saved_loss, options, list(needs)
+        return self._run_captured(key, x, (grad, *saved_loss), _compute_gradients, *arguments)
 
 
 def _select_runner(check: Callable[..., Any], x: LossArgs, *arguments: Any) -> LossRunner:
@@ -206,23 +206,23 @@ class LossCall(EagerCall):
         self.reduction, self.computed = reduction, LossRunner(backend)
         self.keeps = wants and is_within_workspace(x)
 
-    def _arguments(self, given: tuple) -> tuple[LossArgs, LossOptions]:
-        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = given
+    def _arguments(self, inputs: tuple) -> tuple[LossArgs, LossOptions]:
+        Q, D, q_mask, d_mask, labels, q_weight, temperature, ignore_index = inputs
         x = LossArgs(Q, D, q_mask, d_mask, q_weight, labels)
         return x, LossOptions(temperature, ignore_index, self.normalize)
 
-    def forward(self, given: tuple) -> tuple[Tensor | None, ...]:
+    def forward(self, inputs: tuple) -> tuple[Tensor | None, ...]:
         """Return the loss and the fields of `SavedLoss`."""
-        x, options = self._arguments(given)
+        x, options = self._arguments(inputs)
         counts = self.reduction == "mean"
         losses, lse, *extras = self.computed.losses(x, options, self.keeps, counts)
         count = extras.pop() if counts else None
         loss = losses if self.reduction == "none" else losses.sum()
         return loss if count is None else loss / count, *SavedLoss(lse, count, *extras)
 
-    def gradients(self, grad: Tensor, given: tuple, needs: list[bool], *kept: Any) -> tuple[Tensor, ...]:
+    def gradients(self, grad: Tensor, inputs: tuple, needs: list[bool], *saved_results: Any) -> tuple[Tensor, ...]:
         """Return the gradients of Q, D and q_weight."""
-        (x, options), saved_loss = self._arguments(given), SavedLoss(*kept)
+        (x, options), saved_loss = self._arguments(inputs), SavedLoss(*saved_results)
         if is_backward_direct(grad, x.Q, x.D):
             return self.computed.gradients(grad, x, saved_loss, options, needs)
         grad = (grad if saved_loss.divisor is None else grad / saved_loss.divisor).expand(x.labels.shape)
@@ -316,30 +316,32 @@ def maxsim_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _compute_gradients(
-    backend: ModuleType, upstream: Tensor, x: LossArgs, kept: SavedLoss, options: LossOptions, needs: list[bool]
+    backend: ModuleType, upstream: Tensor, x: LossArgs, saved_loss: SavedLoss, options: LossOptions, needs: list[bool]
 ) -> tuple[Tensor, ...]:
     """Compute the gradients part by part."""
     upstream = upstream.expand(x.labels.shape)
 
-    def of_part(i: slice, j: slice, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        part, scores, argmax = x.part(i, j), kept.scores, kept.argmax
+    def of_part(i: slice, j: slice, part_needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        part, scores, argmax = x.part(i, j), saved_loss.scores, saved_loss.argmax
         if scores is None:
             scores, argmax = backend.forward(*part.dense, options.normalize, choose_argmax_dtype(x.D.shape[-2]))
-        query_loss = SavedLoss(kept.lse[i].contiguous(), kept.divisor)
+        query_loss = SavedLoss(saved_loss.lse[i].contiguous(), saved_loss.divisor)
         gradient = backend.label_gradients(scores, part.labels, options, upstream[i], query_loss, j.start)
         Q, D, *masks = part.dense
-        return backend.backward_lowmem(gradient, Q, D, argmax, *masks, options.normalize, wanted)
+        return backend.backward_lowmem(gradient, Q, D, argmax, *masks, options.normalize, part_needs)
 
     (Nq, columns), candidates = x.dense.scores_shape(), x.D.dim() == 4
     parts = list(split_argmax_to_fit(Nq, columns, _count_pair_bytes(x), _MAX_PART_BYTES, candidates, needs))
     if len(parts) == 1:
         return of_part(*parts[0])
     grads = fake_gradient(x.dense, needs)
-    for i, j, wanted in parts:
-        places = i, i if candidates else j, i
-        for grad, place, block_grad, is_needed in zip(grads, places, of_part(i, j, wanted), wanted, strict=True):
+    for i, j, part_needs in parts:
+        part_slices = i, i if candidates else j, i
+        for grad, part_slice, block_grad, is_needed in zip(
+            grads, part_slices, of_part(i, j, part_needs), part_needs, strict=True
+        ):
             if is_needed:
-                grad[place] = block_grad
+                grad[part_slice] = block_grad
     return grads
 
 
@@ -363,7 +365,7 @@ def _call_backward(grad_losses, tensors, lse, options, needs):
     return lik.maxsim_cross_entropy_bwd(grad_losses, *tensors, lse, *options, needs)
 
 
-register_autograd(maxsim_cross_entropy_fwd, LossArgs, _call_backward, wanted=(0, 1, 4))
+register_autograd(maxsim_cross_entropy_fwd, LossArgs, _call_backward, differentiable=(0, 1, 4))
 maxsim_cross_entropy_bwd.register_autograd(make_raising_double_backward("maxsim_cross_entropy"))
 maxsim_cross_entropy_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_cross_entropy_fwd, 6))
 maxsim_cross_entropy_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_cross_entropy_bwd, 8))

@@ -69,16 +69,18 @@ def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def label_gradients(
-    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, kept: SavedLoss, begin: int
+    scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, saved_loss: SavedLoss, begin: int
 ) -> Tensor:
-    """Compute the gradient of ``sum_i upstream[i] * loss[i]`` by scores, divided by `kept.divisor` unless it is None.
+    """Compute the gradient of ``sum_i upstream[i] * loss[i]`` by scores.
+
+    The gradient is divided by `saved_loss.divisor` unless it is None.
 
     Args:
         scores: ``[N, columns]``.
         labels: int32 or int64 ``[N]``.
         options: temperature and ignore_index.
         upstream: ``[N]``.
-        kept: the tensors saved by the forward.
+        saved_loss: the tensors saved by the forward.
         begin: the label of the first column.
 
     Returns:
@@ -87,12 +89,12 @@ def label_gradients(
     columns = scores.shape[1]
     if columns == 0:
         return scores
-    best, log_sum = kept.lse[:, None].unbind(2)
+    best, log_sum = saved_loss.lse[:, None].unbind(2)
     x = (scores / options.temperature).sub_(best).sub_(log_sum)
     labels = labels[:, None].long()
     label = labels - begin
     index = label.clamp(0, columns - 1)
     at_label = x.gather(1, index)
     x.exp_().scatter_(1, index, torch.where(index == label, at_label.expm1(), at_label.exp()))
-    upstream = (upstream if kept.divisor is None else upstream / kept.divisor) / options.temperature
+    upstream = (upstream if saved_loss.divisor is None else upstream / saved_loss.divisor) / options.temperature
     return x.mul_(upstream[:, None]).masked_fill_(labels == options.ignore_index, 0)

@@ -121,9 +121,9 @@ def _check_factor(factor: Any) -> None:
 
 def _pack_documents(D: Any, d_mask: Any, doc_lengths: Any, cu_seqlens: Any) -> tuple[Tensor, list[int]]:
     """Return the kept tokens of all documents ``[T, d]``, and the number of tokens of each document."""
-    given = {"d_mask": d_mask, "doc_lengths": doc_lengths, "cu_seqlens_d": cu_seqlens}
+    layout_args = {"d_mask": d_mask, "doc_lengths": doc_lengths, "cu_seqlens_d": cu_seqlens}
     if is_sequences(D):
-        for name, x in given.items():
+        for name, x in layout_args.items():
             if x is not None:
                 raise ValueError(f"{_OP}: {name}: expected None with a list or nested tensor D, got {type(x).__name__}")
         packed = pack_sequences(_OP, "D", D)
@@ -131,12 +131,14 @@ def _pack_documents(D: Any, d_mask: Any, doc_lengths: Any, cu_seqlens: Any) -> t
         return packed.tokens, packed.cu_seqlens.diff().tolist() if packed.lengths is None else packed.lengths
     if cu_seqlens is not None:
         for name in ("d_mask", "doc_lengths"):
-            if given[name] is not None:
-                raise ValueError(f"{_OP}: {name}: expected None with cu_seqlens_d, got {type(given[name]).__name__}")
+            if layout_args[name] is not None:
+                raise ValueError(
+                    f"{_OP}: {name}: expected None with cu_seqlens_d, got {type(layout_args[name]).__name__}"
+                )
         _check_documents(D, "[Td, d] with cu_seqlens_d", 2)
         check_cu_seqlens(_OP, "cu_seqlens_d", cu_seqlens, D.device, "[Nd + 1]", "D")
         ends = cu_seqlens.cpu()
-        values.check_cu_seqlens(_OP, "cu_seqlens_d", ends, "D", D, whole=True)
+        values.check_cu_seqlens(_OP, "cu_seqlens_d", ends, "D", D, must_cover=True)
         return D, ends.diff().tolist()
     _check_documents(D, "[Nd, Ld, d], or [Td, d] with cu_seqlens_d", 3)
     Nd, Ld, d = D.shape
@@ -197,25 +199,29 @@ def _label_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Return the row of the result to which each token contributes ``[T]``, and the bounds of the result."""
     device = tokens.device
-    rest = [max(n - num_protected, 0) for n in lengths]
-    counts = [min(m, max(int(m // factor), 1)) for m in rest]
-    n_tokens, n_rest, n_clusters = (copy_from_host(x, device).long() for x in (lengths, rest, counts))
+    unprotected_lengths = [max(n - num_protected, 0) for n in lengths]
+    counts = [min(m, max(int(m // factor), 1)) for m in unprotected_lengths]
+    n_tokens, n_unprotected, n_clusters = (
+        copy_from_host(x, device).long() for x in (lengths, unprotected_lengths, counts)
+    )
     starts = n_tokens.cumsum(0) - n_tokens
     document = torch.arange(len(lengths), device=device).repeat_interleave(n_tokens, output_size=len(tokens))
     labels = torch.arange(len(tokens), device=device) - starts[document]  # if nothing is pooled
-    kept = n_tokens - n_rest + n_clusters
-    for batch in _batch_documents(rest, counts, MAX_DISTANCES_BYTES.get(device.type, MAX_DISTANCES_BYTES["cpu"])):
+    n_outputs = n_tokens - n_unprotected + n_clusters
+    for batch in _batch_documents(
+        unprotected_lengths, counts, MAX_DISTANCES_BYTES.get(device.type, MAX_DISTANCES_BYTES["cpu"])
+    ):
         at = copy_from_host(batch, device)
-        places = torch.arange(max(rest[i] for i in batch), device=device)
-        is_token = places < n_rest[at, None]
-        rows = torch.where(is_token, (starts + n_tokens - n_rest)[at, None] + places, 0)
+        positions = torch.arange(max(unprotected_lengths[i] for i in batch), device=device)
+        is_token = positions < n_unprotected[at, None]
+        rows = torch.where(is_token, (starts + n_tokens - n_unprotected)[at, None] + positions, 0)
         padded = tokens.index_select(0, rows.flatten()).view(*rows.shape, tokens.shape[1]).double()
-        if rest[batch[-1]] < len(places):  # documents are in descending order of their lengths
+        if unprotected_lengths[batch[-1]] < len(positions):  # documents are in descending order of their lengths
             padded.masked_fill_(~is_token[..., None], 0)
-        found = clustering.find(padded, n_rest[at], n_clusters[at])
-        labels[rows[is_token]] = (found + (n_tokens - n_rest)[at, None])[is_token]
-        kept[at] = (n_tokens - n_rest)[at] + found.masked_fill(~is_token, -1).amax(1) + 1
-    cu_seqlens = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
+        token_clusters = clustering.find(padded, n_unprotected[at], n_clusters[at])
+        labels[rows[is_token]] = (token_clusters + (n_tokens - n_unprotected)[at, None])[is_token]
+        n_outputs[at] = (n_tokens - n_unprotected)[at] + token_clusters.masked_fill(~is_token, -1).amax(1) + 1
+    cu_seqlens = torch.nn.functional.pad(n_outputs.cumsum(0), (1, 0))
     return labels + cu_seqlens[document], cu_seqlens
 
 

@@ -52,16 +52,16 @@ def find_kmeans_clusters(tokens: Tensor, lengths: Tensor, counts: Tensor) -> Ten
     """
     B, n, d = tokens.shape
     k = int(counts.max()) if B else 0
-    each = torch.arange(k, device=tokens.device)
-    is_centroid = each < counts[:, None]
-    starts = ((2 * each + 1) * lengths[:, None] // (2 * counts.clamp(min=1)[:, None])).clamp(max=max(n - 1, 0))
+    cluster_ids = torch.arange(k, device=tokens.device)
+    is_centroid = cluster_ids < counts[:, None]
+    starts = ((2 * cluster_ids + 1) * lengths[:, None] // (2 * counts.clamp(min=1)[:, None])).clamp(max=max(n - 1, 0))
     is_token = torch.arange(n, device=tokens.device) < lengths[:, None]
     centroids = tokens.gather(1, starts[..., None].expand(B, k, d))
     nearest = lengths.new_zeros(B, n)
     for _ in range(KMEANS_ROUNDS):
         distances = centroids.square().sum(-1)[:, None] - 2 * tokens @ centroids.mT
         nearest = distances.masked_fill(~is_centroid[:, None], math.inf).argmin(-1)
-        members = (nearest[..., None] == each).masked_fill(~is_token[..., None], False).to(tokens.dtype)
+        members = (nearest[..., None] == cluster_ids).masked_fill(~is_token[..., None], False).to(tokens.dtype)
         sizes = members.sum(1)[..., None]
         centroids = torch.where(sizes > 0, members.mT @ tokens / sizes, centroids)
     return _number_by_first_token(nearest, is_token, k)
@@ -170,13 +170,13 @@ class WardClustering:
             counts: the number of clusters of each document, int64 ``[B]``. Equal costs can lead to fewer clusters.
         """
         B, n, _ = self._shape
-        places = torch.arange(n, device=lengths.device)
+        positions = torch.arange(n, device=lengths.device)
         # Column n receives the writes of clusters that are not merged.
-        parents, costs = places.new_zeros(B, n + 1), self._buffers[0].new_full((B, n + 1), math.inf)
-        parents[:, :n] = places
+        parents, costs = positions.new_zeros(B, n + 1), self._buffers[0].new_full((B, n + 1), math.inf)
+        parents[:, :n] = positions
         merges = (lengths - counts).clamp(min=0)
         self._pad(self._view(0, *self._shape), lengths)
-        clusters = ClusterBatch(places.repeat(B, 1), self._buffers[0].new_ones(B, n), lengths)
+        clusters = ClusterBatch(positions.repeat(B, 1), self._buffers[0].new_ones(B, n), lengths)
         while (m := clusters.first.shape[1]) > 1:
             adjust_threads()
             cost, nearest = self._find_nearest(clusters)
@@ -192,7 +192,7 @@ class WardClustering:
             limits = _find_limits(costs, merges)
             # A limit of -inf becomes NaN, and no cluster stays.
             stays = (cost <= limits + _COST_MARGIN * limits.abs()) & has_other & ~is_absorbed
-            stays &= places[:m] < clusters.counts[:, None]
+            stays &= positions[:m] < clusters.counts[:, None]
             left = stays.sum(1)
             width = int(left.max())
             if width < 2:
@@ -203,14 +203,14 @@ class WardClustering:
 
     def _pad(self, squared: Tensor, counts: Tensor) -> None:
         """Set the squared distances of padding."""
-        least, m = int(counts.min()), squared.shape[1]
-        if least < m:
-            is_padding = torch.arange(least, m, device=counts.device) >= counts[:, None]
-            squared[:, least:].masked_fill_(is_padding[:, :, None], _FAR)
-            squared[:, :, least:].masked_fill_(is_padding[:, None], _FAR)
+        min_count, m = int(counts.min()), squared.shape[1]
+        if min_count < m:
+            is_padding = torch.arange(min_count, m, device=counts.device) >= counts[:, None]
+            squared[:, min_count:].masked_fill_(is_padding[:, :, None], _FAR)
+            squared[:, :, min_count:].masked_fill_(is_padding[:, None], _FAR)
 
     def _find_nearest(self, clusters: ClusterBatch) -> tuple[Tensor, Tensor]:
-        """Return half of the least cost of merging each cluster with another one, and which. Both are ``[B, m]``.
+        """Return half of the lowest cost of merging each cluster with another one, and which. Both are ``[B, m]``.
 
         The cost of a cluster without another one is at least `_FAR` / n.
         """
@@ -218,12 +218,12 @@ class WardClustering:
         squared, cost = self._view(0, B, m, m), self._view(1, B, m, m)
         squared.diagonal(dim1=1, dim2=2).fill_(_FAR)
         if m == self._shape[1]:  # each cluster is one token, because each round merges some clusters
-            least, nearest = squared.min(-1)
-            return least.div_(2), nearest
+            min_cost, nearest = squared.min(-1)
+            return min_cost.div_(2), nearest
         weights = 1 / clusters.sizes
         torch.div(squared, torch.add(weights[:, :, None], weights[:, None], out=cost), out=cost)
-        least, nearest = cost.min(-1)
-        return least, nearest
+        min_cost, nearest = cost.min(-1)
+        return min_cost, nearest
 
     def _plan_merges(
         self, old: ClusterBatch, nearest: Tensor, merges: Tensor, stays: Tensor, left: Tensor, width: int
@@ -239,13 +239,13 @@ class WardClustering:
             width: the maximum of `left`.
         """
         B, m = stays.shape
-        places = torch.arange(m, device=left.device)
+        positions = torch.arange(m, device=left.device)
         merges = merges & stays
         after = (stays & ~merges).cumsum(1) + merges.sum(1, keepdim=True)
         order = torch.where(merges, merges.cumsum(1), after) - 1
         order.masked_fill_(~stays, width)  # column `width` receives all other clusters
-        one = nearest.new_zeros(B, width + 1).scatter_(1, order, places.expand(B, m))[:, :width]
-        merged = merges.gather(1, one) & (places[:width] < left[:, None])
+        one = nearest.new_zeros(B, width + 1).scatter_(1, order, positions.expand(B, m))[:, :width]
+        merged = merges.gather(1, one) & (positions[:width] < left[:, None])
         two = torch.where(merged, nearest.gather(1, one), one)
         a, b = old.sizes.gather(1, one), old.sizes.gather(1, two).masked_fill_(~merged, 0)
         total = a + b
@@ -301,8 +301,8 @@ def _find_limits(costs: Tensor, merges: Tensor) -> Tensor:
 def _cut(parents: Tensor, costs: Tensor, merges: Tensor) -> Tensor:
     """Return the cluster of each token after the cheapest merges. A parent is before its children."""
     n = parents.shape[1]
-    places = torch.arange(n, device=parents.device)
-    roots = torch.where((costs <= _find_limits(costs, merges)) & costs.isfinite(), parents, places)
+    positions = torch.arange(n, device=parents.device)
+    roots = torch.where((costs <= _find_limits(costs, merges)) & costs.isfinite(), parents, positions)
     for _ in range(max(1, n - 1).bit_length()):
         roots = roots.gather(1, roots)
-    return ((roots == places).cumsum(1) - 1).gather(1, roots)
+    return ((roots == positions).cumsum(1) - 1).gather(1, roots)

@@ -96,13 +96,15 @@ def _launch_forward(x: DenseArgs, out: OutputArgs | SoftSplitArgs, temperature: 
     launcher.launch(maxsim_forward_soft, check_grid(launch.programs(sizes.Nq, sizes.K)), args, launch.options(arch))
 
 
-def _score_in_splits(x: DenseArgs, out: OutputArgs, temperature: Temperature, normalize: bool, each: int) -> None:
-    """Fill `out` from soft maxima of splits of `each` tokens, for as many documents at a time as the workspace holds.
+def _score_in_splits(
+    x: DenseArgs, out: OutputArgs, temperature: Temperature, normalize: bool, split_tokens: int
+) -> None:
+    """Fill `out` from soft maxima of splits of `split_tokens` tokens.
 
-    Candidates are scored for some queries at a time.
+    The workspace limits the number of documents at a time. Candidates are scored for some queries at a time.
     """
     sizes, candidates = make_size_args(x.Q, x.D), x.D.dim() == 4
-    count = cdiv(sizes.Ld, each)
+    count = cdiv(sizes.Ld, split_tokens)
     groups, bytes_each = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
     for group in split_to_fit(groups, 4 * bytes_each * sizes.Lq * count, _MAX_SPLIT_BYTES):
         lse = None if out.argmax is None else out.argmax[group]
@@ -112,11 +114,11 @@ def _score_in_splits(x: DenseArgs, out: OutputArgs, temperature: Temperature, no
             part, scores = DenseArgs(x.Q[group], x.D[group], q_mask, d_mask, q_weight), out.scores[group]
         else:
             part, scores = x._replace(D=x.D[group], d_mask=d_mask), out.scores[:, group]
-        _merge_splits(part, OutputArgs(scores, lse), temperature, normalize, each, count)
+        _merge_splits(part, OutputArgs(scores, lse), temperature, normalize, split_tokens, count)
 
 
 def _merge_splits(
-    x: DenseArgs, out: OutputArgs, temperature: Temperature, normalize: bool, each: int, count: int
+    x: DenseArgs, out: OutputArgs, temperature: Temperature, normalize: bool, split_tokens: int, count: int
 ) -> None:
     """Compute the soft maxima of all splits, and merge them."""
     sizes: SizeArgs = make_size_args(x.Q, x.D)
@@ -124,7 +126,7 @@ def _merge_splits(
     rows = documents * count * sizes.Lq * (1 if candidates else sizes.Nq)
     maxima = torch.empty(rows, dtype=torch.float32, device=x.Q.device)
     kept_counts = None if x.d_mask is None else torch.empty(documents * count, dtype=torch.int32, device=x.Q.device)
-    splits = SoftSplitArgs(maxima, kept_counts, each, count)
+    splits = SoftSplitArgs(maxima, kept_counts, split_tokens, count)
     _launch_forward(x, splits, temperature, normalize)
     queries = make_query_args(x.Q, x.q_mask, x.q_weight)
     args = queries, splits, *out, temperature, sizes, out.scores.stride(0)
@@ -150,18 +152,20 @@ class SoftCall(NamedTuple):
         """Return whether each query has its own documents."""
         return self.D.dim() == 4
 
-    def part(self, own: slice) -> SoftCall:
+    def part(self, queries: slice) -> SoftCall:
         """Return the call for a slice of queries and of their candidates."""
-        lse, D, d_mask = self.lse[:, own], self.D, self.d_mask
+        lse, D, d_mask = self.lse[:, queries], self.D, self.d_mask
         if self.candidates:
-            lse, D, d_mask = self.lse[own], D[own], None if d_mask is None else d_mask[own]
-        q_mask, q_weight = (None if x is None else x[own] for x in (self.q_mask, self.q_weight))
-        return SoftCall(self.grad_scores[own], self.Q[own], D, lse, q_mask, d_mask, q_weight, *self[7:])
+            lse, D, d_mask = self.lse[queries], D[queries], None if d_mask is None else d_mask[queries]
+        q_mask, q_weight = (None if x is None else x[queries] for x in (self.q_mask, self.q_weight))
+        return SoftCall(self.grad_scores[queries], self.Q[queries], D, lse, q_mask, d_mask, q_weight, *self[7:])
 
-    def select_documents(self, own: slice) -> SoftCall:
+    def select_documents(self, documents: slice) -> SoftCall:
         """Return the call for a slice of documents of the cross product."""
-        d_mask = None if self.d_mask is None else self.d_mask[own]
-        return self._replace(grad_scores=self.grad_scores[:, own], D=self.D[own], lse=self.lse[own], d_mask=d_mask)
+        d_mask = None if self.d_mask is None else self.d_mask[documents]
+        return self._replace(
+            grad_scores=self.grad_scores[:, documents], D=self.D[documents], lse=self.lse[documents], d_mask=d_mask
+        )
 
     def launch(self) -> LaunchConfig:
         """Return the launch configuration."""
@@ -265,19 +269,21 @@ class SumWorkspace(NamedTuple):
         return self.taken.view(-1).view(torch.uint8)[: 4 * count].view(torch.float32).view(shape)
 
 
-def allocate_sum_workspace(count: int, bytes_each: int, own: int, unwritten: Tensor | None = None) -> SumWorkspace:
+def allocate_sum_workspace(
+    count: int, bytes_each: int, gradient_bytes: int, unwritten: Tensor | None = None
+) -> SumWorkspace:
     """Return memory for the sums of `count` queries or documents, or of as many at a time as it holds.
 
-    Its size is one twentieth of `own`, within limits. If the gradient `unwritten` is at least as large, it serves as
-    the workspace, because it is written later.
+    Its size is one twentieth of `gradient_bytes`, within limits. If the gradient `unwritten` is at least as large, it
+    serves as the workspace, because it is written later.
 
     Args:
         count: number of queries or documents.
         bytes_each: bytes of the sums of one query or document.
-        own: bytes of the gradients and soft maxima.
+        gradient_bytes: bytes of the gradients and soft maxima.
         unwritten: a gradient that is written later, or None.
     """
-    max_bytes = max(_MIN_SUM_BYTES, min(own // 20, _MAX_SUM_BYTES))
+    max_bytes = max(_MIN_SUM_BYTES, min(gradient_bytes // 20, _MAX_SUM_BYTES))
     if unwritten is not None and unwritten.nbytes >= max(min(count * bytes_each, max_bytes), bytes_each):
         return SumWorkspace(unwritten.nbytes, unwritten)
     return SumWorkspace(max_bytes, None)

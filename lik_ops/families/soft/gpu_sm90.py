@@ -55,7 +55,7 @@ def _try_launches(launches: Callable[[], None], Q: Tensor, instead: str) -> bool
     return True
 
 
-def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, each: int) -> bool:
+def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, documents_per_part: int) -> bool:
     """Compute the sums of query rows in parts of documents, and return whether the kernel supports the call."""
     Nq, K, Lq, Ld = make_size_args(c.Q, c.D)
     d = c.Q.shape[-1]
@@ -66,7 +66,7 @@ def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, each: int) -> bool:
     def launches() -> None:
         """Launch the kernel of query rows."""
         tiles = gluon.make_tile_descriptor((1, C.BN, C.BD), c.D.dtype).of(c.D, [K, Ld, d], [Ld * d, d, 1])
-        args = make_query_args(c.Q, c.q_mask, None), tiles, c.upstream(), c.temperature, sums, each, d, C
+        args = make_query_args(c.Q, c.q_mask, None), tiles, c.upstream(), c.temperature, sums, documents_per_part, d, C
         kernel = gluon.load_module(supports.SOFT_MODULE).maxsim_soft_rows  # type: ignore[union-attr]
         launcher.launch(kernel, (cdiv(Nq * Lq, _OWNED_ROWS), parts), args, {"num_warps": 4})
 

@@ -171,17 +171,17 @@ def _call_backward(grad_scores, tensors, lse, options, needs):
     return lik.maxsim_soft_bwd(grad_scores, Q, D, lse, *optional_tensors, temperature, normalize, needs)
 
 
-register_autograd(maxsim_soft_fwd, SoftArgs, _call_backward, wanted=(0, 1, 4, 5))
+register_autograd(maxsim_soft_fwd, SoftArgs, _call_backward, differentiable=(0, 1, 4, 5))
 maxsim_soft_bwd.register_autograd(make_raising_double_backward("maxsim_soft"))
 maxsim_soft_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_soft_fwd, 6))
 maxsim_soft_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_soft_bwd, 8))
 
 
-def score_soft(given: tuple, temperature: Any, normalize: bool) -> Tensor:
+def score_soft(inputs: tuple, temperature: Any, normalize: bool) -> Tensor:
     """Return the soft scores of `lik_ops.maxsim_soft`.
 
     Args:
-        given: Q, D, q_mask, d_mask and q_weight.
+        inputs: Q, D, q_mask, d_mask and q_weight.
         temperature: a number above 0 or a 0-d tensor.
         normalize: whether to L2-normalize every token.
 
@@ -199,7 +199,7 @@ def score_soft(given: tuple, temperature: Any, normalize: bool) -> Tensor:
         keep = argmax_dtype is not None or functional.is_recording_gradients(tau)
         return lik.maxsim_soft_fwd(*tensors, tau, number, normalized, keep)
 
-    scores = operators.call_dispatched("maxsim_soft", forward, given, normalize, "auto")[0]
-    Q, D, q_mask, d_mask, _ = given
+    scores = operators.call_dispatched("maxsim_soft", forward, inputs, normalize, "auto")[0]
+    Q, D, q_mask, d_mask, _ = inputs
     hints.inspect_tokens("maxsim_soft", Q, D, q_mask, d_mask, normalize)
     return scores

@@ -50,7 +50,7 @@ class SoftForward(SliceForward):
     """The forward by slices, with a log-sum-exp in place of the maximum."""
 
     def __init__(self, layout: BatchedArgs, normalize: bool, temperature: Temperature) -> None:
-        self.kept, self.temperature = layout.argmax, temperature
+        self.soft_maxima, self.temperature = layout.argmax, temperature
         super().__init__(layout._replace(argmax=None), normalize)
 
     def _score(
@@ -73,10 +73,10 @@ class SoftForward(SliceForward):
         return torch.where(high.isinf() | (low == NEG_INF), high, lse)
 
     def _finish(self, b: slice, x: slice, u: slice) -> None:
-        if self.kept is not None:
+        if self.soft_maxima is not None:
             q = self.queries
             y = slice(u.start * q, min(u.stop * q, self.Y))
-            target = self.kept[b, x, y]
+            target = self.soft_maxima[b, x, y]
             best = self.best[: b.stop - b.start, : x.stop - x.start, : u.stop - u.start, : q * self.Lq]
             target.copy_(best.unflatten(-1, (q, self.Lq)).flatten(2, 3)[:, :, : y.stop - y.start])
             if self.layout.q_mask is not None:
@@ -244,9 +244,9 @@ class SoftBackward:
         return torch.where(has_gradient, backpropagate_norm(total, torch.where(has_gradient, tokens, 0)), 0)
 
     @staticmethod
-    def _write(target: Tensor, shape: torch.Size, piece: Piece, found: Tensor) -> None:
+    def _write(target: Tensor, shape: torch.Size, piece: Piece, values: Tensor) -> None:
         part = target.view(shape)[tuple(piece)]
-        part.copy_(found.view(part.shape))
+        part.copy_(values.view(part.shape))
 
     def _write_document_gradients(self) -> None:
         queries, documents = self._pieces()

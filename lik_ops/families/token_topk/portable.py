@@ -112,12 +112,16 @@ class TokenTopkForward(SliceForward):
                 self._write_argmax(rank, b, x, u, values, kept_tokens)
         super()._finish(b, x, u)
 
-    def _write_argmax(self, rank: int, b: slice, x: slice, u: slice, values: Tensor, kept: Tensor | None) -> None:
+    def _write_argmax(
+        self, rank: int, b: slice, x: slice, u: slice, values: Tensor, kept_tokens: Tensor | None
+    ) -> None:
         """Write the argmax of a rank in a slab, whose similarities are `values`."""
         layout, q = self.layout, self.queries
         y = slice(u.start * q, min(u.stop * q, self.Y))
         indices = self.indices[rank, : values.shape[0], : values.shape[1], : values.shape[2]]
-        indices = torch.where(values == NEG_INF if kept is None else (values == NEG_INF) | (kept <= rank), -1, indices)
+        indices = torch.where(
+            values == NEG_INF if kept_tokens is None else (values == NEG_INF) | (kept_tokens <= rank), -1, indices
+        )
         indices = indices[..., : q * self.Lq].unflatten(-1, (q, self.Lq)).flatten(2, 3)[:, :, : y.stop - y.start]
         if layout.q_mask is not None:
             indices = indices.masked_fill(~layout.q_mask[b, None, y], -1)

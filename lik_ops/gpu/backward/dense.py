@@ -118,9 +118,10 @@ def _iterate_parts(a: BackwardArgs, outputs: Gradients) -> Iterator[tuple[Backwa
     sizes, candidates = sizes_of(a.Q, a.D), a.D.dim() == 4
     row_bytes = sizes.Lq * choose_argmax_dtype(sizes.Ld).itemsize
     for i, j, needs in split_argmax_to_fit(sizes.Nq, sizes.K, row_bytes, _MAX_ARGMAX_BYTES, candidates, a.needs):
-        places = i, i if candidates else j, i
+        part_slices = i, i if candidates else j, i
         part_outputs = [
-            t[place] if is_needed else t for t, place, is_needed in zip(outputs, places, needs, strict=True)
+            t[part_slice] if is_needed else t
+            for t, part_slice, is_needed in zip(outputs, part_slices, needs, strict=True)
         ]
         yield a.part(i, j)._replace(needs=needs), part_outputs
 

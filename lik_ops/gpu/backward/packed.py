@@ -93,13 +93,13 @@ def sort_pairs(items: Tensor, key: int, reach: bool, zeros: ZeroFillArgs | None 
     return out, end_rows
 
 
-def compute_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, most: int) -> Tensor:
+def compute_starts(keys: Tensor, reach: Tensor | None, start_count: int, step: int, max_key: int) -> Tensor:
     """Return the output of `maxsim_find_starts`."""
     count = keys.shape[0]
-    starts = torch.empty(places * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
-    args = keys, reach, starts, count, places, step, most, count.bit_length()
+    starts = torch.empty(start_count * (1 if reach is None else 2), dtype=torch.int32, device=keys.device)
+    args = keys, reach, starts, count, start_count, step, max_key, count.bit_length()
     launcher.launch(
-        pair_kernels.maxsim_find_starts, (cdiv(places, _PAIRS_PER_PROGRAM),), args, _get_options(keys.device)
+        pair_kernels.maxsim_find_starts, (cdiv(start_count, _PAIRS_PER_PROGRAM),), args, _get_options(keys.device)
     )
     return starts
 
@@ -107,14 +107,14 @@ def compute_starts(keys: Tensor, reach: Tensor | None, places: int, step: int, m
 class PairLookup:
     """The query of each packed row and the (query, document) pairs, in the form of `UpstreamArgs`."""
 
-    def __init__(self, c: PackedArgs, most: int, strides: tuple[int, int]) -> None:
+    def __init__(self, c: PackedArgs, max_seqlen_q: int, strides: tuple[int, int]) -> None:
         self.c = c
         self.items = torch.empty((_FIELD_COUNT, c.items), dtype=torch.int64, device=c.Q.device)
         self.query = torch.empty(c.Tq, dtype=torch.int32, device=c.Q.device)
         if not c.has_no_gaps:
             self.query.fill_(-1)
         grid = check_grid(cdiv(c.items, _PAIRS_PER_PROGRAM) + cdiv(c.queries, _QUERIES_PER_PROGRAM))
-        numbers = c.queries, c.columns, c.Tq, c.Td, c.items, most, *strides
+        numbers = c.queries, c.columns, c.Tq, c.Td, c.items, max_seqlen_q, *strides
         args = make_segment_args(c), self.items, self.query, *numbers, c.candidates
         launcher.launch(pair_kernels.maxsim_ragged_items, grid, args, _get_options(c.Q.device))
 
@@ -134,15 +134,15 @@ class PairLookup:
 class _BucketConfig(NamedTuple):
     """Sizes of the argmax lists: each document has `blocks` blocks of `rows` query rows.
 
-    A chunk lists `room` documents. A tile reads the lists of the chunk whose first `own` documents include the tile's
-    first document. The other documents of a chunk are listed again in the next chunk.
+    A chunk lists `room` documents. Chunks begin `chunk_step` documents apart. A tile reads the lists of the chunk whose
+    first `chunk_step` documents include the tile's first document. The next chunk lists the other documents again.
     """
 
     launch: LaunchConfig
     blocks: int
     rows: int
     room: int
-    own: int
+    chunk_step: int
 
     def lists(self, device: torch.device) -> PackedBucketArgs:
         """Return memory for the lists of a chunk."""
@@ -153,7 +153,11 @@ class _BucketConfig(NamedTuple):
 
     def bounds(self, starts: Tensor, first: int, count: int) -> TilePairArgs:
         """Return the bounds of the chunk of documents from `first` on, out of `count` documents."""
-        return TilePairArgs(starts) if self.own >= count else TilePairArgs(starts, first, self.own, self.room)
+        return (
+            TilePairArgs(starts)
+            if self.chunk_step >= count
+            else TilePairArgs(starts, first, self.chunk_step, self.room)
+        )
 
 
 class _PackedGradientCall:
@@ -280,13 +284,13 @@ class _PackedGradientCall:
             sum_tiles(up, TilePairArgs(starts), None, launch)
         else:
             lists = listing.lists(grad_D.device)
-            for first in range(0, up.count, listing.own):
+            for first in range(0, up.count, listing.chunk_step):
                 part = up._replace(items=items[:, first:])
                 programs = check_grid(min(part.items.shape[1], listing.room) * listing.blocks)
                 argmax_part = part._replace(norms=None, scale=None)  # neither is read
                 call.run(maxsim_list_packed_argmax, programs, (argmax_part, lists), listing.launch)
                 sum_tiles(part, listing.bounds(starts, first, up.count), lists, launch)
-            if listing.own < up.count:  # tiles with more documents than a chunk lists
+            if listing.chunk_step < up.count:  # tiles with more documents than a chunk lists
                 sum_tiles(up, listing.bounds(starts, 0, up.count), None, replace(launch, max_registers=255))
         if sums is not None:
             join_args = call.documents, sums, grad_D, pieces, self.c.Td, call.d

@@ -93,7 +93,7 @@ class PackedPlan(Plan):
         super().__init__(c.Q, argmax_dtype)
         self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # one query per program
-        self.given = [n for n, x in enumerate(c.tensors) if x is not None]
+        self.present_positions = [n for n, x in enumerate(c.tensors) if x is not None]
         self.query_strides = (0, *c.Q.stride()[-2:]), get_row_args(c.q_mask)[1:], get_row_args(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
         self.document_strides = (0, 0, *c.D.stride()[-2:]), mask_strides
@@ -178,12 +178,16 @@ class PackedPlan(Plan):
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device).fill_(-1)
 
-    def _get_tile(self, c: PackedArgs, Lq: int, wide: int, few: bool) -> _CompiledTile:
+    def _get_tile(self, c: PackedArgs, Lq: int, wide: int, has_few_documents: bool) -> _CompiledTile:
         """Return the tile for sizes that are not cached yet."""
         argmax = self.argmax_dtype is not None
-        launch, levels = generic_choices.choose_packed(c, Lq, wide, few, self.normalize, argmax, self.arch, self.stored)
+        launch, levels = generic_choices.choose_packed(
+            c, Lq, wide, has_few_documents, self.normalize, argmax, self.arch, self.stored
+        )
         _log.debug("maxsim_forward_packed for %s: %s", c.scores_shape(), launch)
-        return self.tiles.store((c.queries, Lq, wide, few), _CompiledTile(launch, levels, self.d, self.arch))
+        return self.tiles.store(
+            (c.queries, Lq, wide, has_few_documents), _CompiledTile(launch, levels, self.d, self.arch)
+        )
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
         """Return the scores and fill `argmax`, with a direct launch if the kernel is already compiled."""
@@ -204,7 +208,7 @@ class PackedPlan(Plan):
             shape, strides = (queries, columns), (columns, 1)
             programs = documents if self.single else tile.launch.programs(queries, columns)
         pointers, pointer_bits = [0] * len(c.tensors), 0
-        for n in self.given:
+        for n in self.present_positions:
             pointers[n] = pointer = c[n].data_ptr()  # type: ignore[union-attr]
             pointer_bits |= pointer
         count_ptrs, extras = None, []
@@ -246,7 +250,7 @@ class PackedPlan(Plan):
         terms: TermArgs | None,
         tile: _CompiledTile,
         programs: int,
-        odd: tuple[bool, ...],
+        misaligned: tuple[bool, ...],
     ) -> Tensor:
         """Return the scores with a launch that compiles the kernel if necessary."""
         scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=self.device)
@@ -260,7 +264,7 @@ class PackedPlan(Plan):
         with use_device(self.device):
             bound = launcher.launch(maxsim_forward_packed, check_grid(programs), args, tile.options)
         if bound is not None and bound.direct is not None and _has_int32_sizes(c):
-            tile.bound[odd] = bound
+            tile.bound[misaligned] = bound
         return scores
 
     def _terms(self, c: PackedArgs, tile: _CompiledTile) -> TermArgs:

@@ -85,7 +85,7 @@ class DensePlan(Plan):
         return allocate_tensor(self.argmax_shape, self.argmax_strides, self.argmax_dtype, self.device)
 
     def forward(
-        self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False
+        self, shape: tuple[int, ...], tensors: Sequence[Tensor | None], returned: bool = False
     ) -> tuple[tuple, Callable[[Sequence[Tensor | None]], tuple | None] | None]:
         """Return ``(outputs, replay)``: the scores and, if requested, the argmax, and a function that repeats the call.
 
@@ -94,17 +94,19 @@ class DensePlan(Plan):
 
         Args:
             shape: shape of the scores, which differs from [Nq, K] only in axes of size 1.
-            given: Q, D, q_mask, d_mask, and q_weight.
+            tensors: Q, D, q_mask, d_mask, and q_weight.
             returned: whether an argmax of size [0] is returned if none is requested.
         """
         key = shape, returned
-        outputs = self.calls.run(key, given, self.device, self._run_uncaptured, shape, given, returned)
+        outputs = self.calls.run(key, tensors, self.device, self._run_uncaptured, shape, tensors, returned)
         return outputs, self.calls.replay(key)
 
-    def _run_uncaptured(self, shape: tuple[int, ...], given: Sequence[Tensor | None], returned: bool = False) -> tuple:
+    def _run_uncaptured(
+        self, shape: tuple[int, ...], tensors: Sequence[Tensor | None], returned: bool = False
+    ) -> tuple:
         """Return the outputs of `forward`, without capture."""
         argmax = None if self.argmax_dtype is None else self.allocate_argmax()
-        scores = self.scores(shape, *given, argmax)
+        scores = self.scores(shape, *tensors, argmax)
         if argmax is None:
             return (scores, self.allocate_argmax()) if returned else (scores,)
         return scores, argmax

@@ -165,13 +165,13 @@ def _supports_prmt(device: torch.device) -> bool:
     return architecture(device).name.startswith("sm_")
 
 
-def _view_words(stored: EncodedTokens, c: PackedArgs, kept: Any) -> tuple[Tensor, str] | None:
+def _view_words(stored: EncodedTokens, c: PackedArgs, encoding: Any) -> tuple[Tensor, str] | None:
     """Return codes as words of eight features each and their encoding, or None if the kernel reads bytes.
 
     See `csrc_triton.formats.residual` and `csrc_triton.formats.bits`.
     """
     (Q, data), centroids, mma = c[:2], stored.centroids, architecture(c.Q.device).unit == "mma"
-    name, nbits, query = _split_encoding(kept)
+    name, nbits, query = _split_encoding(encoding)
     if Q.shape[-1] > MAX_INT8_FEATURES:
         query = ""  # rows stay whole
     word = _WORD_DTYPES.get(nbits)
@@ -190,11 +190,11 @@ def _view_words(stored: EncodedTokens, c: PackedArgs, kept: Any) -> tuple[Tensor
     return data.view(word), ("words" if name == "codes" else "bitwords") + nbits + query
 
 
-def _split_encoding(kept: Any) -> tuple[str, str, str]:
+def _split_encoding(encoding: Any) -> tuple[str, str, str]:
     """Return the name of a code, its bits, and the suffix for query rows of int8 terms, such as "_half", if any."""
     for name in ("bits", "codes"):
-        if isinstance(kept, str) and kept.startswith(name):
-            return name, kept[len(name)], kept[len(name) + 1 :]
+        if isinstance(encoding, str) and encoding.startswith(name):
+            return name, encoding[len(name)], encoding[len(name) + 1 :]
     return "", "", ""
 
 
@@ -217,20 +217,20 @@ def make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
     return CodecDequantArgs(*args, codes, centroids, len(centroids), weights)
 
 
-def make_unit_norm_config(d: int, wide: int, kept: Any, normalize: bool = True) -> KernelConfig:
+def make_unit_norm_config(d: int, wide: int, encoding: Any, normalize: bool = True) -> KernelConfig:
     """Return the configuration of `maxsim_unit_counts`."""
     BD = min(max(next_power_of_2(d), 16), _TILE_FEATURES)
     rows = KernelConfig(BM=16, BN=_TILE_TOKENS, BD=BD, ROWS_PER_QUERY=16, SINGLE_STEP=d <= BD)
-    return rows._replace(NORMALIZE=normalize, WIDE_OFFSETS=wide, ENCODING=kept)
+    return rows._replace(NORMALIZE=normalize, WIDE_OFFSETS=wide, ENCODING=encoding)
 
 
 def _normalize_dequant_args(
-    c: PackedArgs, counts: DequantArgs | CodecDequantArgs, kept: Any
+    c: PackedArgs, counts: DequantArgs | CodecDequantArgs, encoding: Any
 ) -> DequantArgs | CodecDequantArgs:
     """Return the dequantization arguments divided by the norms of the tokens."""
     scales = [None if x is None else x.new_empty(c.Td, dtype=torch.float32) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]
-    config = make_unit_norm_config(d, choose_row_offset_width(get_feature_reach(c.Q, c.D)), kept)
+    config = make_unit_norm_config(d, choose_row_offset_width(get_feature_reach(c.Q, c.D)), encoding)
     if c.Td:
         with use_device(c.Q.device):
             grid = check_grid(cdiv(c.Td, _TILE_TOKENS))

@@ -95,7 +95,7 @@ def _sum_maxima(
         launcher.launch(row_sums.maxsim_row_sums, grid, (*args, *choice.sums, None), {"num_warps": 4})
 
 
-def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, found: RowMaximaOutputArgs) -> None:
+def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, outputs: RowMaximaOutputArgs) -> None:
     """Launch `maxsim_row_maxima_sm90`."""
     C, tokens = choice.config, rows.tokens
     descriptor = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).of(
@@ -103,7 +103,7 @@ def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, found: RowM
     )
     tiles = None if rows.patches is None else rows.patches.bits.shape[2]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
-    args = (rows.queries, descriptor, rows.segments, rows.patches, tiles, found, *sizes, *tokens.shape, C)
+    args = (rows.queries, descriptor, rows.segments, rows.patches, tiles, outputs, *sizes, *tokens.shape, C)
     launcher.launch(gluon.require_kernels().packed.maxsim_row_maxima_sm90, (choice.programs,), args, {"num_warps": 4})
 
 
@@ -219,12 +219,12 @@ class MaskedPlan(GluonPlan):
         K, Ld, d = D.shape
         tokens = torch.empty_like(D)
         lengths = torch.empty(K, dtype=torch.int32, device=self.device)
-        places = None if argmax is None else torch.empty((K, Ld), dtype=torch.int32, device=self.device)
+        positions = None if argmax is None else torch.empty((K, Ld), dtype=torch.int32, device=self.device)
         args = (
             d_mask,
             D,
             tokens,
-            places,
+            positions,
             lengths,
             Ld,
             *d_mask.stride(),
@@ -238,5 +238,5 @@ class MaskedPlan(GluonPlan):
         if argmax is not None:
             rows = argmax.numel() // K
             grid = (K * architectures.cdiv(rows, _ARGMAX_BLOCK_ROWS),)
-            args = (argmax, places, Ld, rows, _ARGMAX_BLOCK_ROWS)
+            args = (argmax, positions, Ld, rows, _ARGMAX_BLOCK_ROWS)
             launcher.launch(row_sums.maxsim_argmax_in_place, grid, args, {"num_warps": 4})

@@ -53,12 +53,12 @@ def score_splits(
         scores: output ``[Nq, Nd]``.
         argmax: output ``[Nd, Tq]``, or None.
     """
-    config, max_splits = choice.launch.config, choice.most
+    config, max_splits = choice.launch.config, choice.max_splits
     maxima = torch.empty((max_splits, c.Tq), dtype=torch.float32, device=c.Q.device)
     split_argmax = None if argmax is None else torch.empty((max_splits, c.Tq), dtype=torch.int32, device=c.Q.device)
     kept_flags = None if c.d_mask is None else torch.empty(max_splits, dtype=torch.int32, device=c.Q.device)
     norms = torch.empty(c.Tq, dtype=torch.float32, device=c.Q.device) if config.NORMALIZE else None
-    cut = SplitArgs(maxima, split_argmax, kept_flags, norms, argmax, max_splits, choice.each)
+    cut = SplitArgs(maxima, split_argmax, kept_flags, norms, argmax, max_splits, choice.split_tokens)
     segments, documents = make_segment_args(c), make_packed_document_args(c, masked=True)
     packed = make_packed_query_args(c._replace(q_weight=None))  # the sums apply the weights
     sizes, d = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]

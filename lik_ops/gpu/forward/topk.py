@@ -67,15 +67,15 @@ def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         return _launch(X, (rows, n, k), 1, k)
 
 
-def _launch(X: TopKInputArgs, sizes: tuple[int, int, int], blocks: int, kept: int) -> tuple[Tensor, Tensor]:
-    """Return the `kept` scores of each row that are among the k best of one of `blocks` blocks.
+def _launch(X: TopKInputArgs, sizes: tuple[int, int, int], blocks: int, kept_columns: int) -> tuple[Tensor, Tensor]:
+    """Return the `kept_columns` scores of each row that are among the k best of one of `blocks` blocks.
 
     The result is in order if there is one block. `sizes` has rows, n, and k.
     """
     rows, n, k = sizes
     device = X.scores.device
-    scores = torch.empty((rows, kept), dtype=torch.float32, device=device)
-    out = TopKOutputArgs(scores, torch.empty((rows, kept), dtype=torch.int64, device=device), kept)
+    scores = torch.empty((rows, kept_columns), dtype=torch.float32, device=device)
+    out = TopKOutputArgs(scores, torch.empty((rows, kept_columns), dtype=torch.int64, device=device), kept_columns)
     block = BLOCK_SCORES if n > SMALL_BLOCK_SCORES else SMALL_BLOCK_SCORES
     args = (X, out, n, k, X.width is not None, blocks == 1, block, 128 if k <= 128 else _MAX_TOP_K)
     launcher.launch(topk_kernels.maxsim_best, (rows * blocks,), args, {"num_warps": _WARPS[block]})

@@ -80,14 +80,14 @@ def _get_memory_range(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
 
 
-def _can_record(given: Tensors) -> bool:
+def _can_record(tensors: Tensors) -> bool:
     """Return whether pointers identify the tensors and have the usual 16-byte alignment.
 
     Pointers identify tensors if no two tensors overlap in memory.
     """
-    spans = sorted(_get_memory_range(x) for x in given if x is not None and x.numel())
+    spans = sorted(_get_memory_range(x) for x in tensors if x is not None and x.numel())
     is_disjoint = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-    return is_disjoint and all(x is None or x.data_ptr() % 16 == 0 for x in given)
+    return is_disjoint and all(x is None or x.data_ptr() % 16 == 0 for x in tensors)
 
 
 class _RecordedFill(NamedTuple):
@@ -107,10 +107,10 @@ class _PointerOffset(NamedTuple):
 class _DescriptorTemplate(NamedTuple):
     """A tensor descriptor without its tensor, and earlier encodings by the tensor's address."""
 
-    place: int  # position among the arguments
+    position: int  # among the arguments
     n: int  # position among the descriptors
     slot: int
-    made: Callable[[Tensor], Any]
+    make_descriptor: Callable[[Tensor], Any]
     bound: launcher.CompiledKernel
     encoded: dict[int, tuple]
 
@@ -118,7 +118,7 @@ class _DescriptorTemplate(NamedTuple):
         """Encode the descriptor of `tensor` and cache the result."""
         if len(self.encoded) >= _MAX_DESCRIPTORS:
             self.encoded.clear()
-        encoding = self.encoded[pointer] = self.bound.encoded(self.n, self.made(tensor))
+        encoding = self.encoded[pointer] = self.bound.encoded(self.n, self.make_descriptor(tensor))
         return encoding
 
 
@@ -141,15 +141,15 @@ class _CallRecorder:
     imports `torch._dynamo`, sympy, and FSDP at its first operator, which costs seconds.
     """
 
-    def __init__(self, given: Tensors) -> None:
+    def __init__(self, inputs: Tensors) -> None:
         super().__init__()
-        self.given = [x is not None for x in given]
-        self.count = len(given)
+        self.has_input = [x is not None for x in inputs]
+        self.count = len(inputs)
         self.steps: list[_Allocation | _RecordedFill | _RecordedLaunch] = []
         self.spans: dict[int, tuple[int, int]] = {}  # address range of each live slot
-        self.made = 0
+        self.allocation_count = 0
         self.obstacle = ""  # why the call cannot be replayed
-        self.spans |= {slot: _get_memory_range(x) for slot, x in enumerate(given) if x is not None and x.numel()}
+        self.spans |= {slot: _get_memory_range(x) for slot, x in enumerate(inputs) if x is not None and x.numel()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and record it or note that it prevents replay."""
@@ -168,8 +168,8 @@ class _CallRecorder:
         end = begin + x.untyped_storage().nbytes()
         # Slots whose memory overlaps the new tensor have been freed.
         self.spans = {slot: span for slot, span in self.spans.items() if span[1] <= begin or end <= span[0]}
-        self.spans[self.count + self.made] = begin, end
-        self.made += 1
+        self.spans[self.count + self.allocation_count] = begin, end
+        self.allocation_count += 1
         self.steps.append(_Allocation(tuple(x.shape), x.stride(), x.dtype, value))
 
     def _fill(self, x: Tensor, value: float = 0) -> None:
@@ -208,23 +208,25 @@ class _CallRecorder:
                 template[n] = None
                 pointers.append((n, self._pointer(x)))
             elif isinstance(template[n], list):
-                places = [(m, self._pointer(y)) for m, y in enumerate(x) if isinstance(y, Tensor)]
+                members = [(m, self._pointer(y)) for m, y in enumerate(x) if isinstance(y, Tensor)]
                 template[n] = [None if isinstance(y, Tensor) else y for y in x]
-                groups += [(n, places)] if places else []
+                groups += [(n, members)] if members else []
             elif launcher.is_descriptor(x):
                 template[n] = None
                 descriptors.append(self._descriptor(n, len(descriptors), x, bound))
         x, y, z = (*grid, 1, 1)[:3]
         self.steps.append(_RecordedLaunch(bound, (x, y, z), template, pointers, groups, descriptors, []))
 
-    def _descriptor(self, place: int, n: int, descriptor: Any, bound: launcher.CompiledKernel) -> _DescriptorTemplate:
+    def _descriptor(
+        self, position: int, n: int, descriptor: Any, bound: launcher.CompiledKernel
+    ) -> _DescriptorTemplate:
         """Return the template of a descriptor argument."""
         slot, offset = self._pointer(descriptor.base)
         if offset:
             self.obstacle = self.obstacle or "a descriptor begins within a tensor"
         kind: Any = type(descriptor)
         field_values = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
-        return _DescriptorTemplate(place, n, slot, partial(kind, **field_values), bound, {})
+        return _DescriptorTemplate(position, n, slot, partial(kind, **field_values), bound, {})
 
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
         """Return a function that replays the call, or None if the call cannot be replayed."""
@@ -240,16 +242,16 @@ class _CallRecorder:
         for step in reversed(self.steps):
             if isinstance(step, _RecordedLaunch):
                 step_slots = {pointer.slot for _, pointer in step.pointers} | {x.slot for x in step.descriptors}
-                step_slots |= {pointer.slot for _, places in step.groups for _, pointer in places}
+                step_slots |= {pointer.slot for _, members in step.groups for _, pointer in members}
                 step.last.extend(slot for slot in step_slots - later_slots if slot >= self.count)
                 later_slots |= step_slots
-        return _ReplayWriter(self.given, device).write_function(self.steps, slots)
+        return _ReplayWriter(self.has_input, device).write_function(self.steps, slots)
 
     def _output(self, x: Tensor, taken: list[int]) -> int:
         """Return the slot of a result that the call allocated."""
         metadata = tuple(x.shape), x.stride(), x.dtype
         memory = [step for step in self.steps if isinstance(step, _Allocation)]
-        for n in reversed(range(self.made)):
+        for n in reversed(range(self.allocation_count)):
             span = self.spans.get(self.count + n)
             is_result = span is not None and span[0] == x.data_ptr() and memory[n][:3] == metadata
             if is_result and self.count + n not in taken:
@@ -283,8 +285,8 @@ class _ReplayWriter:
     source. For slot n, the tensor is ``t<n>`` and its pointer is ``p<n>``.
     """
 
-    def __init__(self, given: list[bool], device: torch.device) -> None:
-        self.given = given
+    def __init__(self, has_input: list[bool], device: torch.device) -> None:
+        self.has_input = has_input
         self.constants: list = []
         values = device.index, current_device, launcher.has_launch_hooks, raw_stream, is_deterministic, *makers(device)
         self.index, self.current_device, self.hooks_set, self.raw_stream, *self.making = map(
@@ -293,8 +295,8 @@ class _ReplayWriter:
 
     def write_function(self, steps: list, outputs: list[int]) -> Replay:
         """Return the replay function for the recorded steps and the slots of the results."""
-        slots = [n for n, is_given in enumerate(self.given) if is_given]
-        body = [f"{', '.join(f't{n}' for n in range(len(self.given)))}, = given"] if self.given else []
+        slots = [n for n, is_given in enumerate(self.has_input) if is_given]
+        body = [f"{', '.join(f't{n}' for n in range(len(self.has_input)))}, = given"] if self.has_input else []
         body += [f"p{n} = t{n}.data_ptr()" for n in slots]
         pointer_bits = " | ".join(f"p{n}" for n in slots) or "0"
         body += [
@@ -302,7 +304,7 @@ class _ReplayWriter:
             "    return None",
             "stream, new = {0}({1}), {4} if {2}() else {3}".format(self.raw_stream, self.index, *self.making),
         ]
-        next_slot = len(self.given)
+        next_slot = len(self.has_input)
         for step in steps:
             if isinstance(step, _RecordedLaunch):
                 body += self._launch(step)
@@ -337,12 +339,12 @@ class _ReplayWriter:
         """Return the lines that launch a kernel."""
         lines = []
         expressions = {n: self._pointer(pointer) for n, pointer in launch.pointers}
-        for n, places in launch.groups:
-            expressions[n] = self._list(launch.values[n], {m: self._pointer(pointer) for m, pointer in places})
+        for n, members in launch.groups:
+            expressions[n] = self._list(launch.values[n], {m: self._pointer(pointer) for m, pointer in members})
         for x in launch.descriptors:
             get_encoding, encode = self._keep_constant(x.encoded.get), self._keep_constant(x.encode)
             lines.append(f"e{x.n} = {get_encoding}(p{x.slot}) or {encode}(p{x.slot}, t{x.slot})")
-            expressions[x.place] = f"*e{x.n}"
+            expressions[x.position] = f"*e{x.n}"
         grid = ", ".join(map(self._keep_constant, launch.grid))
         lines.append(
             f"{self._keep_constant(launch.bound.direct)}({grid}, stream, {self._list(launch.values, expressions)})"
@@ -380,26 +382,26 @@ class Calls:
         self._found = PlanCache(_MAX_CALLS)  # a `Replay`, True after the first call, False if calls cannot be replayed
         Calls.every.add(self)
 
-    def run(self, key: tuple, given: Tensors, device: torch.device, function: Callable, *arguments: Any) -> Any:
+    def run(self, key: tuple, tensors: Tensors, device: torch.device, function: Callable, *arguments: Any) -> Any:
         """Return the result of ``function(*arguments)``, replayed if a call with this key was captured.
 
         Args:
             key: everything that affects the call except tensor addresses.
-            given: the input tensors.
+            tensors: the input tensors.
             device: device of the tensors.
             function: the function to run, which returns a sequence of newly allocated tensors.
             *arguments: arguments of `function`.
         """
         entry = self._found.get(key)
         if callable(entry):
-            results = entry(given)
+            results = entry(tensors)
             return function(*arguments) if results is None else results
         if entry is None:
             if launcher.thread_state.dry_run is None:
                 self._found.store(key, True)
             return launcher.run_first(partial(function, *arguments), function, *arguments)
-        if entry and is_capturing() and not launcher.has_launch_hooks() and _can_record(given):
-            with RecordingMode(given) as recorder:
+        if entry and is_capturing() and not launcher.has_launch_hooks() and _can_record(tensors):
+            with RecordingMode(tensors) as recorder:
                 results = function(*arguments)
             self._found.store(key, recorder.replay(results, device) or False)
             return results

@@ -115,10 +115,10 @@ def is_descriptor(x: object) -> bool:
     return hasattr(x, "block_shape")
 
 
-def _has_vector_strides(group: tuple, places: tuple[int, ...]) -> bool:
+def _has_vector_strides(group: tuple, positions: tuple[int, ...]) -> bool:
     """Return whether the fields of a group at these positions are all multiples of 16."""
     stride_bits = 0
-    for n in places:
+    for n in positions:
         stride_bits |= group[n] or 0
     return stride_bits & 15 == 0
 
@@ -164,31 +164,31 @@ def describe_args(kernel: JITFunction, args: tuple) -> tuple[tuple, list]:
     return tuple(description), values
 
 
-def _describe_group(group: tuple, kind: type, found: list) -> list:
-    """Add the description of a group's members to `found`, and return the members with pointers for tensors."""
+def _describe_group(group: tuple, kind: type, description: list) -> list:
+    """Extend `description` by a group's members, and return the members with pointers for tensors."""
     values: list = []
     integer_bits = 0
     for y in group:
         if type(y) is int:
             integer_bits |= y
-            found.append(int)
+            description.append(int)
             values.append(y)
             continue
         if y is None:
-            found.append(None)
+            description.append(None)
             values.append(None)
         elif isinstance(y, Tensor):
             pointer = y.data_ptr()
-            found += (y.dtype, pointer & 15 == 0)
+            description += (y.dtype, pointer & 15 == 0)
             values.append(pointer)
         else:
-            found.append((type(y), y))
+            description.append((type(y), y))
             values.append(y)
     vector, unit = _find_stride_fields(kind)
     if not 0 <= integer_bits <= _INT32_MAX:  # some integer needs 64 bits: record which one
-        found.append(tuple([type(y) is int and y > _INT32_MAX for y in group]))
-    found.append(_has_vector_strides(group, vector))
-    found += [group[n] == 1 for n in unit]
+        description.append(tuple([type(y) is int and y > _INT32_MAX for y in group]))
+    description.append(_has_vector_strides(group, vector))
+    description += [group[n] == 1 for n in unit]
     return values
 
 

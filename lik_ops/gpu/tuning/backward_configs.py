@@ -275,12 +275,12 @@ def configure_buckets(arch: Architecture, documents: LaunchConfig, rows: int) ->
     return LaunchConfig(_make_bucket_config(arch, documents, rows, 1024), num_warps=4, num_stages=1)
 
 
-def _make_bucket_config(arch: Architecture, documents: LaunchConfig, rows: int, most: int) -> KernelConfig:
-    """Return the configuration of a list kernel with at most `most` rows in a block.
+def _make_bucket_config(arch: Architecture, documents: LaunchConfig, rows: int, max_rows: int) -> KernelConfig:
+    """Return the configuration of a list kernel with at most `max_rows` rows in a block.
 
     The kernels read no tokens. Options of the tokens are off, so that one compiled kernel serves all of them.
     """
-    BM = min(max(next_power_of_2(rows), 16), 64 if arch == INTERPRETER else most)
+    BM = min(max(next_power_of_2(rows), 16), 64 if arch == INTERPRETER else max_rows)
     lanes = min(BM, 16 if arch == INTERPRETER else 128)
     return documents.config._replace(BM=BM, ROWS_PER_QUERY=lanes, NORMALIZE=False, EVEN_ROW_STRIDE=False)
 

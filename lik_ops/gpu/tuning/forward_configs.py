@@ -311,8 +311,8 @@ class _PackedCall(NamedTuple):
     kind: KernelKey
     Nq: int
     argmax: bool
-    few: bool
-    bare: bool  # no option that costs registers
+    has_few_documents: bool
+    has_no_options: bool  # no option that costs registers
     encoding: Any
 
     @property
@@ -407,7 +407,9 @@ _PACKED_OVERRIDES = (
     ),
     Override(
         when=lambda call, x: (
-            has_fp8_queries(call.encoding) and call.unit == "wgmma" and not (x.config.TOKENS_FIRST and call.bare)
+            has_fp8_queries(call.encoding)
+            and call.unit == "wgmma"
+            and not (x.config.TOKENS_FIRST and call.has_no_options)
         ),
         change={"num_warps": 8},
         reason="rounding query rows to FP8 costs registers",
@@ -415,7 +417,7 @@ _PACKED_OVERRIDES = (
     Override(
         when=lambda call, x: (
             is_fp8(call.encoding)
-            and call.bare
+            and call.has_no_options
             and call.kind.half
             and x.config.TOKENS_FIRST
             and x.config.SINGLE_STEP
@@ -428,7 +430,9 @@ _PACKED_OVERRIDES = (
     ),
     # Stages.
     Override(
-        when=lambda call, x: call.few and not call.codes and x.config.TOKENS_FIRST and call.unit == "wgmma",
+        when=lambda call, x: (
+            call.has_few_documents and not call.codes and x.config.TOKENS_FIRST and call.unit == "wgmma"
+        ),
         change={"num_stages": 4},
         reason="the longest of few documents determines the time, so its pipeline is deep",
     ),
@@ -513,8 +517,8 @@ def configure_packed_forward(
     tf32: bool,
     argmax: bool,
     longest: int | None = None,
-    few: bool = False,
-    bare: bool = False,
+    has_few_documents: bool = False,
+    has_no_options: bool = False,
     stored: Any = "",
 ) -> tuple[LaunchConfig, int]:
     """Return the launch for packed layouts, and the levels of the trees of its sums.
@@ -529,14 +533,16 @@ def configure_packed_forward(
         tf32: whether TF32 is allowed.
         argmax: whether the call returns an argmax.
         longest: maximum number of tokens of a query, or None if unknown.
-        few: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
-        bare: whether the call has no mask, no weight, and no query lengths.
+        has_few_documents: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
+        has_no_options: whether the call has no mask, no weight, and no query lengths.
         stored: `KernelConfig.ENCODING`.
     """
     dense = kind._replace(normalize=_needs_squares(kind, stored))
     launch = configure_forward(dense, Nq, Lq, tf32=tf32, argmax=argmax).make_non_persistent()
-    bare = bare and not (argmax or kind.normalize) and kind.has_vector_loads
-    launch = apply_overrides(_PACKED_OVERRIDES, _PackedCall(kind, Nq, argmax, few, bare, stored), launch)
+    has_no_options = has_no_options and not (argmax or kind.normalize) and kind.has_vector_loads
+    launch = apply_overrides(
+        _PACKED_OVERRIDES, _PackedCall(kind, Nq, argmax, has_few_documents, has_no_options, stored), launch
+    )
     config = launch.config
     # Set for the same reason as in `configure_forward` even if it is not needed.
     is_long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.FP32_TERMS > 0

@@ -209,11 +209,11 @@ def _select_least_waste(tiles: tuple[Sm90Tile, ...], Ld: int, most_packed: int =
     return min(fitting_tiles, key=lambda tile: cdiv(Ld, tile.tokens) * tile.tokens * tile.cost)
 
 
-def _choose_tile(Ld: int, argmax: bool, normalize: bool, given: bool) -> Sm90Tile:
+def _choose_tile(Ld: int, argmax: bool, normalize: bool, has_norms: bool) -> Sm90Tile:
     """Return the tile of `maxsim_forward_sm90` for many query rows."""
-    large_tile = _NORMS_TILE if given else _ARGMAX_TILE
+    large_tile = _NORMS_TILE if has_norms else _ARGMAX_TILE
     waste = cdiv(Ld, large_tile.tokens) * large_tile.tokens / (cdiv(Ld, _TILE.tokens) * _TILE.tokens)
-    is_worthwhile = (given or (argmax and not normalize)) and waste <= (_MAX_PADDING_RATIO if argmax else 1)
+    is_worthwhile = (has_norms or (argmax and not normalize)) and waste <= (_MAX_PADDING_RATIO if argmax else 1)
     return large_tile if is_worthwhile and Ld >= large_tile.tokens else _TILE
 
 
@@ -282,19 +282,19 @@ def configure_fp32_split(
     return choice._replace(config=config)
 
 
-def _count_small_m_rows(Nq: int, Lq: int, most: int = _MAX_SMALL_M_ROWS) -> int:
-    """Return the query rows of the single product of a tile, or 0 if there are more than `most`."""
+def _count_small_m_rows(Nq: int, Lq: int, limit: int = _MAX_SMALL_M_ROWS) -> int:
+    """Return the query rows of the single product of a tile, or 0 if there are more than `limit`."""
     rows = max(_MIN_SMALL_M_ROWS, Nq * next_power_of_2(Lq))
-    return next_power_of_2(rows) if rows <= most else 0
+    return next_power_of_2(rows) if rows <= limit else 0
 
 
-def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) -> Sm90Config:
+def _make_config(tile: Sm90Tile, slot: int, d: int, small_m_rows: int, **options: Any) -> Sm90Config:
     """Return the configuration of a tile.
 
-    `few` is the number of rows of the small-M kernel, or 0.
+    `small_m_rows` is the number of rows of the small-M kernel, or 0.
     """
-    if few:
-        options |= {"MMA_ROWS": few, "SMALL_M": True}
+    if small_m_rows:
+        options |= {"MMA_ROWS": small_m_rows, "SMALL_M": True}
     config = Sm90Config(
         BN=tile.tokens,
         BD=64 if d <= 64 else 128,
@@ -303,7 +303,7 @@ def _make_config(tile: Sm90Tile, slot: int, d: int, few: int, **options: Any) ->
         OPERAND_IN_REGISTERS=tile.in_registers,
         **options,
     )
-    return config._replace(PING_PONG=bool(few) or _profits_from_turns(config))
+    return config._replace(PING_PONG=bool(small_m_rows) or _profits_from_turns(config))
 
 
 def _profits_from_turns(config: Sm90Config) -> bool:
@@ -324,12 +324,12 @@ def configure_int8(
     *,
     each_token: bool,
     terms: int,
-    kept: str = "",
+    encoding: str = "",
 ) -> Sm90Choice:
     """Return the configuration of an sm_90 kernel for dense int8 or binary documents without a mask.
 
-    Each query row of `dtype` has so many int8 `terms`. `each_token` says whether each token has its own scale. Binary
-    documents are encoded as `kept`.
+    Each query row of `dtype` has so many int8 `terms`. `each_token` says whether each token has its own scale.
+    `encoding` is the encoding of binary documents, else "".
     """
     Nq, K, Lq, Ld = sizes
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
@@ -344,14 +344,14 @@ def configure_int8(
     )
     options: dict[str, Any] = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token}
     options |= {"MMA_ROWS": rows, "INT8_TERMS": terms}
-    if kept:
+    if encoding:
         tile = SMALL_M_TILES["bits"][0] if small_m_rows else _INT8_TILE
-        options |= {"ENCODING": kept, "PROGRAMS_PER_SM": 2 if small_m_rows == _MIN_SMALL_M_ROWS else 1}
+        options |= {"ENCODING": encoding, "PROGRAMS_PER_SM": 2 if small_m_rows == _MIN_SMALL_M_ROWS else 1}
     return _make_choice(arch, _make_config(tile, slot, d, small_m_rows, **options), Nq, K, Lq, tree // slot)
 
 
-def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str, each_token: bool = True) -> Sm90Choice:
-    """Return the configuration of an sm_90 kernel for dense FP8 documents without a mask, encoded as `kept`.
+def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, encoding: str, each_token: bool = True) -> Sm90Choice:
+    """Return the configuration of an sm_90 kernel for dense FP8 documents of `encoding` without a mask.
 
     With "fp8_fp8", query rows are FP8, too. `each_token` says whether each token has its own scale. Only FP8 queries
     make use of a scale that tokens share.
@@ -359,7 +359,7 @@ def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, kept: str, eac
     Nq, K, Lq, Ld = sizes
     small_m_rows, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
     tile = _select_least_waste(tiles if small_m_rows == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if small_m_rows else _TILE
-    if kept == "fp8_fp8":
+    if encoding == "fp8_fp8":
         tile = SMALL_M_TILES["int8"][0] if small_m_rows else _INT8_TILE
-    options = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token or kept != "fp8_fp8", "ENCODING": kept}
+    options = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token or encoding != "fp8_fp8", "ENCODING": encoding}
     return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, small_m_rows, **options), Nq, K, Lq)

@@ -41,24 +41,24 @@ def warn_once(kind: str, message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def inspect_offsets(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool) -> None:
-    """Under `lik_ops.checks` raise for wrong offsets. Otherwise warn if `whole` offsets look like lengths."""
+def inspect_offsets(op: str, name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor, must_cover: bool) -> None:
+    """Under `lik_ops.checks` raise for wrong offsets. Otherwise warn of lengths if `must_cover`."""
     if values.needs_value_checks(cu_seqlens):
-        values.check_cu_seqlens(op, name, cu_seqlens, of_name, of, whole)
-    elif whole:
-        warn_of_lengths(op, name, cu_seqlens, of_name, of)
+        values.check_cu_seqlens(op, name, cu_seqlens, packed_name, packed, must_cover)
+    elif must_cover:
+        warn_of_lengths(op, name, cu_seqlens, packed_name, packed)
 
 
-def warn_of_lengths(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor) -> None:
+def warn_of_lengths(op: str, name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor) -> None:
     """Warn if offsets do not cover a packed tensor but sum to its number of rows, because these are lengths."""
     if not is_readable(cu_seqlens) or "lengths" in _issued_warnings:
         return
     ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if ends != (0, of.shape[0]) and int(cu_seqlens.sum()) == of.shape[0]:
+    if ends != (0, packed.shape[0]) and int(cu_seqlens.sum()) == packed.shape[0]:
         warn_once(
             "lengths",
-            f"{op}: {name}: expected offsets, from 0 to {of.shape[0]} to cover all rows of {of_name}"
-            f" {format_shape(of)}, got {ends[0]} to {ends[1]}: {LOOKS_LIKE_LENGTHS}. Under lik_ops.checks() this is"
+            f"{op}: {name}: expected offsets, from 0 to {packed.shape[0]} to cover all rows of {packed_name}"
+            f" {format_shape(packed)}, got {ends[0]} to {ends[1]}: {LOOKS_LIKE_LENGTHS}. Under lik_ops.checks() this is"
             " an error. Only the first such call of a process warns.",
         )
 

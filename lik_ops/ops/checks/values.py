@@ -34,51 +34,59 @@ def _find_first(bad: Tensor) -> list[int] | None:
 
 def _raise_wrong_value(op: str, name: str, expected: str, x: Tensor, at: list[int]) -> None:
     """Raise ValueError with the value and the index of the wrong entry."""
-    place = ", ".join(map(str, at))
-    raise ValueError(f"{op}: {name}: expected {expected}, got {x[tuple(at)].tolist()} at [{place}]")
+    index = ", ".join(map(str, at))
+    raise ValueError(f"{op}: {name}: expected {expected}, got {x[tuple(at)].tolist()} at [{index}]")
 
 
-def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, of_name: str, of: Tensor, whole: bool = False) -> None:
-    """Raise ValueError unless these are ascending rows of a packed tensor. If `whole`, they must cover the tensor.
+def check_cu_seqlens(
+    op: str, name: str, cu_seqlens: Tensor, packed_name: str, packed: Tensor, must_cover: bool = False
+) -> None:
+    """Raise ValueError unless these are ascending rows of a packed tensor. If `must_cover`, they must cover the tensor.
 
     Operators accept gaps at both ends. In a call of a public function, a gap usually means that lengths were passed.
     """
-    first, last = cu_seqlens[[0, -1]].tolist() if whole else (0, of.shape[0])
+    first, last = cu_seqlens[[0, -1]].tolist() if must_cover else (0, packed.shape[0])
     if first > 0:
-        _raise_lengths(op, name, first, last, of_name, of)
-    bad = (cu_seqlens < 0) | (cu_seqlens > of.shape[0])
+        _raise_lengths(op, name, first, last, packed_name, packed)
+    bad = (cu_seqlens < 0) | (cu_seqlens > packed.shape[0])
     bad[1:] |= cu_seqlens[1:] < cu_seqlens[:-1]
     if (at := _find_first(bad)) is not None:
-        _raise_wrong_value(op, name, f"ascending rows of {of_name} {format_shape(of)}", cu_seqlens, at)
-    if last != of.shape[0]:
-        _raise_lengths(op, name, first, last, of_name, of)
+        _raise_wrong_value(op, name, f"ascending rows of {packed_name} {format_shape(packed)}", cu_seqlens, at)
+    if last != packed.shape[0]:
+        _raise_lengths(op, name, first, last, packed_name, packed)
 
 
-def _raise_lengths(op: str, name: str, first: int, last: int, of_name: str, of: Tensor) -> None:
+def _raise_lengths(op: str, name: str, first: int, last: int, packed_name: str, packed: Tensor) -> None:
     """Raise ValueError for offsets that look like lengths."""
     raise ValueError(
-        f"{op}: {name}: expected offsets from 0 to {of.shape[0]}, the rows of {of_name} {format_shape(of)}, "
-        f"got {first} to {last}: {LOOKS_LIKE_LENGTHS}"
+        f"{op}: {name}: expected offsets from 0 to {packed.shape[0]}, the rows of {packed_name} {format_shape(packed)},"
+        f" got {first} to {last}: {LOOKS_LIKE_LENGTHS}"
     )
 
 
-def check_segments(op: str, names: tuple[str, str], offsets: Tensor, lengths: Tensor, of_name: str, of: Tensor) -> None:
+def check_segments(
+    op: str, names: tuple[str, str], offsets: Tensor, lengths: Tensor, packed_name: str, packed: Tensor
+) -> None:
     """Raise ValueError unless offsets and lengths are inside a packed tensor."""
-    rows, (offset_name, length_name) = of.shape[0], names
+    rows, (offset_name, length_name) = packed.shape[0], names
     if (at := _find_first((offsets < 0) | (offsets > rows))) is not None:
-        _raise_wrong_value(op, offset_name, f"rows of {of_name} {format_shape(of)}", offsets, at)
+        _raise_wrong_value(op, offset_name, f"rows of {packed_name} {format_shape(packed)}", offsets, at)
     # The sum of offsets and lengths may overflow.
     if (at := _find_first((lengths < 0) | (lengths > rows - offsets.long()))) is not None:
         limit = rows - int(offsets[tuple(at)])
         _raise_wrong_value(
-            op, length_name, f"0 to {limit} rows, as many as {of_name} {format_shape(of)} has from there", lengths, at
+            op,
+            length_name,
+            f"0 to {limit} rows, as many as {packed_name} {format_shape(packed)} has from there",
+            lengths,
+            at,
         )
 
 
-def check_lengths(op: str, name: str, lengths: Tensor, most: int) -> None:
-    """Raise ValueError unless the lengths are between 0 and `most`."""
-    if (at := _find_first((lengths < 0) | (lengths > most))) is not None:
-        _raise_wrong_value(op, name, f"0 to {most} tokens", lengths, at)
+def check_lengths(op: str, name: str, lengths: Tensor, max_length: int) -> None:
+    """Raise ValueError unless the lengths are between 0 and `max_length`."""
+    if (at := _find_first((lengths < 0) | (lengths > max_length))) is not None:
+        _raise_wrong_value(op, name, f"0 to {max_length} tokens", lengths, at)
 
 
 def check_labels(op: str, labels: Tensor, documents: int, ignore_index: int) -> None:

@@ -68,41 +68,41 @@ def try_maxsim(
     return call.forward(args)[0]
 
 
-def try_maxsim_with_argmax(given: tuple, options: tuple) -> tuple[Tensor, Tensor] | None:
+def try_maxsim_with_argmax(tensors: tuple, options: tuple) -> tuple[Tensor, Tensor] | None:
     """Return the scores and the int64 argmax ``[Nq, Nd, Lq]``, or None if the call must use the dispatcher.
 
     If gradients of the scores are needed, the result is None. A caller may write to the argmax, which a backward would
     read.
 
     Args:
-        given: Q, D, q_mask, d_mask and q_weight.
+        tensors: Q, D, q_mask, d_mask and q_weight.
         options: `normalize`, `backward` and `recompute`.
     """
     if _is_compiling():
         return None
-    key = make_dense_key("maxsim_with_argmax", given, options)
-    call = plans.get(key) or _find_call("maxsim_with_argmax", key, given, options)
+    key = make_dense_key("maxsim_with_argmax", tensors, options)
+    call = plans.get(key) or _find_call("maxsim_with_argmax", key, tensors, options)
     if call is None:
         return None
-    scores, argmax = call.forward(_convert_masks(given) if call.converts else given)
-    return scores, call.restore_axes(argmax, given[1].dim() == 4)
+    scores, argmax = call.forward(_convert_masks(tensors) if call.converts else tensors)
+    return scores, call.restore_axes(argmax, tensors[1].dim() == 4)
 
 
-def _convert_masks(given: tuple) -> tuple:
+def _convert_masks(tensors: tuple) -> tuple:
     """Return the tensors with bool masks."""
-    Q, D, q_mask, d_mask, q_weight = given
+    Q, D, q_mask, d_mask, q_weight = tensors
     return Q, D, as_bool(q_mask), as_bool(d_mask), q_weight
 
 
-def _find_call(name: str, key: tuple | None, given: tuple, options: tuple) -> DenseCall | None:
+def _find_call(name: str, key: tuple | None, tensors: tuple, options: tuple) -> DenseCall | None:
     """Return the decisions about a dense call without stored decisions, or None if the dispatcher must see the call."""
     if key is None:
         return None
     call = plans.get(key)
     if call is None:
-        if not all(isinstance(x, kind) for x, kind in zip((*given, *options), _ARG_TYPES, strict=True)):
+        if not all(isinstance(x, kind) for x, kind in zip((*tensors, *options), _ARG_TYPES, strict=True)):
             return None  # left to the operator
-        call = plans.store(key, _make_call(name, *given, *options) or False)
+        call = plans.store(key, _make_call(name, *tensors, *options) or False)
     return call or None
 
 
@@ -159,9 +159,9 @@ def try_maxsim_cross_entropy(*arguments: Any) -> Tensor | None:
     return record(Q, D, q_weight, call, call_args) if call.differentiable else call.forward(call_args)[0]
 
 
-def _make_loss_call(given: tuple) -> LossCall:
+def _make_loss_call(arguments: tuple) -> LossCall:
     """Validate a loss call and return the decisions for its dispatch key."""
-    *tensors, normalize, reduction = given
+    *tensors, normalize, reduction = arguments
     check_loss_args("maxsim_cross_entropy", tuple(tensors), normalize, reduction)
     x = LossArgs(*tensors)
     hints.inspect_tokens("maxsim_cross_entropy", *x[:4], normalize)
@@ -309,7 +309,7 @@ def _store_quantized(stored: EncodedTokens, c: PackedArgs, options: tuple, backe
         plans.store(key, (backend, plan, c.sizes if is_dense else None))
 
 
-def _make_quantized_key(stored: EncodedTokens, given: tuple, options: tuple, is_dense: bool) -> tuple | None:
+def _make_quantized_key(stored: EncodedTokens, tensors: tuple, options: tuple, is_dense: bool) -> tuple | None:
     """Return the key of a call with quantized documents, or None if the call must use the operator.
 
     Without indices, `is_dense`, tensors have the same shapes again.
@@ -318,8 +318,8 @@ def _make_quantized_key(stored: EncodedTokens, given: tuple, options: tuple, is_
     name = "maxsim_quantized", stored.format, options[0]
     encoded_tensors = stored[1:3] if stored.codes is None else (*stored[1:3], *stored[4:])
     if is_dense:
-        return make_call_key(name, (*given[:2], *given[7:10], *encoded_tensors), options[1:])
-    return make_rowless_key(name, (*given[:10], *encoded_tensors), options[1:])
+        return make_call_key(name, (*tensors[:2], *tensors[7:10], *encoded_tensors), options[1:])
+    return make_rowless_key(name, (*tensors[:10], *encoded_tensors), options[1:])
 
 
 def repeat_maxsim_quantized(

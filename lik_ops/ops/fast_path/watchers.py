@@ -119,14 +119,14 @@ def make_call_key(name: Hashable, tensors: Sequence, options: Sequence) -> tuple
     return tuple(key)
 
 
-def make_dense_key(name: str, given: tuple, options: tuple[bool, str, bool]) -> tuple | None:
+def make_dense_key(name: str, tensors: tuple, options: tuple[bool, str, bool]) -> tuple | None:
     """Return a key as `make_call_key` does, for Q, D, q_mask, d_mask and q_weight.
 
     The case without masks and weights is written out, which saves a fifth of the time.
     """
-    Q, D, q_mask, d_mask, q_weight = given
+    Q, D, q_mask, d_mask, q_weight = tensors
     if not (q_mask is None and d_mask is None and q_weight is None and type(Q) is type(D) is _Tensor):
-        return make_call_key(name, given, options)
+        return make_call_key(name, tensors, options)
     usual_keys, (normalize, backward, recompute) = _usual_keys, options
     if (
         not is_dispatch_idle()
@@ -134,7 +134,7 @@ def make_dense_key(name: str, given: tuple, options: tuple[bool, str, bool]) -> 
         or _get_key_bits(_KEYS(D)) not in usual_keys
         or not (type(normalize) is type(recompute) is bool and type(backward) is str)
     ):
-        return make_call_key(name, given, options)
+        return make_call_key(name, tensors, options)
     dtype, records = Q.dtype, _is_grad_enabled()
     precision = get_fp32_precision() if dtype is _fp32 else None
     return (
@@ -158,7 +158,7 @@ def make_operator_key(arguments: Sequence) -> list:
     return parts
 
 
-def make_rowless_key(name: Hashable, given: tuple, options: tuple) -> tuple | None:
+def make_rowless_key(name: Hashable, tensors: tuple, options: tuple) -> tuple | None:
     """Return the `make_call_key` of a packed call without leading sizes, which differ from one packed call to the next.
 
     The strides of an index and its other sizes determine whether it `is_contiguous_index`. For three axes or fewer the
@@ -166,7 +166,7 @@ def make_rowless_key(name: Hashable, given: tuple, options: tuple) -> tuple | No
 
     Args:
         name: the name of the function, and values of other types that the call depends on.
-        given: the tensors of a `PackedArgs`, followed by further tensors with one row for each token.
+        tensors: the tensors of a `PackedArgs`, followed by further tensors with one row for each token.
         options: hashable options.
     """
     if not is_dispatch_idle():
@@ -174,7 +174,7 @@ def make_rowless_key(name: Hashable, given: tuple, options: tuple) -> tuple | No
     for x in options:
         if type(x) not in _OPTION_TYPES:
             return None
-    Q, D, *indices = given[:7]
+    Q, D, *indices = tensors[:7]
     key = [name, get_requested_backend(), *options]
     records = _is_grad_enabled()
     for x in indices:
@@ -185,7 +185,7 @@ def make_rowless_key(name: Hashable, given: tuple, options: tuple) -> tuple | No
             return None
         strides = x.stride()
         key += strides, strides if len(strides) == 1 else x.shape[1:], x.dtype, x.get_device()
-    for x in (Q, D, *given[7:]):
+    for x in (Q, D, *tensors[7:]):
         if x is None:
             key.append(None)
             continue

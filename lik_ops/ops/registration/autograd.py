@@ -19,8 +19,8 @@ _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.
 class RecordedCall(Protocol):
     """A computation and its gradient."""
 
-    def record(self, ctx: Any, given: tuple) -> Any:
-        """Return the outputs for `given`, and save in `ctx` what `run_backward` needs."""
+    def record(self, ctx: Any, inputs: tuple) -> Any:
+        """Return the outputs for `inputs`, and save in `ctx` what `run_backward` needs."""
 
     def run_backward(self, ctx: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
         """Return a gradient, or None, for each argument of `RecordGradient.apply` before the call."""
@@ -52,11 +52,11 @@ class OperatorCall:
     def __init__(self, run: Callable, op: CustomOpDef) -> None:
         self.run, self.op = run, op
 
-    def record(self, ctx: Any, given: tuple) -> Any:
+    def record(self, ctx: Any, inputs: tuple) -> Any:
         """Return the outputs of the operator."""
-        output = self.run(*given)
+        output = self.run(*inputs)
         if self.op._setup_context_fn is not None:
-            self.op._setup_context_fn(ctx, given, output)
+            self.op._setup_context_fn(ctx, inputs, output)
         return output
 
     def run_backward(self, ctx: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
@@ -64,19 +64,19 @@ class OperatorCall:
         return self.op._backward_fn(ctx, *grads)  # type: ignore[misc]
 
 
-def record_level(given: tuple, run: Callable, op: CustomOpDef, records: bool) -> Any:
+def record_level(inputs: tuple, run: Callable, op: CustomOpDef, records: bool) -> Any:
     """Return the outputs of an operator at one level of a transform, and record its gradient there if `records`.
 
     Raises:
         NotImplementedError: the level computes tangents.
     """
-    functional.reject_tangents(*[x for x in given if isinstance(x, Tensor)])
+    functional.reject_tangents(*[x for x in inputs if isinstance(x, Tensor)])
     if not records:
-        return run(*given)
+        return run(*inputs)
 
     def run_below(*args: Any) -> Any:
         with torch.enable_grad():  # the levels below record too
             return run(*args)
 
     with functional.allow_one_level():
-        return record(*given, OperatorCall(run_below, op), given)
+        return record(*inputs, OperatorCall(run_below, op), inputs)

@@ -56,11 +56,11 @@ def custom_op(
     return defined
 
 
-def _run_hidden(hidden: Callable, bare: Callable, *args: Any) -> Any:
-    """Run the body directly until Dynamo is imported, and then the version that torch hides from Dynamo."""
+def _run_hidden(hidden: Callable, body: Callable, *args: Any) -> Any:
+    """Run `body` directly until Dynamo is imported, and then the version that torch hides from Dynamo."""
     if "torch._dynamo" not in sys.modules:
-        return bare(*args)
-    bare.__dict__.pop(_HIDDEN_ATTRIBUTE, None)
+        return body(*args)
+    body.__dict__.pop(_HIDDEN_ATTRIBUTE, None)
     return hidden(*args)
 
 

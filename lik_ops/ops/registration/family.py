@@ -22,28 +22,28 @@ ARGMAX_DTYPES = (None, torch.int16, torch.int32, torch.int64)
 T = TypeVar("T")
 
 
-def lookup_once(op: str, given: Sequence, options: tuple, find: Callable[..., T], *arguments: Any) -> T:
+def lookup_once(op: str, operator_args: Sequence, options: tuple, find: Callable[..., T], *arguments: Any) -> T:
     """Return ``find(*arguments)``, computed once for each operator and dispatch key.
 
     `find` validates the arguments of the operator and selects the function or backend that computes them.
 
     Args:
         op: the name of the operator.
-        given: the arguments of the operator, tensors or hashable values.
+        operator_args: the arguments of the operator, tensors or hashable values.
         options: further hashable arguments, or values that describe them.
         find: the function to call.
         *arguments: the arguments of `find`.
     """
-    key = (op, options, get_requested_backend(), get_fp32_precision(), *make_operator_key(given))
+    key = (op, options, get_requested_backend(), get_fp32_precision(), *make_operator_key(operator_args))
     result = plans.get(key)
     return plans.store(key, find(*arguments)) if result is None else result
 
 
 def lookup_backend(
-    op: str, given: Sequence, options: tuple, Q: Tensor, check: Callable[..., Any], *arguments: Any
+    op: str, operator_args: Sequence, options: tuple, Q: Tensor, check: Callable[..., Any], *arguments: Any
 ) -> ModuleType:
     """Return the backend for the device and dtype of Q after ``check(*arguments)``. See `lookup_once`."""
-    return lookup_once(op, given, options, _check_and_select, Q, check, arguments)
+    return lookup_once(op, operator_args, options, _check_and_select, Q, check, arguments)
 
 
 def _check_and_select(Q: Tensor, check: Callable[..., Any], arguments: tuple) -> ModuleType:
@@ -142,8 +142,8 @@ def register_autograd(
     forward: CustomOpDef,
     layout: type,
     gradients: Callable[..., Sequence[Tensor]],
-    kept: Callable[[Sequence, Sequence], tuple] = _save_everything,
-    wanted: Sequence[int] | None = None,
+    select_saved: Callable[[Sequence, Sequence], tuple] = _save_everything,
+    differentiable: Sequence[int] | None = None,
 ) -> None:
     """Register the gradient of `forward`, whose arguments begin with the tensors of `layout`.
 
@@ -152,44 +152,46 @@ def register_autograd(
         layout: the NamedTuple of its tensors, among which may be strings.
         gradients: computes the gradients from the gradient of the scores, the saved tensors, the argmax, the other
             arguments of `forward`, and the flags of the needed gradients.
-        kept: selects the tensors to save from the inputs and outputs of a call. The argmax is last.
-        wanted: positions of the tensors that have a gradient. None selects Q, D and q_weight, which is last.
+        select_saved: selects the tensors to save from the inputs and outputs of a call. The argmax is last.
+        differentiable: positions of the tensors that have a gradient. None selects Q, D and q_weight, which is last.
     """
     names: tuple[str, ...] = layout._fields  # type: ignore[attr-defined]
     count = len(names)
-    wanted = (0, 1, count - 1) if wanted is None else wanted
+    differentiable = (0, 1, count - 1) if differentiable is None else differentiable
 
     def setup_context(ctx, inputs, output) -> None:
         ctx.set_materialize_grads(False)
         ctx.options = inputs[count:]
         # For CUDA tensors an eager backward runs on another thread, which does not see a `use_backend` block.
         ctx.backend = get_requested_backend()
-        saved_values = kept(inputs[:count], output)
+        saved_values = select_saved(inputs[:count], output)
         ctx.strings = {i: x for i, x in enumerate(saved_values) if isinstance(x, str)}
         ctx.save_for_backward(*[None if isinstance(x, str) else x for x in saved_values])
         ctx.mark_non_differentiable(*output[1:])
 
     def backward(ctx, grad_scores, *others):
-        needs = [ctx.needs_input_grad[i] for i in wanted]
+        needs = [ctx.needs_input_grad[i] for i in differentiable]
         results: list[Tensor | None] = [None] * (count + len(ctx.options))
         if grad_scores is None or not any(needs):
             return tuple(results)
-        unsupported_names = [name for i, name in enumerate(names) if i not in wanted and ctx.needs_input_grad[i]]
+        unsupported_names = [
+            name for i, name in enumerate(names) if i not in differentiable and ctx.needs_input_grad[i]
+        ]
         if unsupported_names:
             raise NotImplementedError(f"{forward._qualname} has no gradient of {', '.join(unsupported_names)}")
         *tensors, argmax = [ctx.strings.get(i, x) for i, x in enumerate(ctx.saved_tensors)]
         with use_backend(ctx.backend):
             grads = gradients(grad_scores, tensors, argmax, ctx.options, needs)
-        for i, need, grad in zip(wanted, needs, grads, strict=True):
+        for i, need, grad in zip(differentiable, needs, grads, strict=True):
             results[i] = grad if need else None
         return tuple(results)
 
     forward.register_autograd(backward, setup_context=setup_context)
 
 
-def make_raising_backward(name: str, instead: str, of: str = "gradient") -> Callable[..., NoReturn]:
-    """Return a backward for an operator without a gradient. It raises an error that suggests `instead`."""
-    message = f"{add_op_namespace_prefix(name)} has no {of}: {instead}"
+def make_raising_backward(name: str, instead: str, missing: str = "gradient") -> Callable[..., NoReturn]:
+    """Return a backward for an operator without a gradient. Its error names `missing` and suggests `instead`."""
+    message = f"{add_op_namespace_prefix(name)} has no {missing}: {instead}"
 
     def raises(ctx, *grads):
         raise NotImplementedError(message)

@@ -40,9 +40,9 @@ class _VmapBatch:
         x = self.stacked(i)
         return None if x is None else x.movedim(0, axis).flatten(axis, axis + 1)
 
-    def fold_only(self, own: tuple[int, ...], among: tuple[int, ...]) -> list:
-        """Return the arguments `among`, of which only `own` are folded. The samples share the others."""
-        return [self.folded(i) if i in own else self.args[i] for i in among]
+    def fold_only(self, folded_args: tuple[int, ...], among: tuple[int, ...]) -> list:
+        """Return the arguments `among`, of which only `folded_args` are folded. The samples share the others."""
+        return [self.folded(i) if i in folded_args else self.args[i] for i in among]
 
     def any_of(self, *indices: int) -> bool:
         """Return whether any of these arguments has a batch axis."""

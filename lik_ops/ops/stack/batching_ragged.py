@@ -76,9 +76,9 @@ class _RaggedVmapBatch:
         """Return the index of each sample, in a shape that broadcasts with `like`."""
         return torch.arange(self.size, device=like.device).view(-1, *((1,) * (like.dim() - 1)))
 
-    def _tokens(self, i: int, own: bool) -> Any:
-        """Return field i, folded if each sample has its own."""
-        return self.batch.folded(self.first + i) if own else self.batch.args[self.first + i]
+    def _tokens(self, i: int, is_folded: bool) -> Any:
+        """Return field i. It is folded if `is_folded`, because each sample has its own."""
+        return self.batch.folded(self.first + i) if is_folded else self.batch.args[self.first + i]
 
     def _make_cu_seqlens(self) -> Tensor:
         """Return the query offsets of the one call. Invalid offsets become -1."""

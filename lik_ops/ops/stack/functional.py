@@ -47,9 +47,9 @@ for _asked in (is_transforming, is_taking_derivatives, is_taking_tangents):
     _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def reject_transforms(op: str, asked: Callable[[], bool] = is_taking_derivatives) -> None:
-    """Raise NotImplementedError if `asked` returns True, by default inside a transform that computes derivatives."""
-    if not torch.compiler.is_dynamo_compiling() and asked():
+def reject_transforms(op: str, is_rejected: Callable[[], bool] = is_taking_derivatives) -> None:
+    """Raise NotImplementedError if `is_rejected()`, by default inside a transform that computes derivatives."""
+    if not torch.compiler.is_dynamo_compiling() and is_rejected():
         raise NotImplementedError(f"torch.func cannot differentiate {op}: use torch.autograd")
 
 

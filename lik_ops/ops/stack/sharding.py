@@ -120,7 +120,7 @@ def _list_strategies(rule: Callable, at: _Placements, *args: Any) -> list:
 class _Placements(NamedTuple):
     """Placements: replicated, sharded along the first, second or third axis, or a partial sum."""
 
-    whole: Any
+    replicated: Any
     first: Any
     second: Any
     third: Any
@@ -128,51 +128,56 @@ class _Placements(NamedTuple):
 
     def dense(self, D: Any) -> tuple:
         """Return placements of scores, argmax, queries, documents, and the gradients of queries and documents."""
-        whole, first, second, _, partial = self
+        replicated, first, second, _, partial = self
         if len(D.shape) == 4:
-            sharded = (first,) * 6, (second, second, whole, second, partial, second)
+            sharded = (first,) * 6, (second, second, replicated, second, partial, second)
         else:
-            sharded = (first, second, first, whole, first, partial), (second, first, whole, first, partial, first)
-        return (whole,) * 6, *sharded
+            sharded = (
+                (first, second, first, replicated, first, partial),
+                (second, first, replicated, first, partial, first),
+            )
+        return (replicated,) * 6, *sharded
 
     def heads(self, H: Any) -> list:
         """Return the placements of `dense`, and of the gradients of W and b, which are replicated or partial sums."""
-        return [(*placements, self.whole if n == 0 else self.partial) for n, placements in enumerate(self.dense(H))]
+        return [
+            (*placements, self.replicated if n == 0 else self.partial) for n, placements in enumerate(self.dense(H))
+        ]
 
     def losses(self, D: Any) -> tuple:
         """Return placements of losses and queries, of documents, and of their gradient. A loss needs all documents."""
-        whole, first = self[:2]
-        return (whole,) * 3, (first, first, first) if len(D.shape) == 4 else (first, whole, self.partial)
+        replicated, first = self[:2]
+        return (replicated,) * 3, (first, first, first) if len(D.shape) == 4 else (first, replicated, self.partial)
 
     def ragged(self, r: RaggedArgs) -> tuple:
         """Return placements of scores, argmax, the tensors of the call, and the gradients. Only lists are sharded."""
-        whole, first, second, _, partial = self
-        replicated_args: Any = RaggedArgs(*_list_placements(r, (whole,) * len(r)))
+        replicated, first, second, _, partial = self
+        replicated_args: Any = RaggedArgs(*_list_placements(r, (replicated,) * len(r)))
         if r.cu_seqlens_q is None or r.d_lengths is None:  # an axis of tokens or a bound of two documents
-            return ((whole, whole, replicated_args, whole),)
+            return ((replicated, replicated, replicated_args, replicated),)
         if r.pairs is not None:
             scores, lists = first, replicated_args._replace(pairs=first)
         else:
             columns = first if len(r.d_offsets.shape) == 1 else second
             scores, lists = second, replicated_args._replace(d_offsets=columns, d_lengths=columns)
-        return (whole, whole, replicated_args, whole), (scores, first, lists, partial)
+        return (replicated, replicated, replicated_args, replicated), (scores, first, lists, partial)
 
     def argmax(self, x: Any, placement: Any) -> Any:
         """Return the placement of an argmax, which is replicated if it is empty because a backward recomputes it."""
-        return placement if len(x.shape) == 3 else self.whole
+        return placement if len(x.shape) == 3 else self.replicated
 
     def encoded(self) -> tuple:
         """Return the placements of `EncodedTokens`, in which the format, the fourth field, is not a tensor."""
-        return *(self.whole,) * 3, None, *(self.whole,) * 3
+        return *(self.replicated,) * 3, None, *(self.replicated,) * 3
 
     def wanted(self, placements: Sequence, needs: Any) -> list:
         """Return the placements of outputs. An output that is not needed is empty and replicated."""
-        return [x if need else self.whole for x, need in zip(placements, needs, strict=True)]
+        return [x if need else self.replicated for x, need in zip(placements, needs, strict=True)]
 
 
 def _shard_token_topk(at: _Placements, a: tuple) -> list:
     # The first axis of the argmax is the rank, so other axes move by one.
-    next_axis = {at.whole: at.whole, at.first: at.second, at.second: at.third}
+    next_axis = {at.replicated: at.replicated, at.first: at.second, at.second: at.third}
     placements = at.dense(a[1])
     return [(at.wanted((s, next_axis[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in placements]
 
@@ -191,7 +196,8 @@ _RULES: dict[str, Callable[[_Placements, tuple], list]] = {
         (at.wanted((of_q, of_d, of_q), a[9]), (s, q, d, d, w, q, q)) for s, w, q, d, of_q, of_d in at.dense(a[2])
     ],
     "maxsim_xtr_fwd": lambda at, a: [
-        ((q, w, q), (q, at.whole, q, at.whole, q)) for q, w in ((at.whole, at.whole), (at.first, at.second))
+        ((q, w, q), (q, at.replicated, q, at.replicated, q))
+        for q, w in ((at.replicated, at.replicated), (at.first, at.second))
     ],
     "maxsim_token_topk_fwd": _shard_token_topk,
     "maxsim_cross_entropy_fwd": lambda at, a: [((q, q), (q, d, q, d, q, q)) for q, d, _ in at.losses(a[1])],
@@ -199,39 +205,41 @@ _RULES: dict[str, Callable[[_Placements, tuple], list]] = {
         (at.wanted((q, of_d, q), a[11]), (q, q, d, q, d, q, q, q)) for q, d, of_d in at.losses(a[2])
     ],
     "maxsim_soft_fwd": lambda at, a: [
-        (at.wanted((s, w), (True, a[8])), (q, d, q, d, q, at.whole)) for s, w, q, d, _, _ in at.dense(a[1])
+        (at.wanted((s, w), (True, a[8])), (q, d, q, d, q, at.replicated)) for s, w, q, d, _, _ in at.dense(a[1])
     ],
     "maxsim_soft_bwd": lambda at, a: [
-        (at.wanted((of_q, of_d, of_q, of_tau), a[10]), (s, q, d, w, q, d, q, at.whole))
+        (at.wanted((of_q, of_d, of_q, of_tau), a[10]), (s, q, d, w, q, d, q, at.replicated))
         for s, w, q, d, of_q, of_d, of_tau in at.heads(a[2])
     ],
     "maxsim_from_hidden_fwd": lambda at, a: [
-        (at.wanted((s, w), (True, a[8] is not None)), (q, h, at.whole, at.whole, q, h, q))
+        (at.wanted((s, w), (True, a[8] is not None)), (q, h, at.replicated, at.replicated, q, h, q))
         for s, w, q, h, *_ in at.heads(a[1])
     ],
     "maxsim_from_hidden_bwd": lambda at, a: [
         (
             at.wanted((of_q, of_h, of_head, of_head, of_q), a[10]),
-            (s, q, h, at.whole, at.whole, at.argmax(a[5], w), q, h, q),
+            (s, q, h, at.replicated, at.replicated, at.argmax(a[5], w), q, h, q),
         )
         for s, w, q, h, of_q, of_h, of_head in at.heads(a[2])
     ],
-    "chamfer_fwd": lambda at, a: [((of,) * 4, (of,) * 4) for of in at[:2]],
-    "chamfer_bwd": lambda at, a: [(at.wanted((of, of), a[7]), (of,) * 6) for of in at[:2]],
-    "maxsim_topk": lambda at, a: [((q, q), (q, at.whole, q, at.whole, at.whole, q)) for q in at[:2]],
-    "maxsim_topk_codes": lambda at, a: [((q, q), (q, at.whole, at.whole, q, at.whole, at.whole, q)) for q in at[:2]],
+    "chamfer_fwd": lambda at, a: [((placement,) * 4, (placement,) * 4) for placement in at[:2]],
+    "chamfer_bwd": lambda at, a: [(at.wanted((placement, placement), a[7]), (placement,) * 6) for placement in at[:2]],
+    "maxsim_topk": lambda at, a: [((q, q), (q, at.replicated, q, at.replicated, at.replicated, q)) for q in at[:2]],
+    "maxsim_topk_codes": lambda at, a: [
+        ((q, q), (q, at.replicated, at.replicated, q, at.replicated, at.replicated, q)) for q in at[:2]
+    ],
     "maxsim_ragged_fwd": lambda at, a: [
         (at.wanted((s, w), (True, a[10] is not None)), tensors) for s, w, tensors, _ in at.ragged(RaggedArgs(*a[:9]))
     ],
     "maxsim_ragged_bwd": lambda at, a: [
-        (at.wanted((of,) * 3, a[13]), (s, *x, w)) for s, w, x, of in at.ragged(RaggedArgs(*a[1:10]))
+        (at.wanted((grad,) * 3, a[13]), (s, *x, w)) for s, w, x, grad in at.ragged(RaggedArgs(*a[1:10]))
     ],
     "maxsim_quantized_fwd": lambda at, a: [
         (at.wanted((s, w), (True, a[16] is not None)), (x.Q, *at.encoded(), *x[2:]))
         for s, w, x, _ in at.ragged(RaggedArgs(*a[:2], *a[8:15]))
     ],
     "maxsim_quantized_bwd": lambda at, a: [
-        (at.wanted((of,) * 2, a[18]), (s, x.Q, *at.encoded(), *x[2:], w))
-        for s, w, x, of in at.ragged(RaggedArgs(*a[1:3], *a[9:16]))
+        (at.wanted((grad,) * 2, a[18]), (s, x.Q, *at.encoded(), *x[2:], w))
+        for s, w, x, grad in at.ragged(RaggedArgs(*a[1:3], *a[9:16]))
     ],
 }

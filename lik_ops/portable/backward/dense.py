@@ -197,10 +197,10 @@ class DenseBackward:
         winner, exists, g = (t[:, part].movedim(1, 0).flatten(1) for t in (winner, exists, g))
         count, tokens = g.shape
         batch = torch.arange(batches, device=g.device).repeat_interleave(tokens // batches) + query.batches.start
-        place = torch.arange(count, device=g.device).unsqueeze(1) + (documents.start + part.start)
+        document = torch.arange(count, device=g.device).unsqueeze(1) + (documents.start + part.start)
         total = g.new_empty(tokens, self.d, dtype=self.dtype)
         for chunk in split_range(0, tokens, max(1, self.piece_tokens // count)):
-            rows = self._rows(self._tokens((batch[chunk], place, winner[:, chunk].clamp_min(0))), exists[:, chunk])
+            rows = self._rows(self._tokens((batch[chunk], document, winner[:, chunk].clamp_min(0))), exists[:, chunk])
             index = torch.arange(rows.shape[0], device=g.device).view(count, -1)
             total[chunk] = sum_bags(rows, *(t.t().contiguous() for t in (index, g[:, chunk])))
         return total

@@ -112,14 +112,14 @@ class _PackedBackward(DenseBackward):
                 for part in items.split(max(1, max_entries // chunk.numel())):
                     yield chunk.repeat_interleave(part.numel()), part.repeat(chunk.numel())
 
-    def _entries(self, query: Tensor, item: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield cells repeated for each token of their query, and these tokens, at most `most` or those from one cell.
+    def _entries(self, query: Tensor, item: Tensor, max_tokens: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield cells repeated for each token of their query, and at most `max_tokens` tokens, or those of one cell.
 
         If the host may not read values, every query has the maximum number of tokens.
         """
         width = self.argmax.shape[1]
         if not self.may_look:
-            for part in split_range(0, query.numel(), max(1, most // width)):
+            for part in split_range(0, query.numel(), max(1, max_tokens // width)):
                 s = torch.arange(width, device=query.device).repeat(part.stop - part.start)
                 yield query[part].repeat_interleave(width), item[part].repeat_interleave(width), s
             return
@@ -128,7 +128,7 @@ class _PackedBackward(DenseBackward):
         first = 0
         while first < lengths.numel():
             offset = int(ends[first - 1]) if first else 0
-            last = max(first + 1, int(torch.searchsorted(ends, offset + most, right=True)))
+            last = max(first + 1, int(torch.searchsorted(ends, offset + max_tokens, right=True)))
             counts, total = lengths[first:last], int(ends[last - 1]) - offset
             s = torch.arange(offset, offset + total) - (ends[first:last] - counts).repeat_interleave(counts)
             queries, items = (x[first:last].repeat_interleave(counts, output_size=total) for x in (query, item))

@@ -37,15 +37,15 @@ def _ceil_div(a: Any, b: Any) -> Any:
     return (a + b - 1) // b
 
 
-def _choose_block_size(size: Any, most: Any) -> Any:
-    """Return the block size for an axis of `size` elements, at most `most`.
+def _choose_block_size(size: Any, max_size: Any) -> Any:
+    """Return the block size for an axis of `size` elements, at most `max_size`.
 
     A symbolic size gives at least two, and a step may then process an element twice. Tracers would add a guard on
     whether the axis is 1.
     """
-    if isinstance(size, int) and isinstance(most, int):
-        return max(1, min(size, most))
-    return torch.sym_max(torch.sym_min(size, most), 2)
+    if isinstance(size, int) and isinstance(max_size, int):
+        return max(1, min(size, max_size))
+    return torch.sym_max(torch.sym_min(size, max_size), 2)
 
 
 class _LoopSizes:
@@ -161,11 +161,13 @@ def _score_block(carried: _LoopState, plan: _LoopTensors, x: DenseArgs, normaliz
     return _LoopState(carried.n + 1, best, sums, scores, first_tokens, argmax)
 
 
-def _update_argmax(S: Tensor, kept: Tensor | None, value: Tensor, before: Tensor, t: Tensor, where: Tensor) -> Tensor:
+def _update_argmax(
+    S: Tensor, is_kept: Tensor | None, value: Tensor, before: Tensor, t: Tensor, where: Tensor
+) -> Tensor:
     """Return the first kept token with the largest similarity so far (NaN is largest), NO_TOKEN if none is kept."""
     hit = S.eq(value[..., None]) | S.isnan()
-    if kept is not None:
-        hit = hit & kept
+    if is_kept is not None:
+        hit = hit & is_kept
     first = torch.where(hit, t, NO_TOKEN).amin(-1)
     is_new = (value > before) | (value.isnan() & ~before.isnan()) | (where == NO_TOKEN)
     return torch.where(is_new, first, where)

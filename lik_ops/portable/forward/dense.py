@@ -86,7 +86,7 @@ class InPlaceForward(SliceForward):
     reads the next token of at least `MIN_BLOCK_DOCUMENTS` pages, and reading and multiplying overlap.
     """
 
-    least = MIN_ROWS
+    min_documents = MIN_ROWS
 
     @staticmethod
     def takes(layout: BatchedArgs, normalize: bool) -> bool:
@@ -114,7 +114,7 @@ class InPlaceForward(SliceForward):
         # MKL is faster with columns that are contiguous in memory, and fp32 has the same bits.
         return super()._columns(loaded.mT.contiguous().mT)
 
-    def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:
+    def _compute(self, b: slice, x: slice, first: int, panels: list[QueryPanel]) -> None:
         layout, n, columns = self.layout, x.stop - x.start, self.shape.columns
         documents = layout.D[b.start, x].transpose(0, 1)
         is_masked = None if layout.d_mask is None else ~layout.d_mask[b.start, x].t()
@@ -127,7 +127,7 @@ class InPlaceForward(SliceForward):
                 torch.bmm(part, panel.columns[:tokens], out=S)
                 if rows is not None and rows.numel():
                     S.view(-1, columns).index_fill_(0, rows, NEG_INF)
-                best = panel.best.narrow(0, place, n)
+                best = panel.best.narrow(0, first, n)
                 if t.start == 0:
                     torch.amax(S, 0, out=best)
                 else:

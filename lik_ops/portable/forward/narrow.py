@@ -113,14 +113,16 @@ class _NarrowForward(PortableForward):
         """Return the few tokens of some batches."""
         raise NotImplementedError
 
-    def _products(self, b: slice, other: Tensor, each: int) -> Tensor:
-        """Compute slices ``[n, rows, columns]`` for some batches, each with `each` tokens of `other`; n is at least 2.
+    def _products(self, b: slice, other: Tensor, tokens_per_slice: int) -> Tensor:
+        """Compute slices ``[n, rows, columns]`` for some batches, each with `tokens_per_slice` tokens of `other`.
 
-        A `group` of batches shares a slice, and then has `each` tokens together. Only the blocks on its diagonal are
-        used.
+        n is at least 2. A `group` of batches shares a slice, and then has `tokens_per_slice` tokens together. Only the
+        blocks on its diagonal are used.
         """
-        panels = ceil_div(each, self.columns)
-        other_slices = self._slices(other, each, panels * self.columns, 1 if panels > 1 else 2, narrow=False)
+        panels = ceil_div(tokens_per_slice, self.columns)
+        other_slices = self._slices(
+            other, tokens_per_slice, panels * self.columns, 1 if panels > 1 else 2, narrow=False
+        )
         other_slices = other_slices.reshape(-1, self.columns, self.d)
         n = other_slices.shape[0]
         is_single = b.stop - b.start == 1  # one slice is multiplied with all panels, and may be read in place
@@ -143,14 +145,14 @@ class _NarrowForward(PortableForward):
         batch_panels = panels[: batches * n_panels].view(batches, n_panels, *panels.shape[1:])
         return batch_panels.transpose(1, 2).reshape(batches, panels.shape[1], -1)[..., :count]
 
-    def _slices(self, source: Tensor, each: int, size: int, least: int, narrow: bool) -> Tensor:
-        """Copy tokens of ``source [..., d]`` into slices ``[n, size, d]``, `each` tokens in a slice, followed by zeros.
+    def _slices(self, source: Tensor, tokens_per_slice: int, size: int, min_slices: int, narrow: bool) -> Tensor:
+        """Copy `tokens_per_slice` tokens of ``source [..., d]`` into each slice of ``[n, size, d]``, followed by zeros.
 
-        There are at least `least` slices. Aligned tokens that fill the slices are not copied.
+        There are at least `min_slices` slices. Aligned tokens that fill the slices are not copied.
         """
         rows = source.reshape(-1, self.d)
         count, d = rows.shape
-        n = max(least, ceil_div(count, each))
+        n = max(min_slices, ceil_div(count, tokens_per_slice))
         is_ready = rows.is_contiguous() and rows.dtype == self.dtype and not self.normalize
         itemsize = self.dtype.itemsize
         if (
@@ -163,13 +165,15 @@ class _NarrowForward(PortableForward):
         if slices is None or slices.shape[:2] != (n, size):
             slices = allocate_slices(rows, n, size, d, self.dtype)
         self.buffers[narrow] = slices
-        full_slices, remainder = divmod(count, each)
-        slices[:full_slices, :each] = rows[: full_slices * each].unflatten(0, (full_slices, each))
-        if each < size:
-            slices[:full_slices, each:] = 0
+        full_slices, remainder = divmod(count, tokens_per_slice)
+        slices[:full_slices, :tokens_per_slice] = rows[: full_slices * tokens_per_slice].unflatten(
+            0, (full_slices, tokens_per_slice)
+        )
+        if tokens_per_slice < size:
+            slices[:full_slices, tokens_per_slice:] = 0
         if full_slices < n:
             slices[full_slices:] = 0
-            slices[full_slices, :remainder] = rows[full_slices * each :]
+            slices[full_slices, :remainder] = rows[full_slices * tokens_per_slice :]
         if self.normalize:
             slices /= compute_row_norms(slices)
         return slices
@@ -199,9 +203,9 @@ class FewDocumentsForward(_NarrowForward):
         rows = choose_rows(self.group * self.tokens, columns, self.d, self.dtype)
         self._plan_products(columns, rows, columns if self.crossed else max(columns, rows))
         # Pieces of the queries begin at whole slices if possible.
-        self.whole = columns // gcd(columns, self.Lq) if self.crossed else self.group * ALIGNMENT_BYTES
+        self.item_multiple = columns // gcd(columns, self.Lq) if self.crossed else self.group * ALIGNMENT_BYTES
         items = max(1, MAX_MAXIMA_BYTES // (self.X * self.Lq * self.dtype.itemsize))
-        items = min(items // self.whole * self.whole or items, max(self.B, self.Y))
+        items = min(items // self.item_multiple * self.item_multiple or items, max(self.B, self.Y))
         self.slab = (1, self.X, items) if self.crossed else (items, self.X, 1)
         self.limit = self.slices * columns  # query tokens of a piece
         panels = ceil_div(self.Lq, columns)
@@ -210,7 +214,7 @@ class FewDocumentsForward(_NarrowForward):
 
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         layout, span = self.layout, u if self.crossed else b
-        for _, i, s in cut_pieces((1, span.stop - span.start, self.Lq), self.limit, whole=self.whole):
+        for _, i, s in cut_pieces((1, span.stop - span.start, self.Lq), self.limit, item_multiple=self.item_multiple):
             chunk = slice(span.start + i.start, span.start + i.stop)
             part = (b, chunk, s) if self.crossed else (chunk, u, s)
             best = self.best[:, :, i, s] if self.crossed else self.best[i, :, :, s]
@@ -280,7 +284,7 @@ class FewQueriesForward(_NarrowForward):
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         argmax, sizes = self.layout.argmax, (b.stop - b.start, x.stop - x.start, self.Ld)
         item_multiple = self.columns // gcd(self.columns, self.Ld)
-        for piece in cut_pieces(sizes, self.slices * self.columns, whole=item_multiple, pad=self.columns):
+        for piece in cut_pieces(sizes, self.slices * self.columns, item_multiple=item_multiple, pad=self.columns):
             part = piece.within(b, x)
             S, best, start = self._similarities(*part), self.best[piece.batches, piece.items], piece.tokens.start
             if argmax is not None:

@@ -202,17 +202,17 @@ class _PackedForward:
             self.argmax.view(-1).scatter_reduce_(0, at, layout.argmax.view(-1), "amax")
 
 
-def _group_by_length(ids: Tensor, length: Tensor, allowance: int, most: int) -> Iterator[Tensor]:
+def _group_by_length(ids: Tensor, length: Tensor, allowance: int, max_tokens: int) -> Iterator[Tensor]:
     """Cut `ids` into groups of similar length whose padding is a small fraction or at most `allowance` tokens.
 
-    A group has at most `most` tokens, or one element. The longest come first, and equal lengths keep their order.
+    A group has at most `max_tokens` tokens, or one element. The longest come first, and equal lengths keep their order.
     """
     lengths, order = length[ids].sort(descending=True, stable=True)
     ids, offsets = ids[order], F.pad(lengths.cumsum(0), (1, 0))
     first, count = 0, ids.numel()
     while first < count:
         longest = int(lengths[first])
-        step = max(1, most // longest)
+        step = max(1, max_tokens // longest)
         tokens = offsets[first + 1 : first + step + 1] - offsets[first]
         padded_tokens = longest * torch.arange(1, tokens.numel() + 1)
         excess = (padded_tokens - tokens > torch.clamp(tokens // TOKENS_PER_PADDING, min=allowance)).nonzero()

@@ -23,7 +23,7 @@ class PortableForward:
     """
 
     queries = 1  # queries of a unit
-    least = 1  # minimum documents of a slab or block, if the call has as many
+    min_documents = 1  # minimum documents of a slab or block, if the call has as many
     width: int  # elements of `best` for each unit, at least its number of query tokens
     slab: tuple[int, int, int]  # batches, documents and units that `best` has room for
 
@@ -52,9 +52,9 @@ class PortableForward:
                     self._finish(b, x, u)
 
     def _steps(self, first: int, last: int, step: int) -> Iterator[slice]:
-        """Yield ``[first, last)`` in steps of `step` documents; the last step may overlap to have `least` documents."""
+        """Yield ``[first, last)`` in steps of `step` documents; the last step may overlap to have `min_documents`."""
         for x in split_range(first, last, step):
-            yield slice(max(first, min(x.start, x.stop - self.least)), x.stop)
+            yield slice(max(first, min(x.start, x.stop - self.min_documents)), x.stop)
 
     def _finish(self, b: slice, x: slice, u: slice) -> None:
         """Compute the scores of a slab from its maxima, and the argmax that depends on masks."""

@@ -49,16 +49,18 @@ def count_slices_within_budget(shape: SliceShape, d: int, dtype: torch.dtype) ->
 
 
 @lru_cache(maxsize=1024)
-def choose_tiling(shape: SliceShape, most: int, B: int, X: int, Y: int, d: int, dtype: torch.dtype) -> SliceTiling:
-    """Choose the tiling of a call whose blocks have at most `most` slices."""
+def choose_tiling(
+    shape: SliceShape, max_slices: int, B: int, X: int, Y: int, d: int, dtype: torch.dtype
+) -> SliceTiling:
+    """Choose the tiling of a call whose blocks have at most `max_slices` slices."""
     unit_width = shape.panels * shape.columns
     panel_bytes = shape.columns * d * dtype.itemsize
     entries = MAX_MAXIMA_BYTES // dtype.itemsize
-    most = min(most, entries // (unit_width * shape.documents))
+    max_slices = min(max_slices, entries // (unit_width * shape.documents))
     per_batch, units = ceil_div(X, shape.documents), ceil_div(Y, shape.queries)
     # Several batches of few documents share a bmm, and then each slice has its own panels.
-    batches = max(1, min(B, min(most, MAX_PANEL_BYTES // panel_bytes) // per_batch)) if B > 1 else 1
-    block_slices = per_batch if batches > 1 else max(1, min(most, per_batch))
+    batches = max(1, min(B, min(max_slices, MAX_PANEL_BYTES // panel_bytes) // per_batch)) if B > 1 else 1
+    block_slices = per_batch if batches > 1 else max(1, min(max_slices, per_batch))
     block_documents = block_slices * shape.documents
     if batches > 1:
         panel_bytes *= batches * block_slices
@@ -141,14 +143,14 @@ class SliceForward(PortableForward):
                 for documents in self._steps(x.start, x.stop, tiling.block_slices * self.shape.documents):
                     self._compute(batches, documents, documents.start - x.start, panels)
 
-    def _compute(self, b: slice, x: slice, place: int, panels: list[QueryPanel]) -> None:
-        """Compute the maxima of a block, whose documents begin at `place` of the slab."""
+    def _compute(self, b: slice, x: slice, first: int, panels: list[QueryPanel]) -> None:
+        """Compute the maxima of a block, whose first document is document `first` of the slab."""
         views = self._views(b.stop - b.start, x.stop - x.start)
         for start in self.shape.starts:
             documents = self._load_documents(b, x, start, views)
             for panel in panels:
                 adjust_threads()
-                best = panel.best.narrow(0, place, views.used * self.shape.documents)
+                best = panel.best.narrow(0, first, views.used * self.shape.documents)
                 self._score(b, x, start, documents, views, panel, best)
 
     def _panels(self, b: slice, u: slice, p: slice, best: Tensor) -> Iterator[QueryPanel]:

@@ -219,18 +219,18 @@ class _IndexFiles:
             raise _make_error(file, f"codes of {below[0]} {below[1]}", f"{int(codes.min())} to {int(codes.max())}")
         return codes.to(torch.int32), residuals
 
-    def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], most: int | None = None) -> tuple[Path, Tensor]:
-        """Return a file and its tensor, cut to the first `most` rows.
+    def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], max_rows: int | None = None) -> tuple[Path, Tensor]:
+        """Return a file and its tensor, cut to the first `max_rows` rows.
 
         `rows` is set to the number of all rows.
         """
         file = self.root / name
-        x, rows = (_read_torch(file), None) if file.suffix == ".pt" else _read_numpy(file, most)
+        x, rows = (_read_torch(file), None) if file.suffix == ".pt" else _read_numpy(file, max_rows)
         if not _has_rows(x, dtypes):
             kind = f"{x.dtype}, {x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             raise _make_error(file, " or ".join(map(str, dtypes)), kind)
         self.rows = len(x) if rows is None else rows
-        return file, x.detach()[:most]
+        return file, x.detach()[:max_rows]
 
 
 def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
@@ -240,7 +240,7 @@ def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     return x.dtype in dtypes and x.device.type == "cpu" and x.dim() > 0
 
 
-def _read_numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
+def _read_numpy(file: Path, max_rows: int | None) -> tuple[Tensor, int]:
     """Return the first rows of an array, and the number of its rows.
 
     Memory is bounded by the size of the file.
@@ -252,7 +252,7 @@ def _read_numpy(file: Path, most: int | None) -> tuple[Tensor, int]:
         x = np.load(file, mmap_mode="r", allow_pickle=False)
         if not isinstance(x, np.ndarray) or x.ndim == 0:
             raise ValueError("not an array with rows")
-        return torch.from_numpy(np.array(x[:most], dtype=x.dtype.newbyteorder("="), order="C")), len(x)
+        return torch.from_numpy(np.array(x[:max_rows], dtype=x.dtype.newbyteorder("="), order="C")), len(x)
     except Exception as error:  # numpy may raise any error on a damaged file
         raise ValueError(f"{_OP}: {file}: not a whole .npy file: {error}") from error
 
@@ -288,6 +288,6 @@ def _read_count(file: Path, content: dict[str, Any], name: str) -> int:
     return value
 
 
-def _make_error(file: Path, expected: str, found: Any) -> ValueError:
-    """Return a ValueError that names the file, the expected content and the found content."""
-    return ValueError(f"{_OP}: {file}: expected {expected}, got {found}")
+def _make_error(file: Path, expected: str, actual: Any) -> ValueError:
+    """Return a ValueError that names the file, the expected content and the actual content."""
+    return ValueError(f"{_OP}: {file}: expected {expected}, got {actual}")

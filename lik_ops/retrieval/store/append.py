@@ -152,7 +152,7 @@ def _check_quantized(op: str, layout: StorageLayout, x: Quantized) -> None:
         raise ValueError(f"{op}: documents: expected embeddings, got meta tensors")
 
 
-def _as_list(op: str, name: str, of: str, x: Any) -> list:
+def _as_list(op: str, name: str, item_kind: str, x: Any) -> list:
     """Return the items of an iterable.
 
     Strings, mappings and sets raise TypeError.
@@ -163,7 +163,7 @@ def _as_list(op: str, name: str, of: str, x: Any) -> list:
     except TypeError:
         pass
     if not isinstance(x, Iterator):
-        raise TypeError(f"{op}: {name}: expected a list of {of}, got {type(x).__name__}")
+        raise TypeError(f"{op}: {name}: expected a list of {item_kind}, got {type(x).__name__}")
     return list(x)
 
 

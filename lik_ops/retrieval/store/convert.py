@@ -22,10 +22,10 @@ class Pooling(NamedTuple):
     pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # packed tokens and bounds to pooled tokens and bounds
     num_protected: int
 
-    def is_same(self, expected: Tensor, found: Tensor) -> bool:
+    def is_same(self, expected: Tensor, actual: Tensor) -> bool:
         """Return whether two results for one document agree in the parts that no tie of distances changes."""
         prefix = slice(self.num_protected)
-        return expected.shape == found.shape and torch.equal(expected[prefix], found[prefix])
+        return expected.shape == actual.shape and torch.equal(expected[prefix], actual[prefix])
 
 
 def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Pooling | None = None) -> Snapshot:
@@ -70,32 +70,34 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Po
     return Snapshot(path, manifest, snapshot)
 
 
-def _check_prefix(op: str, source: Snapshot, made: Snapshot, target: Manifest, pooling: Pooling | None) -> None:
-    """Raise unless `made` is a conversion of the first documents of `source`."""
-    if made.manifest.layout != target.layout:
-        layout = made.manifest.layout
-        raise ValueError(f"{op}: path: expected a corpus of {target.layout}, got one of {layout} in {made.path}")
-    count = len(made)
+def _check_prefix(op: str, source: Snapshot, converted: Snapshot, target: Manifest, pooling: Pooling | None) -> None:
+    """Raise unless `converted` is a conversion of the first documents of `source`."""
+    if converted.manifest.layout != target.layout:
+        layout = converted.manifest.layout
+        raise ValueError(f"{op}: path: expected a corpus of {target.layout}, got one of {layout} in {converted.path}")
+    count = len(converted)
     if count > len(source):
-        raise ValueError(f"{op}: path: expected {len(source)} documents or fewer, got {count} in {made.path}")
+        raise ValueError(f"{op}: path: expected {len(source)} documents or fewer, got {count} in {converted.path}")
     expected = source.lengths[:count]
-    is_same = torch.equal(made.lengths, expected) if pooling is None else bool((made.lengths <= expected).all())
+    is_same = (
+        torch.equal(converted.lengths, expected) if pooling is None else bool((converted.lengths <= expected).all())
+    )
     if is_same and count:
         ids = source.ids
-        is_same = made.ids == (None if ids is None else ids[:count])
-    if is_same and made.lengths.any():
+        is_same = converted.ids == (None if ids is None else ids[:count])
+    if is_same and converted.lengths.any():
         # Equal lengths do not prove equal documents, so the first and the last document with tokens are compared.
-        ends = made.lengths.nonzero().flatten()[[0, -1]]
-        is_same = all(_has_same_tokens(source, made, at, pooling) for at in ends.tolist())
+        ends = converted.lengths.nonzero().flatten()[[0, -1]]
+        is_same = all(_has_same_tokens(source, converted, at, pooling) for at in ends.tolist())
     if not is_same:
-        raise ValueError(f"{op}: path: expected the first documents of {source.path}, got others in {made.path}")
+        raise ValueError(f"{op}: path: expected the first documents of {source.path}, got others in {converted.path}")
 
 
-def _has_same_tokens(source: Snapshot, made: Snapshot, index: int, pooling: Pooling | None) -> bool:
-    """Return whether a document of `source` has the same codes or pooled tokens in `made`."""
-    layout = made.manifest.layout
+def _has_same_tokens(source: Snapshot, converted: Snapshot, index: int, pooling: Pooling | None) -> bool:
+    """Return whether a document of `source` has the same codes or pooled tokens in `converted`."""
+    layout = converted.manifest.layout
     (tokens,), cu_seqlens = source.pieces(index, index + 1)
-    (target_tokens,), _ = made.pieces(index, index + 1)
+    (target_tokens,), _ = converted.pieces(index, index + 1)
     assert isinstance(tokens, Tensor)
     if pooling is not None:
         return isinstance(target_tokens, Tensor) and pooling.is_same(pooling.pool(tokens, cu_seqlens)[0], target_tokens)

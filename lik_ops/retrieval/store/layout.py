@@ -115,7 +115,7 @@ class StorageLayout:
         if self.format is None:
             return {TOKENS: TensorSpec(True, (self.d,), self.dtype)}
         spec, is_per_token = ALL_FORMATS[self.format], self.scale == "token"
-        data = TensorSpec(True, (-(-self.d // spec.each),), spec.bytes)
+        data = TensorSpec(True, (-(-self.d // spec.features_per_element),), spec.bytes)
         specs = {"data": data, "scale": TensorSpec(is_per_token, (), spec.scale)}
         if self.codec is not None:
             specs["codes"] = TensorSpec(True, (), torch.int32)

@@ -180,12 +180,12 @@ class Manifest:
         return f'{body[:-1]}, "sha256": "{_hash_body(body)}"}}\n'.encode()
 
     @classmethod
-    def read(cls, path: Path, known: Manifest | None = None) -> Manifest:
+    def read(cls, path: Path, cached: Manifest | None = None) -> Manifest:
         """Read the manifest in the directory `path`.
 
         Args:
             path: the directory of the corpus.
-            known: a manifest that is returned if the file still has its content.
+            cached: a manifest that is returned if the file still has its content.
 
         Returns:
             The manifest.
@@ -199,8 +199,8 @@ class Manifest:
             text = file.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{path}: expected a corpus, found no {MANIFEST}") from None
-        if known is not None and text == known.text:
-            return known
+        if cached is not None and text == cached.text:
+            return cached
         try:
             return _parse_manifest(json.loads(text), path, _has_checksum(text))
         except (ValueError, RecursionError) as error:
@@ -247,7 +247,7 @@ def _parse_manifest(content: Any, path: Path, has_checksum: bool) -> Manifest:
         raise ValueError(f"documents: expected the sum over all shards, {documents}, got {content['documents']}")
     if tokens > _LARGEST:
         raise ValueError("shards: expected fewer than 2^63 tokens")
-    d, has_ids = _parse_count(content, "d", least=1), _parse_field(content, "has_ids", bool)
+    d, has_ids = _parse_count(content, "d", min_count=1), _parse_field(content, "has_ids", bool)
     return Manifest(d, _DTYPES[name], has_ids, shards, format, scale, codec)
 
 
@@ -342,8 +342,8 @@ def _parse_field(content: Mapping[str, Any], name: str, kind: type, at: str = ""
     return value
 
 
-def _parse_count(content: Mapping[str, Any], name: str, at: str = "", least: int = 0) -> int:
+def _parse_count(content: Mapping[str, Any], name: str, at: str = "", min_count: int = 0) -> int:
     value = _parse_field(content, name, int, at)
-    if not least <= value <= _LARGEST:
-        raise ValueError(f"{at}{at and '.'}{name}: expected {least} or more, below 2^63, got {reprlib.repr(value)}")
+    if not min_count <= value <= _LARGEST:
+        raise ValueError(f"{at}{at and '.'}{name}: expected {min_count} or more, below 2^63, got {reprlib.repr(value)}")
     return value

@@ -185,9 +185,9 @@ class Snapshot:
             ``(pieces, offsets)``. Offsets are ``[end - begin + 1]`` and begin with 0.
         """
         layout = self.manifest.layout
-        places = list(islice(self._places(begin, end), _MAX_PIECES + 1))
-        if 0 < len(places) <= _MAX_PIECES:
-            parts = [_slice_tensors(self.shard_file(i).tensors(), rows, layout.scored) for i, rows in places]
+        ranges = list(islice(self._places(begin, end), _MAX_PIECES + 1))
+        if 0 < len(ranges) <= _MAX_PIECES:
+            parts = [_slice_tensors(self.shard_file(i).tensors(), rows, layout.scored) for i, rows in ranges]
         else:
             parts = [self.copy_rows(torch.arange(begin, end, device="cpu"), layout.scored)]
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
@@ -204,9 +204,9 @@ class Snapshot:
         Returns:
             ``(packed, cu_seqlens)``: a tensor or a `Quantized`, and the bounds.
         """
-        places, layout = list(islice(self._places(begin, end), 2)), self.manifest.layout
-        if len(places) == 1:
-            ((i, rows),) = places
+        ranges, layout = list(islice(self._places(begin, end), 2)), self.manifest.layout
+        if len(ranges) == 1:
+            ((i, rows),) = ranges
             tensors = _slice_tensors(self.shard_file(i).map().tensors, rows, layout.tensors)
         else:
             tensors = self.copy_rows(torch.arange(begin, end, device="cpu"), layout.tensors)
@@ -249,12 +249,12 @@ class Snapshot:
         layout = self.manifest.layout
         return layout.tokens(self.copy_rows(chosen, layout.scored, pinned)), compute_offsets(self.lengths[chosen])
 
-    def copy_rows(self, chosen: Tensor, of: dict[str, TensorSpec], pinned: bool = False) -> dict[str, Tensor]:
+    def copy_rows(self, chosen: Tensor, specs: dict[str, TensorSpec], pinned: bool = False) -> dict[str, Tensor]:
         """Copy the rows of some documents to memory, one shard at a time.
 
         Args:
             chosen: ascending indices of documents, int64 on the CPU.
-            of: the tensors to copy.
+            specs: the tensors to copy, by name.
             pinned: allocate pinned memory.
 
         Returns:
@@ -263,7 +263,7 @@ class Snapshot:
         bounds = torch.searchsorted(chosen, torch.tensor(self.starts, device="cpu")).tolist()
         n_copied = dict.fromkeys((True, False), 0)
         total = {True: int(self.lengths[chosen].sum()), False: len(chosen)}
-        copies = {name: _allocate_empty(spec, total[spec.of_tokens], pinned) for name, spec in of.items()}
+        copies = {name: _allocate_empty(spec, total[spec.of_tokens], pinned) for name, spec in specs.items()}
         for i, (a, b) in enumerate(pairwise(bounds)):
             if a == b:
                 continue
@@ -275,7 +275,7 @@ class Snapshot:
             )
             rows = {False: self.shard_rows(i, positions), True: make_segment_rows(firsts, self.lengths[chosen[a:b]])[0]}
             tensors = self.shard_file(i).tensors()
-            for name, spec in of.items():
+            for name, spec in specs.items():
                 at = rows[spec.of_tokens]
                 begin = n_copied[spec.of_tokens]
                 if len(at):
@@ -288,10 +288,12 @@ class Snapshot:
         return self.cu_seqlens[begin : end + 1] - self.cu_seqlens[begin]
 
 
-def _allocate_empty(kept: TensorSpec, rows: int, pinned: bool = False) -> Tensor:
-    return torch.empty((rows, *kept.sizes), dtype=kept.dtype, device="cpu", pin_memory=pinned)
+def _allocate_empty(spec: TensorSpec, rows: int, pinned: bool = False) -> Tensor:
+    return torch.empty((rows, *spec.sizes), dtype=spec.dtype, device="cpu", pin_memory=pinned)
 
 
-def _slice_tensors(tensors: dict[str, Tensor], rows: dict[bool, slice], of: dict[str, TensorSpec]) -> dict[str, Tensor]:
+def _slice_tensors(
+    tensors: dict[str, Tensor], rows: dict[bool, slice], specs: dict[str, TensorSpec]
+) -> dict[str, Tensor]:
     """Return rows of some tensors of a shard as views."""
-    return {name: tensors[name][rows[spec.of_tokens]] for name, spec in of.items()}
+    return {name: tensors[name][rows[spec.of_tokens]] for name, spec in specs.items()}

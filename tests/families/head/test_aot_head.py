@@ -50,7 +50,9 @@ def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLau
     if fused:
         return head_configs.configure_scores(arch, case.dtype, case.Nq, case.Lq, case.d, case.width, *same)
     same = (case.normalize and not case.part), case.wide
-    return head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, False, whole=not case.part)
+    return head_configs.configure_tokens(
+        arch, case.dtype, case.d, case.width, *same, False, has_all_features=not case.part
+    )
 
 
 def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:

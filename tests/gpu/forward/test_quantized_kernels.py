@@ -310,7 +310,7 @@ def test_fast_path_scores_match_operator(place, name, monkeypatch):
 @pytest.mark.skipif(INTERPRETING, reason="more than 2^31 numbers")
 def test_documents_beyond_int32_elements(place, format):
     kept, d, Ld = FORMATS[format], 128, 16
-    width = d // kept.each
+    width = d // kept.features_per_element
     count = (2**31 // width + 2**20) // Ld
     last = torch.randn(2, Ld, d)
     made = quantize(last, format)

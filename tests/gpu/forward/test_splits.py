@@ -233,8 +233,8 @@ def test_the_workspace_is_bounded(arch):
             if isinstance(found, generic_choices.SplitChoice):
                 splits += 1
                 rows = Nq * Lq
-                assert found.most * (rows * (8 if argmax else 4) + 4) + 4 * rows <= 32 * 2**20
-                assert 2 * Nd <= found.most
+                assert found.max_splits * (rows * (8 if argmax else 4) + 4) + 4 * rows <= 32 * 2**20
+                assert 2 * Nd <= found.max_splits
     assert splits
 
 

@@ -57,7 +57,7 @@ def test_sum_trees_match_packed_kernel(Nq, Lq, dtype):
         {"tf32": False, "argmax": False, "stored": "fp8"},
     )
     for few in (False, True):
-        launch, levels = forward_configs.configure_packed_forward(kind, Nq, Lq, few=few, **options)
+        launch, levels = forward_configs.configure_packed_forward(kind, Nq, Lq, has_few_documents=few, **options)
         assert found.parts == 1 or found.config.ROWS_PER_QUERY * found.tree == launch.config.ROWS_PER_QUERY << levels
     rows = found.config.MMA_ROWS if found.config.SMALL_M else sm90_configs.SM90_TILE_ROWS
     assert found.row_tiles * rows >= Nq * found.parts * found.config.ROWS_PER_QUERY
@@ -107,7 +107,7 @@ def test_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, d, scale, format
 def test_kernel_choice_for_fp8_queries():
     Q = torch.empty(9, 32, 128, device="meta", dtype=torch.float16)
     data, scale = torch.empty(140, 132, 128, dtype=torch.int8, device="meta"), torch.empty(140, 132, device="meta")
-    chosen = partial(choose.choose_fp8, Q, data, kept="fp8_fp8", arch=SM_90)
+    chosen = partial(choose.choose_fp8, Q, data, encoding="fp8_fp8", arch=SM_90)
     for scales, each_token in ((scale, True), (scale[:, :1], False), (scale[:1, :1], False)):
         found = chosen(scales).config
         assert found.ENCODING == "fp8_fp8" and found.PRECOMPUTED_SCALES is each_token and not found.SMALL_M

@@ -82,7 +82,7 @@ def test_sum_trees_match_packed_kernel(stored, Nq, Lq, d, dtype):
     options = {"tf32": False, "argmax": False, "stored": stored}
     for wide, few in itertools.product(range(3), (False, True)):
         kind = architectures.KernelKey(SM_90, dtype, d, False, False, wide)
-        packed, levels = forward_configs.configure_packed_forward(kind, Nq, Lq, few=few, **options)
+        packed, levels = forward_configs.configure_packed_forward(kind, Nq, Lq, has_few_documents=few, **options)
         assert found.config.ROWS_PER_QUERY * found.tree == packed.config.ROWS_PER_QUERY << levels
         assert TERMS_OF[stored] == packed.config.INT8_TERMS
 

@@ -375,7 +375,8 @@ def soft_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
 
 
 # backward: (BM, BN, warps, stages, registers) of the gradients, (BM, warps) of the lists of bucketed rows, and
-# (BN, tokens of a program, warps) of the sparse kernel.
+# (BN, tokens of a program, warps) of the sparse kernel. Long documents with few rows compare the kernel that sums hit
+# tokens, with each tile, to the kernel that sums all tokens.
 GATHER_TILES = (
     *((8, 16, 4, None, registers) for registers in (128, 112)),
     *((8, 4, 4, None, 64), (16, 8, 4, None, 128), (4, 16, 2, None, 128)),
@@ -387,6 +388,7 @@ PRODUCT_TILES = (
 FP32_PRODUCT_TILES = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
 LISTS = ((1024, 4), (512, 2))
 SPARSE_TILES = ((32, 1024, 4), (16, 1024, 4), (32, 512, 4), (32, 256, 4), (32, 1024, 8), (32, 1024, 2))
+LONG_TILES = (128, 256, 512)
 _BACKWARD_CASES = (
     Case("in-batch 256", 256, 256, 32, 300),
     Case("in-batch long", 128, 128, 32, 1024),
@@ -394,6 +396,8 @@ _BACKWARD_CASES = (
     Case("candidates", 256, 16, 32, 1024, candidates=True),
     Case("small", 32, 32, 32, 300),
     Case("small fp32", 64, 64, 32, 180, dtype="float32"),
+    Case("long", 16, 32, 32, 8192),
+    Case("long few", 8, 16, 32, 2048),
 )
 
 
@@ -428,6 +432,10 @@ def backward_call(case: tuple[str, str, Case]) -> Call:
 def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
     part, kind, shape = case
     table = "gpu.tuning.backward_configs.configure"
+    if part == "documents" and shape.name.startswith("long"):
+        every = {"all tokens": {"gpu.backward.documents._MIN_TOKENS_PER_ROW": put(10**9)}}
+        chooser = "gpu.tuning.backward_configs.choose_long_tile_tokens"
+        return every | {f"tiles of {n}": {chooser: put(lambda *_, n=n: n)} for n in LONG_TILES}
     if kind != "uniform":
         return {}
 

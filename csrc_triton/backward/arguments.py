@@ -59,7 +59,7 @@ class GradientTile(NamedTuple):
     """Tokens of document k of `owner` from `t0` on, and the rows that may have their argmax there.
 
     The rows are entries `begin` to `end` of the document's list. If `entries` is None, they are all rows that the
-    document is scored against.
+    document is scored against. `slots` and `u0` are described in `PairRange`.
     """
 
     owner: Any
@@ -68,6 +68,8 @@ class GradientTile(NamedTuple):
     begin: Any
     end: Any
     entries: Any
+    slots: Any = None
+    u0: Any = None
 
 
 class GradientTarget(NamedTuple):

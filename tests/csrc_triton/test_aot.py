@@ -14,6 +14,7 @@ from ..support.aot import Case, Compiled, compile_for, knows
 from ..support.aot_cases import (
     DOCUMENTS,
     FORWARD,
+    LONG,
     MORE_RAGGED,
     MORE_STORED,
     MORE_TERMS,
@@ -29,7 +30,7 @@ from ..support.aot_cases import (
 from ..support.common import thin_out
 from ..support.machine_code import compile_as_launched, cuda_resources, target
 
-SUMS = (DOCUMENTS, PACKED, SHARED)
+SUMS = (DOCUMENTS, LONG, PACKED, SHARED)
 MATRIX_KERNELS = (FORWARD, SPARSE, *SUMS)
 MATRIX_UNIT = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}  # other architectures: mma.sync
 COMMON, OTHERS = common_and_others()
@@ -47,7 +48,13 @@ def _matrix_unit(case: Case, name: str) -> str:
         return "mma.sync"  # features are the rows of the product, and wgmma and tcgen05 need at least 64
     if case.kernel in SUMS and case.dtype == torch.float32 and name == "sm_90":
         return MATRIX_UNIT[name] if case.long else "mma.sync"  # tokens are the rows, 16 or more
-    if case.stored in BY_TERMS and case.d <= 256 and name == "sm_100" and get_triton_release() < (3, 8):
+    if (
+        case.kernel == FORWARD
+        and case.stored in BY_TERMS
+        and case.d <= 256
+        and name == "sm_100"
+        and get_triton_release() < (3, 8)
+    ):
         return "mma.sync"  # int8 products use tcgen05 since Triton 3.8
     return MATRIX_UNIT.get(name, "mma.sync")
 

@@ -22,6 +22,7 @@ MODULES = [
     "gpu/test_capture",
     "families/chamfer/test_chamfer",
     "gpu/backward/test_packed_buckets",
+    "gpu/backward/test_long_documents",
     "families/soft/test_soft",
     "families/head/test_head",
     "gpu/forward/test_fp8_kernels",

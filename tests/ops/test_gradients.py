@@ -136,11 +136,12 @@ def _patch_constants(monkeypatch, **constants):
         monkeypatch.setattr(module, name, value)
 
 
-# How argmax values reach the document gradient: kept by one program, read by tiles, listed, listed in parts and summed
-# in pieces, listed by larger tiles, or listed by a sort.
+# How argmax values reach the document gradient: kept by one program, read by tiles, read by large tiles that sum only
+# tokens with an argmax, listed, listed in parts and summed in pieces, listed by larger tiles, or listed by a sort.
 WAYS = {
     "few": {},
-    "unlisted": {"MAX_SPARSE_ROWS": 0},
+    "unlisted": {"MAX_SPARSE_ROWS": 0, "_MIN_TOKENS_PER_ROW": 10**9},
+    "hit tokens": {"MAX_SPARSE_ROWS": 0, "_MIN_TOKENS_PER_ROW": 0},
     "lists": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0},
     "pieces": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0, "_MAX_BUCKET_BYTES": 200, "_MIN_SPLIT_ROWS": 8},
     "long": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0, "MIN_LONG_DOCUMENT_TOKENS": 0, "_MIN_SPLIT_ROWS": 8},

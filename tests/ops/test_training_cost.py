@@ -22,6 +22,7 @@ CONSTANT = 32 * MiB  # workspace limit of a step, beyond its results and saved t
 OF_QUERIES = {"maxsim_grad_queries"}
 OF_DOCUMENTS = {
     "maxsim_grad_documents",
+    "maxsim_grad_long_documents",
     "maxsim_grad_sparse_documents",
     "maxsim_count_argmax",
     "maxsim_scan_counts",

@@ -227,6 +227,8 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     documents = backward_configs.configure_documents(kind, flat=flat, pieces=case.pieces, long=case.long)
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
+    if case.kernel == "maxsim_grad_long_documents":
+        return backward_configs.configure_long_documents(kind, flat=flat)
     if case.kernel == "maxsim_grad_disjoint_documents":
         return backward_configs.configure_disjoint_documents(kind, case.Lq, flat=True)
     if case.kernel in PACKED:
@@ -337,7 +339,8 @@ def _upstream(case: Case) -> tuple[UpstreamArgs, dict]:
     kinds = {name: "constexpr" for name in UpstreamArgs._fields}
     kinds |= dict.fromkeys(("stride_q", "stride_k", "Nq", "K", "Lq", "Ld"), "i32")
     kinds |= {"grad_scores": "*fp32", "argmax": "*i32" if case.int32 else "*i16"}
-    if case.normalize and (case.kernel in PACKED or (case.kernel == "maxsim_grad_documents" and case.lists)):
+    has_norms = case.kernel in (*PACKED, "maxsim_grad_long_documents")
+    if case.normalize and (has_norms or (case.kernel == "maxsim_grad_documents" and case.lists)):
         kinds["norms"] = "*fp32"
     if case.stored and not case.ragged:
         kinds["scale"] = "*fp32"
@@ -400,6 +403,9 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         found = {"Q": None, "D": None, "up": up, "lists": tile_lists, "rows": "i32"}
         found |= {"pieces": PartialSumArgs(pieces, "i32"), "grad_D": gradient, "d": "i32"}
         return dense_documents.maxsim_grad_documents, found
+    if case.kernel == "maxsim_grad_long_documents":
+        found = {"Q": None, "D": None, "up": up, "grad_D": gradient, "rows": "i32", "d": "i32", "TILE": "constexpr"}
+        return dense_documents.maxsim_grad_long_documents, found
     if case.kernel == "maxsim_grad_packed_documents":
         bounds = TilePairArgs("*i32", *(("i32" if case.chunks else "constexpr",) * 3))
         found = {"Q": None, "D": None, "up": up, "bounds": bounds}
@@ -473,6 +479,12 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
     return backward_unified.maxsim_finish, found | {"d": "i32"}
 
 
+def _count_tile_tokens(case: Case, arch: Architecture) -> int:
+    if case.kernel == "maxsim_grad_long_documents":
+        return backward_configs.choose_long_tile_tokens(arch, case.documents, 1, 264)
+    return backward_configs.choose_shared_tile_rows(arch)
+
+
 def source(case: Case, arch: Architecture) -> tuple[ASTSource, LaunchConfig]:
     """Return the kernel source with its signature, specialized as a launch with 16-byte aligned tensors."""
     launch = _launch(case, arch)
@@ -491,7 +503,7 @@ def source(case: Case, arch: Architecture) -> tuple[ASTSource, LaunchConfig]:
         "CANDIDATES": case.candidates,
         "KEY": 0,
         "SCALE_TILE": 64,
-        "TILE": backward_configs.choose_shared_tile_rows(arch),
+        "TILE": _count_tile_tokens(case, arch),
     }
     constants |= {(names.index(name),): value for name, value in given.items() if name in names}
     if "LEVELS" in arguments:

@@ -20,6 +20,7 @@ from lik_ops.gpu.tuning.forward_configs import TileConfig, TileRule
 from .aot import KEEP, QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
+LONG = "maxsim_grad_long_documents"
 SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
 COUNT, SCAN, LIST = "maxsim_count_argmax", "maxsim_scan_counts", "maxsim_list_argmax"
 SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
@@ -67,6 +68,10 @@ COMMON = [
     Case(JOIN, _FP32, 3, int32=True, long=True),
     Case(DOCUMENTS, lists=False),
     *(Case(DOCUMENTS, dtype, lists=False, normalize=True, options=True) for dtype in (_FP16, _FP32)),
+    Case(LONG),
+    *(Case(LONG, dtype, documents=1) for dtype in (_BF16, _FP16, _FP32)),  # the smallest tile
+    *(Case(LONG, dtype, candidates=True, normalize=True, options=True) for dtype in (_FP16, _FP32)),
+    Case(LONG, _FP16, d=768, normalize=True, options=True),
     Case(SPARSE, candidates=True),
     Case(SPARSE, Lq=128, candidates=True),
     Case(LIST, Lq=1024),
@@ -235,7 +240,7 @@ STORED = [
     ),
     # int8 documents in a backward.
     *(Case(kernel, stored="*i8", options=True) for kernel in (QUERIES, SCATTER)),
-    *(Case(kernel, stored="*i8", normalize=True) for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)),
+    *(Case(kernel, stored="*i8", normalize=True) for kernel in (QUERIES, DOCUMENTS, LONG, SPARSE, SCATTER, FINISH)),
     Case(JOIN, stored="*i8", candidates=True, normalize=True),
 ]
 MORE_STORED = [
@@ -253,7 +258,7 @@ MORE_STORED = [
     *(Case(FORWARD, _FP16, d, ragged=True, stored="*i8", wide=2, **_ALL_OPTIONS) for d in (16, 100, 256)),
     *(
         Case(kernel, dtype, d, stored="*i8", candidates=True, normalize=True, options=True)
-        for kernel in (QUERIES, DOCUMENTS, SPARSE, SCATTER, FINISH)
+        for kernel in (QUERIES, DOCUMENTS, LONG, SPARSE, SCATTER, FINISH)
         for dtype, d in ((_BF16, 300), (_FP32, 128), (_FP16, 20))
     ),
 ]
@@ -325,6 +330,12 @@ def _document_cases() -> Iterator[Case]:
     yield Case(JOIN, _FP32, 300, candidates=True, wide=2, **everything)
     yield Case(DOCUMENTS, _FP16, 20, lists=False, **everything)
     yield Case(DOCUMENTS, _FP32)
+    for dtype in (_FP16, _BF16, _FP32):
+        yield Case(LONG, dtype)
+        yield Case(LONG, dtype, int32=True)
+        yield Case(LONG, dtype, 20, **everything)
+        yield Case(LONG, dtype, 300, candidates=True, wide=2, **everything)
+        yield Case(LONG, dtype, wide=1, documents=1, **everything)
     yield Case(SPARSE, _FP16, 300, Lq=128, **everything)
     yield Case(SPARSE, _BF16, 768, Lq=128, normalize=True)
     yield Case(SPARSE, _FP32, Lq=64)

@@ -1,25 +1,45 @@
-"""Document gradient of dense and candidate layouts: a program owns a tile of BN tokens of one document.
+"""Document gradient of dense and candidate layouts: a program owns a tile of BN or TILE tokens of one document.
 
 ```text
-document k, t0 = tile of the program                # tokens t0 to t0 + BN - 1
-begin, end = list of the tile                       # from `buckets`, or all rows of the document without lists
-with pieces: keep only the entries of piece `program_id(1)`
-code = load_codes(begin)
-for e in range(begin, end, BM):
-    ahead = load_codes(e + BM)                      # list entries, or the argmax of all rows
-    r, token = decode(code)                         # token = argmax - t0, or -1 if it is outside the tile
-    c = grad_scores[i(r), k] * q_weight[r] * inverse_norm(Q[r])
-    G += onehot(token, c) @ Q[r]                    # `sum_rows`; only rows with a hit are loaded
-    code = ahead
-grad_D[k, t0 : t0 + BN] = G through the Jacobian of the norm, or G is a partial sum
+maxsim_grad_documents, program = BN tokens:
+    document k, t0 = tile of the program                # tokens t0 to t0 + BN - 1
+    begin, end = list of the tile                       # from `buckets`, or all rows of the document without lists
+    with pieces: keep only the entries of piece `program_id(1)`
+    code = load_codes(begin)
+    for e in range(begin, end, BM):
+        ahead = load_codes(e + BM)                      # list entries, or the argmax of all rows
+        r, token = decode(code)                         # token = argmax - t0, or -1 if it is outside the tile
+        c = grad_scores[i(r), k] * q_weight[r] * inverse_norm(Q[r])
+        G += onehot(token, c) @ Q[r]                    # `sum_rows`; only rows with a hit are loaded
+        code = ahead
+    grad_D[k, t0 : t0 + BN] = G through the Jacobian of the norm, or G is a partial sum
 ```
 
 With few documents, lists are cut into pieces of `pieces.rows` entries, and a program sums one piece of a tile. A tile
 that is complete in one piece is written directly. `maxsim_join_pieces` adds the partial sums of the other tiles.
 
+If a document has many more tokens than query rows, most tokens are an argmax of no row. Then a program owns more tokens
+and sums only the tokens that are an argmax, in groups of BN:
+
+```text
+maxsim_grad_long_documents, program = TILE tokens of document k from t0 on:
+    counts[t] = rows with argmax t0 + t             # [TILE], histograms of COUNTED_ROWS rows
+    hits = counts > 0
+    slots = exclusive prefix sum of hits            # the n-th hit token has slot n
+    grad_D[k, t0 : t0 + TILE] = 0
+    barrier
+    for u0 in range(0, number of hits, BN):
+        t = tokens of slots u0 to u0 + BN - 1       # -1 after the last slot
+        G = as above over all rows, token = slots[argmax - t0] - u0, or -1 outside [0, BN)
+        grad_D[k, t0 + t] = G through the Jacobian of the norm
+```
+
 Invariants:
 
 - One program writes each element of the gradient. Rows and pieces are added in ascending order, without atomics.
+- Without lists, both kernels add the same products of a token in the same order. The sums have equal bits if all rows
+  are finite. In fp16, coefficients of a group must also differ by a factor below 2^18, because a group has one scale.
+- The zeros and the sums of a tile are written by one program, with a barrier between them.
 - List entries and argmax values are loaded one step ahead. The loop pipeline then prefetches the query rows.
 """
 
@@ -36,7 +56,10 @@ from ...common.primitives import (
 )
 from ..arguments import GradientTarget, GradientTile, StepRows
 from ..gather import locate_partial_rows, write_gradient
-from .sums import sum_rows
+from ..pairs import fill_with_zeros
+from .sums import find_slots, locate_slot_tokens, rank_hit_tokens, sum_rows
+
+COUNTED_ROWS = tl.constexpr(256)  # rows of a step of `_count_hits`, which has no product
 
 
 @triton.jit
@@ -54,6 +77,13 @@ def _load_codes(e, tile, up, C: tl.constexpr):
 
 
 @triton.jit
+def _locate_in_tile(code, tile, TILE: tl.constexpr):
+    """Return the token of a tile of TILE tokens that each argmax is, or -1 if the argmax is outside the tile."""
+    place = code - tile.t0
+    return tl.where((place >= 0) & (place < TILE), place, -1)
+
+
+@triton.jit
 def _locate_step_rows(code, e, s, C: tl.constexpr):
     """Return the `StepRows` of codes, which are numbers `e` of their tile."""
     tile = s.tile
@@ -63,6 +93,10 @@ def _locate_step_rows(code, e, s, C: tl.constexpr):
         # i * Lq + s, among the rows that the document is scored against
         r = (code.to(tl.uint32) // C.BN).to(tl.int32)
         hit = code >= 0
+    elif tile.slots is not None:
+        r = e
+        slot = find_slots(tile.slots, tile.u0, _locate_in_tile(code, tile, tile.slots.shape[0]), C)
+        hit = slot >= 0
     else:
         r = e
         hit = (code >= tile.t0) & (code < tile.t0 + C.BN)
@@ -74,6 +108,8 @@ def _locate_step_rows(code, e, s, C: tl.constexpr):
         pointers = locate_rows(Q, i, token)
     if tile.entries is not None:
         local = tl.where(hit, (code.to(tl.uint32) % C.BN).to(tl.int32), -1)
+    elif tile.slots is not None:
+        local = slot
     else:
         local = tl.where(hit, code - tile.t0, -1)
     pair = i.to(tl.int64) * up.stride_q + tile.k.to(tl.int64) * up.stride_k
@@ -114,6 +150,17 @@ def _sum_tile(of, columns, d, C: tl.constexpr):
 
 
 @triton.jit
+def _find_owner(document, up, C: tl.constexpr):
+    """Return the owner of a document, a query of candidates or 0, and the number of the document there."""
+    owner = document * 0
+    k = document
+    if C.CANDIDATES:
+        owner = document // up.K
+        k = document % up.K
+    return owner, k
+
+
+@triton.jit
 def _locate_tile(pid, lists, rows, up, C: tl.constexpr):
     """Return the document of tile `pid`, its owner, its number there, the tile's first token, and its list range.
 
@@ -128,11 +175,7 @@ def _locate_tile(pid, lists, rows, up, C: tl.constexpr):
         begin = tl.load(starts)
         end = tl.load(starts + lists.blocks)
     document += lists.first
-    owner = document * 0
-    k = document
-    if C.CANDIDATES:
-        owner = document // up.K
-        k = document % up.K
+    owner, k = _find_owner(document, up, C)
     return document, owner, k, b * C.BN, begin, end
 
 
@@ -210,3 +253,48 @@ def maxsim_join_pieces(D, up, lists, rows, pieces, grad_D, d, C: tl.constexpr):
     features = tl.where(end > (begin // pieces.rows + 1) * pieces.rows, d, 0)
     partial_args = (pieces, rows, document - lists.first, begin, end)
     write_gradient(_sum_partials, partial_args, target, features, D, d, C)
+
+
+@triton.jit
+def _count_hits(tile, up, TILE: tl.constexpr, C: tl.constexpr):
+    """Return for each token of a tile the number of rows whose argmax it is."""
+    counts = tl.zeros((TILE,), tl.int32)
+    for e0 in tl.range(tile.begin, tile.end, COUNTED_ROWS, num_stages=1):
+        code = _load_codes(e0 + tl.arange(0, COUNTED_ROWS), tile, up, C)
+        place = _locate_in_tile(code, tile, TILE)
+        counts += tl.histogram(tl.maximum(place, 0), TILE, mask=place >= 0)
+    return counts
+
+
+@triton.jit(do_not_specialize=["rows"])
+def maxsim_grad_long_documents(Q, D, up, grad_D, rows, d, TILE: tl.constexpr, C: tl.constexpr):
+    """Compute the gradient of TILE tokens of one document for each program.
+
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        up: `UpstreamArgs`.
+        grad_D: Output `[documents, Ld, d]`, contiguous.
+        rows: Query rows that a document is scored against.
+        d: Number of features.
+        TILE: Tokens of a program, a power of two of at least BN.
+        C: Compile-time choices, a `KernelConfig`.
+    """
+    tl.static_assert(TILE >= C.BN)
+    tiles = tl.cdiv(up.Ld, TILE)
+    document = tl.program_id(0) // tiles
+    t0 = (tl.program_id(0) % tiles) * TILE
+    owner, k = _find_owner(document, up, C)
+    base = locate_document(D, owner, k)
+    first_row = document.to(tl.int64) * up.Ld
+    tile = GradientTile(owner, k, t0, rows * 0, rows, None)
+    hits, count, slots = rank_hit_tokens(_count_hits(tile, up, TILE, C))
+    fill_with_zeros(grad_D + (first_row + t0) * d, tl.minimum(up.Ld - t0, TILE) * d, "")
+    # Other threads write the sums.
+    tl.debug_barrier()
+    for u0 in tl.range(0, count, C.BN, num_stages=1):
+        part = GradientTile(owner, k, t0, tile.begin, tile.end, None, slots, u0)
+        place = locate_slot_tokens(hits, slots, u0, C)
+        t = t0 + place
+        target = GradientTarget(base, t, place >= 0, grad_D, first_row + t, up.scale)
+        write_gradient(_sum_tile, (part, up, Q), target, d, D, d, C)

@@ -49,7 +49,7 @@ from ..arguments import GradientTarget, PairRange, StepPairs, StepRows
 from ..gather import locate_partial_rows, write_gradient
 from ..pairs import FIELD_ARGMAX, FIELD_BEGIN, FIELD_FIRST, FIELD_LENGTH, FIELD_SCORE, FIELD_STOP, load_pair_field
 from .buckets import rank_rows
-from .sums import sum_rows
+from .sums import find_slots, materialize_once, sum_rows
 
 MAX_BUCKETS = tl.constexpr(64)
 OFFSET_BITS = tl.constexpr(18)
@@ -193,16 +193,6 @@ def load_step_argmax(pair_range, items, s0, up, STEP: tl.constexpr, ROWS_PER_QUE
 
 
 @triton.jit
-def _materialize_once(x):
-    """Return `x` through a reduction, so that it is computed once.
-
-    Triton repeats computations that it considers cheap, including loads, in each layout that uses them. It does not
-    repeat a reduction.
-    """
-    return tl.max(tl.broadcast_to(x[:, None], (x.shape[0], 2)), axis=1)
-
-
-@triton.jit
 def locate_hit_tokens(items, token, query, up, TILE: tl.constexpr):
     """Return the token of the tile that is the argmax of each lane's row, or -1."""
     token = token.to(tl.int64)
@@ -232,16 +222,15 @@ def _locate_step_rows(items, s0, token, query, s, STEP: tl.constexpr, ROWS_PER_Q
     Q = s.Q
     row = items.begin + s0 + tl.arange(0, STEP) % ROWS_PER_QUERY
     if pair_range.lists is not None:
-        entry = _materialize_once(token)
+        entry = materialize_once(token)
         row = items.argmax + (entry >> OFFSET_BITS)
         tile_row = (entry & (BUCKET_ROW_LIMIT - 1)) + items.first
         tile_row = tl.where((entry >= 0) & (tile_row >= 0) & (tile_row < C.BN), tile_row, -1)
     elif pair_range.slots is not None:
         tile_row = locate_hit_tokens(items, token, query, up, pair_range.slots.shape[0])
-        slot = tl.gather(pair_range.slots, tl.maximum(tile_row, 0), axis=0) - pair_range.u0
-        tile_row = _materialize_once(tl.where((tile_row >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
+        tile_row = find_slots(pair_range.slots, pair_range.u0, tile_row, C)
     else:
-        tile_row = _materialize_once(locate_hit_tokens(items, token, query, up, C.BN))
+        tile_row = materialize_once(locate_hit_tokens(items, token, query, up, C.BN))
     hit = tile_row >= 0
     score = items.score
     if up.query is not None:

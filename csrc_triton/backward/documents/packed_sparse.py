@@ -53,6 +53,7 @@ from .packed import (
     locate_packed_rows,
     sum_packed_tile,
 )
+from .sums import locate_slot_tokens, rank_hit_tokens
 
 MAX_PAIRS_PER_DOCUMENT = tl.constexpr(8)  # pairs of a disjoint document
 NEIGHBOR_PAIRS = tl.constexpr(16)  # pairs that a program inspects before and after its own, more than the above
@@ -62,17 +63,16 @@ SEARCH_BLOCK_ROWS = tl.constexpr(128)  # minimum number of lanes in which `_writ
 
 
 @triton.jit
-def _rank_hit_tokens(pair_range, up, TILE: tl.constexpr, C: tl.constexpr):
-    """Return which tokens of a tile are an argmax, their number, and the exclusive prefix counts."""
-    hits = tl.zeros((TILE,), tl.int32)
+def _count_hits(pair_range, up, TILE: tl.constexpr, C: tl.constexpr):
+    """Return for each token of a tile the number of rows whose argmax it is."""
+    counts = tl.zeros((TILE,), tl.int32)
     for n0 in range(pair_range.lo, pair_range.hi, C.BM // C.ROWS_PER_QUERY):
         items = load_step_pairs(pair_range, up, n0, C.BM, C.ROWS_PER_QUERY, C)
         for s0 in tl.range(0, count_max_rows(pair_range, items), C.ROWS_PER_QUERY, num_stages=1):
             token, query = load_step_argmax(pair_range, items, s0, up, C.BM, C.ROWS_PER_QUERY)
             tile_row = locate_hit_tokens(items, token, query, up, TILE)
-            hits += tl.histogram(tl.maximum(tile_row, 0), TILE, mask=tile_row >= 0)
-    hits = (hits > 0).to(tl.int32)
-    return hits, tl.sum(hits, axis=0), tl.cumsum(hits, axis=0) - hits
+            counts += tl.histogram(tl.maximum(tile_row, 0), TILE, mask=tile_row >= 0)
+    return counts
 
 
 @triton.jit
@@ -309,7 +309,7 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         lo = tl.load(shared.starts + tiles + 1 + tile)
         hi = tl.load(shared.starts + tile + 1)
         pair_range = PairRange(lo, hi, to_int64(tile) * TILE, 0, up.Lq, None, None, None)
-        hits, count, slots = _rank_hit_tokens(pair_range, up, TILE, C)
+        hits, count, slots = rank_hit_tokens(_count_hits(pair_range, up, TILE, C))
         rows = tl.minimum(up.Ld - pair_range.t0, TILE).to(tl.int32)
         fill_with_zeros(grad_D + pair_range.t0 * d, rows * d, "")
         # Other threads write the sums.
@@ -317,7 +317,6 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         base = D.ptr + pair_range.t0 * D.stride_l
         for u0 in tl.range(0, count, C.BN, num_stages=1):
             part = PairRange(pair_range.lo, pair_range.hi, pair_range.t0, pair_range.r0, pair_range.r1, slots, u0, None)
-            is_slot = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (hits > 0)[None, :]
-            t = tl.max(tl.where(is_slot, tl.arange(0, TILE)[None, :], -1), axis=1)
+            t = locate_slot_tokens(hits, slots, u0, C)
             target = GradientTarget(base, t, t >= 0, grad_D, pair_range.t0 + t)
             write_gradient(sum_packed_tile, (part, up, Q), target, d, D, d, C)

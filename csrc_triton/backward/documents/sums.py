@@ -39,6 +39,43 @@ NON_FINITE_STEP_ROWS = tl.constexpr(16)  # rows of a step of the fallback for no
 
 
 @triton.jit
+def rank_hit_tokens(counts):
+    """Return which tokens of a tile are an argmax, their number, and their slots.
+
+    `counts` holds the number of rows whose argmax is a token. Slots are the exclusive prefix counts.
+    """
+    hits = (counts > 0).to(tl.int32)
+    return hits, tl.sum(hits, axis=0), tl.cumsum(hits, axis=0) - hits
+
+
+@triton.jit
+def locate_slot_tokens(hits, slots, u0, C: tl.constexpr):
+    """Return the tokens of a tile that have the BN slots from `u0` on, or -1 after the last slot."""
+    is_slot = (slots[None, :] == (u0 + tl.arange(0, C.BN))[:, None]) & (hits > 0)[None, :]
+    return tl.max(tl.where(is_slot, tl.arange(0, slots.shape[0])[None, :], -1), axis=1)
+
+
+@triton.jit
+def find_slots(slots, u0, tile_row, C: tl.constexpr):
+    """Return the slots of rows of a tile minus `u0`, or -1 if outside the BN slots from `u0` on.
+
+    A `tile_row` outside the tile is -1.
+    """
+    slot = tl.gather(slots, tl.maximum(tile_row, 0), axis=0) - u0
+    return materialize_once(tl.where((tile_row >= 0) & (slot >= 0) & (slot < C.BN), slot, -1))
+
+
+@triton.jit
+def materialize_once(x):
+    """Return `x` through a reduction, so that it is computed once.
+
+    Triton repeats computations that it considers cheap, including loads, in each layout that uses them. It does not
+    repeat a reduction.
+    """
+    return tl.max(tl.broadcast_to(x[:, None], (x.shape[0], 2)), axis=1)
+
+
+@triton.jit
 def _make_power_of_two(biased_exponent):
     """Return the power of two with this biased exponent."""
     return (biased_exponent << 23).to(tl.float32, bitcast=True)

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from ...csrc_triton.backward.arguments import PartialSumArgs, TileBucketArgs
 from ...csrc_triton.backward.documents.buckets import maxsim_count_argmax, maxsim_list_argmax, maxsim_scan_counts
-from ...csrc_triton.backward.documents.dense import maxsim_grad_documents, maxsim_join_pieces
+from ...csrc_triton.backward.documents.dense import (
+    maxsim_grad_documents,
+    maxsim_grad_long_documents,
+    maxsim_join_pieces,
+)
 from ...csrc_triton.backward.documents.sparse import maxsim_grad_sparse_documents
 from ..runtime import launcher
 from ..runtime.arguments import check_grid
@@ -30,6 +34,10 @@ _MIN_SORTED_TILES = 512
 _MIN_SORTED_ROWS = 4096  # query rows of a document for which a sort may be used
 # Memory of a row during the sort. The total is at most `_MAX_BUCKET_BYTES`, in addition to the lists.
 _SORT_BYTES_PER_ROW = 36
+# Document tokens for each query row from which on most tokens are an argmax of no row. `maxsim_grad_documents` then
+# multiplies many tiles without a hit: Ld / BN products for each step of rows. `maxsim_grad_long_documents` multiplies
+# groups of BN hit tokens: at most rows / BN products for each step, and one more for each program.
+_MIN_TOKENS_PER_ROW = 4
 _MIN_PROGRAM_TOKENS, _MAX_PROGRAM_TOKENS = 64, 1024  # document tokens of a program if the document has few query rows
 
 
@@ -40,6 +48,9 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     count = up.Nq * up.K if call.candidates else up.K
     if rows <= backward_configs.get_max_sparse_rows(call.kind):
         _sum_sparse(call, rows, count, grad_D)
+        return
+    if rows < backward_configs.MIN_BUCKETED_ROWS and up.Ld >= _MIN_TOKENS_PER_ROW * rows:
+        _sum_hit_tokens(call, rows, count, grad_D)
         return
     table = partial(
         backward_configs.configure_documents,
@@ -93,6 +104,16 @@ def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> No
     tokens = max(cdiv(call.up.Ld, parts), _MIN_PROGRAM_TOKENS)
     grid = check_grid(count * cdiv(call.up.Ld, tokens))
     call.run(maxsim_grad_sparse_documents, grid, (*call.groups, grad_D, rows, tokens, call.d), launch)
+
+
+def _sum_hit_tokens(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
+    """Launch the sums of documents that have many more tokens than query rows, but too many rows for `_sum_sparse`."""
+    launch = backward_configs.configure_long_documents(call.kind, flat=call.flat)
+    # Without norms, each group of tokens would compute the norms of its rows again, at the cost of spills.
+    call, Ld = call.add_norms(), call.up.Ld
+    tokens = backward_configs.choose_long_tile_tokens(call.arch, count, Ld, _TARGET_PROGRAMS)
+    grid = check_grid(count * cdiv(Ld, tokens))
+    call.run(maxsim_grad_long_documents, grid, (*call.groups, grad_D, rows, call.d, tokens), launch)
 
 
 def _count_splits(documents: int, rows: int, slot_bytes: int) -> int:

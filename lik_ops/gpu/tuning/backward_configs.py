@@ -163,6 +163,36 @@ def configure_documents(kind: KernelKey, *, flat: bool, pieces: bool, long: bool
     return apply_overrides(_DOCUMENTS_OVERRIDES, _DocumentsCall(kind, flat, pieces, long), launch)
 
 
+@_cached
+def configure_long_documents(kind: KernelKey, *, flat: bool) -> LaunchConfig:
+    """Return the launch of `maxsim_grad_long_documents`.
+
+    Products are those of `maxsim_grad_documents` without lists and with ``long=False``, so sums have the same bits. The
+    slots of a tile need registers in addition: with the limit for three CTAs per SM, Triton 3.9 spills.
+    """
+    launch = configure_documents(kind, flat=flat, pieces=False).change(max_registers=255)
+    if kind.normalize and kind.half and not kind.has_vector_loads:
+        # Triton 3.9 spills with the addresses of 64 rows. The norms that the products contain have other bits anyway.
+        launch = launch.change(BM=min(launch.config.BM, 32))
+    return launch
+
+
+_LONG_TILE_TOKENS = (512, 256, 128)
+
+
+def choose_long_tile_tokens(arch: Architecture, documents: int, Ld: int, min_programs: int) -> int:
+    """Return the document tokens that a program of `maxsim_grad_long_documents` owns.
+
+    Large tiles leave fewer partly filled products. The largest tile with at least `min_programs` programs is used.
+    """
+    if arch == INTERPRETER:
+        return 32
+    for tokens in _LONG_TILE_TOKENS:
+        if documents * cdiv(Ld, tokens) >= min_programs:
+            return tokens
+    return _LONG_TILE_TOKENS[-1]
+
+
 def configure_pair_sort(arch: Architecture) -> LaunchConfig:
     """Return the launch of the kernels that find and sort pairs, which have no configuration."""
     config = configure_documents(KernelKey(arch, torch.float32, 128, False, False, 0), flat=True, pieces=True).config

@@ -166,25 +166,10 @@ def prepare_args(
     _check_per_token(op, (Q, D, q_mask, d_mask), q_weight, normalize or quantized is not None)
     _check_offsets(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), must_cover_d)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
-    refused = (
-        quantized is not None
-        or torch.compiler.is_dynamo_compiling()
-        or (refused and all(map(operator.is_, tensors, original_args)))
-    )
-    return ScoringArgs(
-        op,
-        *tensors,
-        normalize,
-        backward,
-        recompute,
-        with_argmax,
-        queries,
-        quantized,
-        has_candidates,
-        q_flat,
-        d_flat,
-        refused,
-    )
+    is_same_call = refused and all(map(operator.is_, tensors, original_args))
+    refused = quantized is not None or torch.compiler.is_dynamo_compiling() or is_same_call
+    options = normalize, backward, recompute, with_argmax
+    return ScoringArgs(op, *tensors, *options, queries, quantized, has_candidates, q_flat, d_flat, refused)
 
 
 def _cast_to_autocast(Q: Tensor, D: Tensor, q_weight: Any, stands_in: bool) -> tuple[Tensor, Tensor, Any]:

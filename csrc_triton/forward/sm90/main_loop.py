@@ -553,6 +553,20 @@ def _score_tiles(
 
 
 @gluon.jit
+def _advance_scale(numbers, k, scale, next_scale, sizes, C: gl.constexpr):
+    """Return the scale of document k, if it has one, and of the next document if `negates_similarities`.
+
+    The first tile needs the sign of the scale then, so the scale is loaded one document ahead.
+    """
+    if C.INT8_TERMS > 0:
+        scale = load_document_scale(numbers, k, C)
+    if negates_similarities(C):
+        scale = next_scale
+        next_scale = load_document_scale(numbers, gl.minimum(k + 1, sizes.K - 1), C)
+    return scale, next_scale
+
+
+@gluon.jit
 def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.constexpr, C: gl.constexpr):
     """Compute the results of warp group G's rows in each row tile for all documents of the tile (consumer)."""
     EVEN: gl.constexpr = spans.Td is None
@@ -585,11 +599,7 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                         scale = _flag_fallbacks(at, factors, scale, C)
                         kept_length = _find_kept_length(at) if C.MASK else previous_length
                         _store_document(halves, x, first, factors, k - 1, kept_length, scale, out, unresolved, sizes, C)
-                    if C.INT8_TERMS > 0:
-                        scale = load_document_scale(x.numbers, k, C)
-                    if negates_similarities(C):  # loaded one document ahead, because the first tile needs it
-                        scale = next_scale
-                        next_scale = load_document_scale(x.numbers, gl.minimum(k + 1, sizes.K - 1), C)
+                    scale, next_scale = _advance_scale(x.numbers, k, scale, next_scale, sizes, C)
                     at = _reset_scale_range(at, C)
                     halves = reset_accumulators(halves, C)
                 if not EVEN:
@@ -601,11 +611,9 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                 stop = length if EVEN else compiler_barrier_value(length)
                 halves, at = _score_tiles(q, ring, halves, at, C.BN, stop, origin, length, scale, spans, G, C)
             if C.ARGMAX:
-                document_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
+                own_length = _find_kept_length(at) if C.MASK else (None if EVEN else length)
                 scale = _flag_fallbacks(at, factors, scale, C)
-                unresolved = _store_document(
-                    halves, x, first, factors, k, document_length, scale, out, unresolved, sizes, C
-                )
+                unresolved = _store_document(halves, x, first, factors, k, own_length, scale, out, unresolved, sizes, C)
                 at = _reset_scale_range(at, C)
                 halves = reset_accumulators(halves, C)
             if not EVEN:

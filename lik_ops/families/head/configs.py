@@ -35,7 +35,7 @@ _FUSED_ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "interpreter")
 _SLOPE_TILE_ELEMENTS = 2048
 MAX_TILE_ROWS = 256  # maximum of all tiles
 MIN_DOCUMENT_TOKENS = 64  # each document of a tile costs a separate reduction
-ARGMAX_TOKENS_BLOCK = 16, 256  # rows of a program that copies hidden states, and features of a step
+ARGMAX_TOKENS_BLOCK = 16, 128  # rows of a program that copies hidden states, and features of a step
 
 
 @dataclass(frozen=True)

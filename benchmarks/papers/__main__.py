@@ -126,6 +126,7 @@ class Results:
     def start(self, unit: Unit) -> dict[str, dict]:
         """Record that a row starts, and return the contenders that made the device unusable before."""
         before = self.records.get(unit.name, {})
+        before = before if "started" in before else {}  # a finished record is measured again in full
         broken = before.get("contenders", {})
         entry = {"case": {"name": unit.name}, "started": before.get("started", 0) + 1, "contenders": broken}
         self.write(unit.name, {**entry, "failed": "the program ended during this row"})

@@ -382,7 +382,7 @@ def run(tmp_path, monkeypatch):
     return call
 
 
-def test_a_run_continues_where_its_file_ended(run, capsys, monkeypatch):
+def test_a_run_continues_where_its_file_ended(run, capsys, monkeypatch, tmp_path):
     only = "S1/0,S1/6,Tab12/0,Tab24"
     monkeypatch.setattr(program.Unit, "seconds", property(lambda unit: 1.0))
     names = [record["case"]["name"] for record in run(only)["records"]]
@@ -394,6 +394,11 @@ def test_a_run_continues_where_its_file_ended(run, capsys, monkeypatch):
     assert "All measurements have a result." in capsys.readouterr().out
     again = run(only, "100")
     assert again["records"] == document["records"]
+    results = program.Results(tmp_path / "out.json", {})
+    results.records = {"S1/0": document["records"][0], "S1/6": {**document["records"][1], "started": 1}}
+    first, second = (program.Unit(name, None, (), ()) for name in ("S1/0", "S1/6"))
+    assert results.start(first) == {}, "a finished row is measured again in full"
+    assert results.start(second) == document["records"][1]["contenders"]
     assert all(record["rows"] and "started" not in record for record in again["records"])
     values = again["records"][0]["contenders"][plan.OURS]["values"]
     assert values["forward cold"]["n"] == 2 and values["forward cold"]["q1"] <= values["forward cold"]["q3"]

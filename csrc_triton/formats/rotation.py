@@ -1,4 +1,4 @@
-"""Rotation of query rows for documents in a rotated format, in fp64 and rounded once (`lik_ops.formats.rotation`).
+"""Rotation of query rows for documents in a rotated format, in fp64 (`lik_ops.formats.rotation`).
 
 ```text
 out[r] = Q[r] @ matrix                              # one launch in place of two conversions and a product
@@ -37,4 +37,8 @@ def maxsim_rotate_queries(Q, matrix, out, rows, Lq, d, BM: tl.constexpr, BN: tl.
         m = tl.load(matrix + k[:, None] * d + c[None, :], mask=(k < d)[:, None] & columns_ok[None, :], other=0.0)
         acc += tl.sum(q.to(tl.float64)[:, None, :] * tl.trans(m)[None, :, :], axis=2)
     target = out + r.to(tl.int64)[:, None] * d + c[None, :]
+    if out.dtype.element_ty != tl.float64:
+        # PyTorch converts fp64 to half precision by way of fp32. A direct conversion would round some features
+        # differently.
+        acc = acc.to(tl.float32)
     tl.store(target, acc.to(out.dtype.element_ty), mask=rows_ok[:, None] & columns_ok[None, :])

@@ -22,7 +22,7 @@ _cached: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def rotate(x: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate tokens in fp64 and round them once.
+    """Rotate tokens in fp64, then round them to their dtype, by way of fp32 if that is half precision.
 
     Args:
         x: ``[..., d]`` of any floating-point dtype.

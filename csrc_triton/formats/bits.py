@@ -2,7 +2,14 @@
 
 A code c of n bits is the number ``2 c - (2^n - 1)``, such as -1 and 1 for one bit. The first feature of a byte is in
 its lowest bits. `KernelConfig.ENCODING` is "bits1", "bits2" or "bits4". Query rows are two int8 terms with "bits1_half"
-and, next to bf16 scales, "bits1_rotated", one term with "bits1_int8", and signs with "bits1_binary".
+and, next to bf16 scales, "bits1_rotated" to "bits4_rotated", one term with "bits1_int8", and signs with "bits1_binary".
+
+Next to int8 terms, a number is decoded times ``2^(7 - n)``, and query scales are divided by this power of two
+(`get_code_factor`). A code at the top of a byte then needs one operation on four features:
+
+```text
+byte   = code << (8 - n) ^ (128 | 2^(7 - n))         # int8: 2^(7 - n) (2 code - (2^n - 1))
+```
 
 For half-precision queries, codes may also be read as words of eight features, "bitwords1" to "bitwords4". The bits of a
 code become bits of the mantissa of a number whose last place is 1, and a subtraction removes the rest:
@@ -15,22 +22,14 @@ number = x - (2^10 + 2^n)                            # exact
 
 Two features share a register, so eight features take 14 to 17 instructions.
 
-"bitwords1_half" to "bitwords1_binary" are "bits1_half" to "bits1_binary", read as bytes of eight signs. A byte becomes
-two registers of four int8 numbers in 8 instructions.
+Encodings of int8 terms may also be read as such words, for example "bitwords1_half" and "bitwords4_rotated". Eight
+features become two registers of four int8 numbers in 5 to 10 instructions.
 """
 
 import triton
 import triton.language as tl
 
 from ..common.primitives import load_tokens
-
-# A product copies the four bits of a half byte to the lowest bits of four bytes. Each bit b becomes 2 b - 1, without a
-# carry between bytes.
-_DECODE_INT8_PTX = tl.constexpr(
-    "{ .reg .b32 t; and.b32 t, $2, 15; mul.lo.u32 t, t, 0x00204081; and.b32 t, t, 0x01010101;"
-    "mad.lo.u32 $0, t, 0xffffff02, 0xffffffff; shr.b32 t, $2, 4; mul.lo.u32 t, t, 0x00204081;"
-    "and.b32 t, t, 0x01010101; mad.lo.u32 $1, t, 0xffffff02, 0xffffffff; }"
-)
 
 
 @triton.constexpr_function
@@ -43,6 +42,28 @@ def get_code_bits(stored):
 
 
 @triton.constexpr_function
+def is_rotated(stored):
+    """Return whether codes of odd numbers are those of rotated tokens, whose scales are bf16."""
+    return isinstance(stored, str) and stored.endswith("_rotated")
+
+
+@triton.constexpr_function
+def get_code_factor(stored):
+    """Return the power of two that numbers next to int8 terms are multiplied by, 1 for other formats."""
+    nbits = get_code_bits(stored)
+    return 2 ** (7 - nbits) if nbits else 1
+
+
+@triton.constexpr_function
+def make_int8_ptx(nbits, register, output, shift):
+    """Return PTX that decodes the codes of `nbits` bits that `shift` moves to the top of the bytes of a register."""
+    mask = 0x01010101 * ((2**nbits - 1) << (8 - nbits))
+    offset = 0x01010101 * (128 | 1 << (7 - nbits))
+    shift_ptx = f"shl.b32 t, {register}, {shift};" if shift else ""
+    return shift_ptx + f"lop3.b32 {output}, {'t' if shift else register}, 0x{mask:08x}, 0x{offset:08x}, 0x6a;"  # &, ^
+
+
+@triton.constexpr_function
 def has_sign_queries(stored):
     """Return whether the features of query rows are -1 and +1."""
     return stored in ("bits1_binary", "bitwords1_binary")
@@ -50,8 +71,8 @@ def has_sign_queries(stored):
 
 @triton.constexpr_function
 def _has_int8_words(stored):
-    """Return whether bytes of eight signs are decoded to int8, for query rows of int8 terms."""
-    return isinstance(stored, str) and stored.startswith("bitwords1_")
+    """Return whether words of eight features are decoded to int8, for query rows of int8 terms."""
+    return has_bit_words(stored) and "_" in stored
 
 
 @triton.constexpr_function
@@ -100,11 +121,34 @@ def _decode_words(words, dtype: tl.constexpr, C: tl.constexpr):
     return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
 
 
+@triton.constexpr_function
+def _make_decode_int8_ptx(nbits):
+    """Return PTX that decodes the word $2 to the int8 features $0 and $1, four each, in their order."""
+    if nbits == 4:
+        # The codes of even and of odd features, which alternate in the word.
+        body = make_int8_ptx(4, "$2", "s", 4) + make_int8_ptx(4, "$2", "u", 0)
+        return f"{{ .reg .b32 s, t, u; {body} prmt.b32 $0, s, u, 0x5140; prmt.b32 $1, s, u, 0x7362; }}"
+    body = ""
+    for half in range(2):
+        # Products copy codes to the top of four bytes, where the other bits do not matter.
+        if nbits == 1:
+            body += "shr.b32 t, $2, 4;" if half else "and.b32 t, $2, 15;"
+            body += "mul.lo.u32 t, t, 0x10204080;"
+        else:
+            body += "shr.b32 t, $2, 8;" if half else "and.b32 t, $2, 255;"
+            body += "mul.lo.u32 t, t, 0x1001; and.b32 t, t, 0x000f000f; mul.lo.u32 t, t, 0x1040;"
+        body += make_int8_ptx(nbits, "t", f"${half}", 0)
+    return f"{{ .reg .b32 t; {body} }}"
+
+
 @triton.jit
-def _decode_int8_words(words):
-    """Decode bytes `[n, m]` of eight signs to int8 `[n, 8 m]`, four numbers in each operation."""
-    word = words.to(tl.uint8, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
-    a, b = tl.inline_asm_elementwise(_DECODE_INT8_PTX, "=&r,=r,r", (word,), (tl.int32, tl.int32), True, 1)
+def _decode_int8_words(words, C: tl.constexpr):
+    """Decode words `[n, m]` to int8 `[n, 8 m]`, four numbers in each operation, times `get_code_factor`."""
+    NBITS: tl.constexpr = get_code_bits(C.ENCODING)
+    unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
+    word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
+    PTX: tl.constexpr = _make_decode_int8_ptx(NBITS)
+    a, b = tl.inline_asm_elementwise(PTX, "=&r,=&r,r", (word,), (tl.int32, tl.int32), True, 1)
     x = tl.reshape(tl.join(a, b), (words.shape[0], 2 * words.shape[1]))
     even_features = tl.join(x.to(tl.int8), (x >> 16).to(tl.int8))
     odd_features = tl.join((x >> 8).to(tl.int8), (x >> 24).to(tl.int8))
@@ -121,14 +165,17 @@ def load_code(token, n, C: tl.constexpr):
 
 @triton.jit
 def load_bits(ptr, t, c0, d, D, dtype: tl.constexpr, C: tl.constexpr):
-    """Load features from `c0` on of tokens `t` as odd numbers, in `dtype` from words, else in int8."""
+    """Load features from `c0` on of tokens `t` as odd numbers, in `dtype` from words, else in int8.
+
+    Next to int8 terms, the numbers are multiplied by `get_code_factor`.
+    """
     NBITS: tl.constexpr = get_code_bits(C.ENCODING)
     if has_bit_words(C.ENCODING):
         # Add a zero that the compiler cannot see, so that a thread loads one word instead of several neighboring words.
         columns = c0 // 8 + tl.arange(0, C.BD // 8) + (tl.minimum(d, 1) - 1)
         x = load_tokens(ptr, t, t >= 0, columns, d // 8, D, C.WIDE_OFFSETS)
         if _has_int8_words(C.ENCODING):
-            x = _decode_int8_words(x)
+            x = _decode_int8_words(x, C)
         else:
             x = _decode_words(x, dtype, C)
     else:
@@ -138,5 +185,6 @@ def load_bits(ptr, t, c0, d, D, dtype: tl.constexpr, C: tl.constexpr):
         x = (x[:, :, None] >> (NBITS * tl.arange(0, FEATURES_PER_BYTE))[None, None, :].to(tl.uint8)) & (
             (1 << NBITS) - 1
         )
-        x = tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - ((1 << NBITS) - 1)
+        FACTOR: tl.constexpr = get_code_factor(C.ENCODING) if C.INT8_TERMS > 0 else 1
+        x = (tl.reshape(x, (t.shape[0], C.BD)).to(tl.int8) * 2 - ((1 << NBITS) - 1)) * FACTOR
     return x

@@ -5,8 +5,8 @@
 - "int8".
 - "fp8", or "e4m3" and "e5m2" as bytes, for GPUs without FP8 conversion. Next to FP8 queries, "fp8_fp8" or "e4m3_fp8".
 - "number": another type that Triton converts.
-- "bits1" to "bits4", and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`. One bit also has "bits1_half",
-  "bits1_rotated", "bits1_int8", "bits1_binary", and the same with "bitwords1".
+- "bits1" to "bits4", and "bitwords1" to "bitwords4": codes of odd numbers, see `bits`. With int8 terms "bits1_half",
+  "bits1_int8", "bits1_binary", "bits1_rotated" to "bits4_rotated", and the same with "bitwords".
 - "codes1" to "codes8" and "words1" to "words4": residual codes, see `residual`. Their tiles are already dequantized.
 - A function ``load(ptr, t, c0, d, D, C)`` of a format outside this package. It loads a tile as `load_bits` does.
 
@@ -16,8 +16,8 @@ Every encoded value is exact in fp16 and bf16. Similarities are dequantized afte
 S[s, t] = <q[s], x[t]> * scale[t] + minimum[t] * sum(q[s])
 ```
 
-**int8 terms.** A conversion costs more than a product. For int8 documents and "bits1_half" to
-"bits1_binary", query rows are split into int8 terms instead:
+**int8 terms.** A conversion costs more than a product. For int8 documents and codes such as "bits1_half" and
+"bits4_rotated", query rows are split into int8 terms instead:
 
 ```text
 q = scale * (254 hi + lo),    hi = round(127 q / max |q|),    scale = max |q| / (127 * 254)
@@ -51,7 +51,7 @@ from ..common.primitives import (
     nan_max,
     sum_in_order_across_warps,
 )
-from .bits import get_code_bits, has_sign_queries, load_bits
+from .bits import get_code_bits, get_code_factor, has_sign_queries, load_bits
 from .residual import get_bucket_bits, load_decoded_tokens
 
 INT8_LOW_SCALE = tl.constexpr(254)
@@ -195,6 +195,7 @@ def _round_to_integer(x):
 def split_int8_terms(q, C: tl.constexpr):
     """Return the terms hi and lo of fp32 rows, and their scales, which are negative for rows that are not exact.
 
+    The scales are divided by the power of two that the numbers of documents are multiplied by.
     Signs are their own terms hi, so that their products are exact, and the scale of hi is 1.
     Products are rounded separately from additions. Fused operations would make the terms depend on the compiled kernel.
     """
@@ -212,7 +213,8 @@ def split_int8_terms(q, C: tl.constexpr):
     if has_sign_queries(C.ENCODING):
         hi = tl.where(is_exact[:, None], q, 0.0)
         scale = tl.where(is_exact, 1.0 / INT8_LOW_SCALE, scale)
-    return hi, lo, tl.where(is_exact, scale, -1.0)
+    INVERSE_FACTOR: tl.constexpr = 1.0 / get_code_factor(C.ENCODING)
+    return hi, lo, tl.where(is_exact, scale * INVERSE_FACTOR, -1.0)
 
 
 @triton.jit

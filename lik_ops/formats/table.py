@@ -143,7 +143,7 @@ class Format(NamedTuple):
 def _make_odd(nbits: int, **options: Any) -> Format:
     """Return a format of odd numbers of `nbits` bits."""
     pack, unpack, size = (partial(f, nbits) for f in (_pack_odd, _unpack_odd, _fit_scale))
-    defaults = {"size": size, "encode": pack, "decode": unpack, "kernel": f"bits{nbits}"}
+    defaults = {"size": size, "encode": pack, "decode": unpack, "kernel": f"bits{nbits}_rotated"}
     return Format(torch.uint8, 1, 8 // nbits, **defaults | options)
 
 
@@ -154,8 +154,7 @@ FORMATS: dict[str, Format] = {
     "fp8_e5m2": Format(torch.float8_e5m2, 57344, kernel="e5m2", decode=partial(_decode_fp8, "fp8_e5m2")),
     "binary": _make_odd(1, size=_mean_abs, kernel="bits1_half"),
     # bf16 scales have the range of fp32, and are more precise than the numbers.
-    **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2)},
-    "rq1": _make_odd(1, rotated=True, scale=torch.bfloat16, kernel="bits1_rotated"),
+    **{f"rq{n}": _make_odd(n, rotated=True, scale=torch.bfloat16) for n in (4, 2, 1)},
 }
 RESIDUAL_FORMATS: dict[str, Format] = {
     f"residual{n}": Format(torch.uint8, 2**n - 1, 8 // n, n, kernel=f"codes{n}") for n in (1, 2, 4, 8)

@@ -178,15 +178,15 @@ def choose_row_maxima(
 def choose_int8(
     Q: Tensor, data: Tensor, scale: Tensor, terms: int, arch: Architecture, encoding: str = ""
 ) -> Sm90Choice | str:
-    """Choose an sm_90 kernel for dense int8 or binary documents, or return the reason why not.
+    """Choose an sm_90 kernel for dense int8 or code documents, or return the reason why not.
 
     Args:
         Q: query tokens `[Nq, Lq, d]`.
-        data: int8 documents `[Nd, Ld, d]`, or the bytes or words of binary documents.
+        data: int8 documents `[Nd, Ld, d]`, or the bytes or words of codes.
         scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
         terms: number of int8 terms of a query row.
         arch: architecture that runs the kernel.
-        encoding: encoding of binary documents, else "".
+        encoding: encoding of codes, else "".
     """
     reason = supports.supports_sm90_call(Q, data, arch)
     if reason:

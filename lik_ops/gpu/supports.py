@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.settings import get_forced_kernel
 from ..csrc_triton.common.arguments import SizeArgs, Sm90Config
-from ..csrc_triton.formats.bits import get_code_bits
+from ..csrc_triton.formats.bits import get_code_bits, is_rotated
 from .runtime.arguments import (
     choose_row_offset_width,
     get_feature_reach,
@@ -180,27 +180,27 @@ def prefers_row_maxima(rows: int, Lq: int, arch: Architecture, choice: RowMaxima
 def copies_token_scales(C: Sm90Config) -> bool:
     """Return whether TMA copies scales of the tokens of encoded documents, as `copies_scales` of the kernels says."""
     if get_code_bits(C.ENCODING):
-        return C.SMALL_M and C.ENCODING != "bits1_rotated"
+        return C.SMALL_M and not is_rotated(C.ENCODING)
     return C.ENCODING in ("", "fp8_fp8")
 
 
 def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, choice: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_sm90` cannot serve dense int8, FP8 or binary documents, or None.
+    """Return the reason why `maxsim_forward_sm90` cannot serve dense int8, FP8 or code documents, or None.
 
     The documents have no mask. The call neither normalizes nor returns an argmax, and fits `supports_sm90_call`. TMA
     reads scales of single tokens, so they have to exist for all tokens. FP8 scales may have any strides, and so may
-    scales of binary documents with many query rows.
+    scales of code documents with many query rows.
 
     Args:
         Q: query tokens `[Nq, Lq, d]`.
-        data: encoded documents `[Nd, Ld, d]`, or the bytes or words of binary documents.
+        data: encoded documents `[Nd, Ld, d]`, or the bytes or words of codes.
         scale: scales `[Nd, Ld]`, with sizes of 1 for a scale that tokens share.
         choice: the configuration of the kernel.
     """
     (Nq, K, Lq, Ld), d, C = make_size_args(Q, data), Q.shape[-1], choice.config
     assert isinstance(C, Sm90Config)
-    bits = get_code_bits(C.ENCODING) > 0
-    has_fp8 = C.ENCODING != "" and not bits
+    nbits = get_code_bits(C.ENCODING)
+    has_fp8 = C.ENCODING != "" and not nbits
     each_token = scale.shape[1] > 1 and copies_token_scales(C)
     odd_scales = each_token and (scale.shape[0] != data.shape[0] or not scale.is_contiguous())
     counts = choice.row_tiles * K, Nq * choice.parts * C.ROWS_PER_QUERY, K * Ld
@@ -212,15 +212,15 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, choice: Sm90Choice)
         (Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (d > 128, "d > 128"),
         (d % 16, "d is no multiple of 16"),
-        (bits and d != 128, "binary documents with d != 128"),
+        (nbits and d != 128, "codes with d != 128"),
         (max(counts) >= 2**31, "2^31 or more rows, tokens, or (row tile, document) pairs"),
-        (bits and K * Ld >= 2**29, "2^29 or more binary tokens"),  # TMA has 32-bit coordinates of words
+        (4 * nbits * K * Ld >= 2**31, "2^31 or more words of codes"),  # TMA has 32-bit coordinates of words
         (not supports_descriptor(data), "TMA cannot read D: it is not contiguous"),
     )
 
 
 def prefers_encoded(K: int, arch: Architecture, choice: Sm90Choice) -> str | None:
-    """Return the reason why `maxsim_forward_packed` is preferred for dense int8, FP8 or binary documents, or None."""
+    """Return the reason why `maxsim_forward_packed` is preferred for dense int8, FP8 or code documents, or None."""
     pair_limit = arch.processors // 2
     assert isinstance(choice.config, Sm90Config)
     return _prefer(

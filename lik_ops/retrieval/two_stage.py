@@ -29,7 +29,7 @@ from ..core.arguments import (
 from ..core.segments import make_segment_rows
 from ..formats.quantize import DocumentBounds
 from ..formats.quantized import Quantized, make_placeholder
-from ..formats.table import ALL_FORMATS, OPERAND_FORMATS
+from ..formats.table import ALL_FORMATS
 from ..ops import topk
 from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast
@@ -313,11 +313,9 @@ def _bound_operand_error(Q: Tensor, coarse: Quantized) -> float:
     if coarse.query == "fp8":  # query features are rounded to 4 bits, and sums to 14 bits
         return 1 / 16 + 1 / 64 + coarse.d**0.5 / 2**17
     # Rotated queries are rounded to their dtype, and query rows of int8 terms to 1/64,516 of their largest feature.
-    error = torch.finfo(Q.dtype).eps if ALL_FORMATS[coarse.format].rotated else 0.0
-    if OPERAND_FORMATS[coarse.format].kernel in ("int8", "bits1_half", "bits1_rotated"):
-        return error + coarse.d**0.5 / 64_000
-    if error:
-        return error
+    is_rotated = ALL_FORMATS[coarse.format].rotated
+    if is_rotated or coarse.format in ("int8", "binary"):
+        return coarse.d**0.5 / 64_000 + (torch.finfo(Q.dtype).eps if is_rotated else 0.0)
     halves = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # tokens of residual codes are rounded to the dtype of Q
     return halves.get(Q.dtype, 0.0) if coarse.codes is not None else 0.0
 

@@ -39,6 +39,7 @@ COMMON, OTHERS = common_and_others()
 # int8 and binary documents, with query rows as two int8 terms or one.
 BY_TERMS = ("*i8", INT8_QUERIES)
 BY_TERMS += tuple(f"{read}1_{query}" for read in ("bits", "bitwords") for query in ("half", "int8", "binary"))
+BY_TERMS += tuple(f"{read}{nbits}_rotated" for read in ("bits", "bitwords") for nbits in (1, 2, 4))
 
 
 def _matrix_unit(case: Case, name: str) -> str:
@@ -164,7 +165,9 @@ SAME_BITS += [
     )
 ]
 # Codes of odd numbers read as bytes and as words.
-SAME_BITS += [[Case(FORWARD, Nq=16, ragged=True, stored=f"{read}{n}") for read in ("bits", "bitwords")] for n in (2, 4)]
+SAME_BITS += [
+    [Case(FORWARD, d=320, Nq=16, ragged=True, stored=f"{read}{n}") for read in ("bits", "bitwords")] for n in (2, 4)
+]
 SAME_BITS += [[Case(SPARSE, torch.float32, 64, Lq=4, options=True, int32=int32) for int32 in (False, True)]]
 
 

@@ -66,8 +66,8 @@ def numbers_source(choice, dtype: torch.dtype, d: int, options: bool, scales: bo
         element, kept = "fp16", "float16"
     block = [C.BN, C.BD]
     if C.ENCODING.startswith("bits"):
-        block, element, kept = [C.BN * C.BD // 32], "i32", "int32"
-    scale = "bf16" if C.ENCODING == "bits1_rotated" else "fp32"
+        block, element, kept = [C.BN * C.BD * int(C.ENCODING[4]) // 32], "i32", "int32"
+    scale = "bf16" if C.ENCODING.endswith("_rotated") else "fp32"
     signature = {
         "Q": QueryArgs(*queries),
         "D": f"tensordesc<{element}[{','.join(map(str, block))}],{make_tile_layout(block, kept)!r}>",
@@ -126,6 +126,12 @@ def test_int8_documents_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, option
             (torch.float32, 2, 16, 300, True, "bits1_binary"),
             (torch.float16, 2, 32, 64, True, "bits1_half"),
             (torch.float32, 3, 32, 64, True, "bits1_rotated"),
+            (torch.bfloat16, 1, 32, 180, False, "bits2_rotated"),
+            (torch.bfloat16, 1, 32, 180, False, "bits4_rotated"),
+            (torch.float32, 3, 32, 64, True, "bits2_rotated"),
+            (torch.float16, 3, 32, 64, True, "bits4_rotated"),
+            (torch.bfloat16, 64, 1024, 1024, True, "bits2_rotated"),
+            (torch.float32, 16, 32, 300, True, "bits4_rotated"),
             (torch.bfloat16, 256, 32, 300, False, "bits1_binary"),
             (torch.float16, 64, 1024, 1024, True, "bits1_half"),
             (torch.bfloat16, 64, 1024, 1024, True, "bits1_rotated"),
@@ -134,15 +140,15 @@ def test_int8_documents_compile_to_concurrent_wgmma(dtype, d, Nq, Lq, Ld, option
     ),
     ids=str,
 )
-def test_binary_documents_compile_to_concurrent_wgmma(dtype, Nq, Lq, Ld, options, kept, each_token):
-    terms, rotated = 1 if kept == "bits1_binary" else 2, kept == "bits1_rotated"
+def test_code_documents_compile_to_concurrent_wgmma(dtype, Nq, Lq, Ld, options, kept, each_token):
+    terms, rotated = 1 if kept == "bits1_binary" else 2, kept.endswith("_rotated")
     chosen = {"each_token": each_token, "terms": terms, "encoding": kept}
     choice = sm90_configs.configure_int8(SM_90, dtype, SizeArgs(Nq, 256, Lq, Ld), 128, **chosen)
     C = choice.config
     assert choice.programs == min(132 * C.PROGRAMS_PER_SM, 256) if C.SMALL_M else C.PROGRAMS_PER_SM == 1
     source = numbers_source(choice, dtype, 128, options, each_token and C.SMALL_M and not rotated)
     compiled = compile_checked(source, choice.launch_options, products=True)
-    assert "s32.s8.s8" in compiled.asm["ptx"] and "prmt.b32" in compiled.asm["ptx"]
+    assert "s32.s8.s8" in compiled.asm["ptx"] and "0x6a;" in compiled.asm["ptx"]  # the decoder's lop3
     registers, _ = cuda_resources(compiled.asm["cubin"])
     threads = 12 * 32 if C.SMALL_M else 16 * 32
     assert registers * threads * C.PROGRAMS_PER_SM <= 65536

@@ -67,7 +67,8 @@ _POINTER = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp
 _STORED = {"*i8": "int8", "*u8": "number", "*fp8e4nv": "fp8", "*fp8e5": "fp8"}
 _WORDS = {"words1": "*i8", "words2": "*i16", "words4": "*i32"}  # residual codes
 _WORDS |= {f"bit{name}": kind for name, kind in _WORDS.items()}
-_WORDS |= {f"bitwords1_{query}": "*i8" for query in ("half", "rotated", "int8", "binary")}
+_WORDS |= {f"bitwords1_{query}": "*i8" for query in ("half", "int8", "binary")}
+_WORDS |= {f"{name}_rotated": kind for name, kind in _WORDS.items() if name in ("bitwords1", "bitwords2", "bitwords4")}
 _READ = _WORDS | {INT8_QUERIES: "*i8", "fp8_fp8": "*fp8e4nv"}
 
 

@@ -208,8 +208,12 @@ STORED = [
         for stored, d in zip(_KEPT, (128, 300, 96, 300, 128, 20, 300, 96, 300, 128, 300, 96, 20), strict=True)
     ),
     *(Case(FORWARD, Nq=Nq, ragged=True, stored=stored) for stored in _CODES for Nq in (1, 256)),
-    *(Case(FORWARD, Nq=Nq, ragged=True, padded=True, stored=f"bit{w}") for w in _WORDS for Nq in (1, 16)),
-    *(Case(FORWARD, _FP16, d, Nq=16, ragged=True, stored="bitwords4", **_EVERYTHING) for d in (96, 128, 256)),
+    *(Case(FORWARD, d=320, Nq=Nq, ragged=True, padded=True, stored=f"bit{w}") for w in _WORDS for Nq in (1, 16)),
+    *(Case(FORWARD, _FP16, d, Nq=16, ragged=True, stored="bitwords4", **_EVERYTHING) for d in (264, 512)),
+    *(Case(FORWARD, Nq=Nq, ragged=True, stored=f"bitwords{n}_rotated") for n in (2, 4) for Nq in (1, 16)),
+    *(Case(FORWARD, _FP16, d, Nq=16, ragged=True, stored="bitwords4_rotated", **_EVERYTHING) for d in (96, 256)),
+    Case(FORWARD, _FP32, Nq=256, ragged=True, stored="bitwords2_rotated", **_EVERYTHING),
+    *(Case(FORWARD, dtype, 20, ragged=True, stored=f"bits{n}_rotated") for n, dtype in ((2, _FP32), (4, _BF16))),
     Case(FORWARD, _FP16, Nq=16, ragged=True, stored="codes4"),
     # With several feature steps, decoded features of each step wait in shared memory.
     *(

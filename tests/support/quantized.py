@@ -136,7 +136,8 @@ def problem(mode, dtype, d, format, scale="token", options=False, queries=QUERIE
 
 def get_query_step_bound(p):
     """Return the error bound of query features relative to the largest feature of a row."""
-    steps = {"int8": TERMS, INT8_QUERIES: ONE_TERM, "bits1_half": TERMS, "bits1_rotated": TERMS, "bits1_int8": ONE_TERM}
+    steps = {"int8": TERMS, INT8_QUERIES: ONE_TERM, "bits1_half": TERMS, "bits1_int8": ONE_TERM}
+    steps |= {f"bits{nbits}_rotated": TERMS for nbits in (1, 2, 4)}
     return steps.get(OPERAND_FORMATS[p.stored.format].kernel, 0) if p.r.Q.shape[1] <= 256 else 0
 
 

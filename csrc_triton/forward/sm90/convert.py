@@ -1,9 +1,9 @@
-"""FP8, binary and fp32 documents in the sm_90 kernels: conversion warps, and query rows to match.
+"""FP8, code and fp32 documents in the sm_90 kernels: conversion warps, and query rows to match.
 
 FP8 tokens are multiplied in fp16 (`formats/encoded.py`). In the dense kernel TMA copies bytes into a raw pipeline. Four
 conversion warps convert each tile into the fp16 pipeline that the consumers multiply, and store the scales of its
-tokens. The conversion overlaps the products of 256 query rows. Words of binary tokens become int8 tiles (`bits.py`) in
-the same way.
+tokens. The conversion overlaps the products of 256 query rows. Words of codes become int8 tiles (`bits.py`) in the same
+way.
 
 Eight conversion warps split fp32 tokens into one or two fp16 terms and a scale (`common/fp32.py`), which is negative
 for fallback tokens. The terms lo of a stage follow C.STAGES tiles after the terms hi.
@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...common.fp32 import split_rows
 from ...formats.bits import get_code_bits
 from ...formats.encoded import choose_powers, divide_by_powers, find_largest, needs_power_scaling
-from .bits import load_numbers, make_tables
+from .bits import WORD_BITS, load_numbers
 from .pipeline import advance_stage
 
-_CONVERT_TOKENS = gl.constexpr(32)  # FP8 tokens at a time: more need more registers
+_CONVERT_TOKENS = gl.constexpr(32)  # tokens at a time: more need more registers
 
 
 @triton.constexpr_function
@@ -58,14 +58,14 @@ def fp8_to_fp16(x, C: gl.constexpr):
 
 @gluon.jit
 def _convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
-    """Convert every FP8 or binary tile of the raw pipeline into a tile of fp16 or int8 (conversion warps).
+    """Convert every tile of FP8 or of words of the raw pipeline into a tile of fp16 or int8 (conversion warps).
 
     Scales are loaded one tile ahead.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PARTS: gl.constexpr = C.BN // _CONVERT_TOKENS
-    tables = make_tables(Ld, 4 * C.BN, False) if get_code_bits(C.ENCODING) > 0 else 0
+    WORDS: gl.constexpr = _CONVERT_TOKENS * C.BD * get_code_bits(C.ENCODING) // WORD_BITS  # of a part
     stage = 0
     phase = 0
     k = begin % K
@@ -80,12 +80,13 @@ def _convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
                 next_scale = load_tile_scales(numbers, gl.where(is_last, next_document, k), t1, Ld, TOKENS, C)
             mbarrier.wait(raw.full.index(stage), phase)
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
-            if get_code_bits(C.ENCODING) > 0:
-                ring.tiles.index(stage).store(load_numbers(raw.tiles.index(stage), tables, False))
-            else:
-                for n in gl.static_range(PARTS):
+            for n in gl.static_range(PARTS):
+                if get_code_bits(C.ENCODING) > 0:
+                    x = load_numbers(raw.tiles.index(stage).slice(n * WORDS, WORDS, 0), False, C)
+                else:
                     x = raw.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).load(LAYOUT)
-                    ring.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).store(fp8_to_fp16(x, C))
+                    x = fp8_to_fp16(x, C)
+                ring.tiles.index(stage).slice(n * _CONVERT_TOKENS, _CONVERT_TOKENS, 0).store(x)
             if C.PRECOMPUTED_SCALES:
                 ring.norms.inverse.index(stage).store(scale)
             fence_async_shared()

@@ -17,7 +17,7 @@ from ...common.primitives import load_query_mask, locate_rows, nan_max
 from ...formats.bits import get_code_bits
 from ...formats.encoded import scale_single_term, split_int8_terms
 from .accumulators import locate_accumulator_rows, map_rows
-from .bits import TOKEN_WORDS, load_number, order_features
+from .bits import WORD_BITS, load_number, order_features
 
 
 @gluon.jit
@@ -56,8 +56,8 @@ def store_query_terms(Q, smem, first, H: gl.constexpr, parts, sizes, d, layout: 
     q = gl.load(pointers, mask=ok[:, None] & (columns < d)[None, :], other=0.0).to(gl.float32)
     hi, lo, scale = split_int8_terms(q, C)
     if get_code_bits(C.ENCODING) > 0:
-        hi = order_features(hi, C.SMALL_M)
-        lo = order_features(lo, C.SMALL_M)
+        hi = order_features(hi, C.SMALL_M, C)
+        lo = order_features(lo, C.SMALL_M, C)
     if C.INT8_TERMS == 2:
         is_hi = gl.convert_layout(m % 16 < 8, gl.SliceLayout(1, hi.type.layout))
         smem.store(gl.where(is_hi[:, None], hi, lo).to(gl.int8))
@@ -128,6 +128,7 @@ def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes,
     load_mask = load_query_mask(Q, i, s, ok) if C.FP32_TERMS > 0 else is_fallback
     first_feature = locate_rows(Q, i, s)
     best = gl.full([C.MMA_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, LAYOUT))
+    NBITS: gl.constexpr = get_code_bits(C.ENCODING)
     for t0 in range(0, sizes.Ld, STEP):
         t = gl.minimum(t0 + gl.arange(0, STEP, layout=gl.SliceLayout(0, LAYOUT)), sizes.Ld - 1).to(gl.int64)
         token_scale = 1.0
@@ -135,14 +136,14 @@ def compute_fallback_maxima(Q, numbers, first, H: gl.constexpr, parts, k, sizes,
             token_scale = gl.load(numbers.scale + k.to(gl.int64) * numbers.stride_doc + t * numbers.stride_l)
             token_scale = token_scale.to(gl.float32)
         row = k.to(gl.int64) * sizes.Ld + t
-        tokens = numbers.ptr + row * (TOKEN_WORDS if get_code_bits(C.ENCODING) > 0 else d)
+        tokens = numbers.ptr + row * (C.BD * NBITS // WORD_BITS if NBITS > 0 else d)
         S = gl.full([C.MMA_ROWS, STEP], 0.0, gl.float32, LAYOUT)
         rows = first_feature
         for n in range(0, d):
             q = gl.load(rows, mask=load_mask, other=0.0).to(gl.float32)
             rows += Q.stride_d
-            if get_code_bits(C.ENCODING) > 0:
-                y = load_number(tokens, n).to(gl.float32) * token_scale
+            if NBITS > 0:
+                y = load_number(tokens, n, C).to(gl.float32) * token_scale
             else:
                 y = gl.load(tokens + n).to(gl.float32) * token_scale
             S += q[:, None] * y[None, :]

@@ -210,7 +210,7 @@ def _copy_tile(D, norms, ring, spans, k, K, row, length, t0, stage, phase, C: gl
     the terms hi.
     """
     HAS_SCALES: gl.constexpr = C.PRECOMPUTED_SCALES and copies_scales(C)
-    BITS: gl.constexpr = get_code_bits(C.ENCODING) > 0
+    NBITS: gl.constexpr = get_code_bits(C.ENCODING)
     HAS_LOW_TERMS: gl.constexpr = C.PRECOMPUTED_TERMS and C.FP32_TERMS == 2
     TILES: gl.constexpr = 2 if HAS_LOW_TERMS else 1
     full = open_stage(ring, stage, phase, TILES * D.block_type.nbytes + (norms.block_type.nbytes if HAS_SCALES else 0))
@@ -218,8 +218,8 @@ def _copy_tile(D, norms, ring, spans, k, K, row, length, t0, stage, phase, C: gl
     if HAS_SCALES:
         norm_offset = start if D.dtype == gl.int8 or C.ENCODING != "" else k * gl.cdiv(length, C.BN) * C.BN + t0
         async_load(norms, [norm_offset], full, ring.norms.inverse.index(stage))
-    if BITS:
-        async_load(D, [start * (C.BD // WORD_BITS)], full, ring.tiles.index(stage))
+    if NBITS > 0:
+        async_load(D, [start * (C.BD * NBITS // WORD_BITS)], full, ring.tiles.index(stage))
     else:
         async_load(D, [start, 0], full, ring.tiles.index(stage))
     if HAS_LOW_TERMS:

@@ -27,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...formats.bits import get_code_bits
+from ...formats.bits import get_code_bits, is_rotated
 
 ACCUMULATOR_ROWS = gl.constexpr(64)
 # Registers per thread of kernels without norm or conversion warps.
@@ -94,11 +94,11 @@ def has_conversion_warps(C):
 def copies_scales(C):
     """Return whether TMA copies the precomputed scales of tokens into the pipeline, next to their tiles.
 
-    It does not if a consumer or the conversion warps load them (FP8, binary and rotated documents) or compute them
-    (fp32). The bf16 scales of rotated documents have no aligned rows.
+    It does not if a consumer or the conversion warps load them (FP8 and code documents) or compute them (fp32). The
+    bf16 scales of rotated documents have no aligned rows.
     """
     if get_code_bits(C.ENCODING):
-        return C.SMALL_M and C.ENCODING != "bits1_rotated"
+        return C.SMALL_M and not is_rotated(C.ENCODING)
     return C.ENCODING in ("", "fp8_fp8") and (C.FP32_TERMS == 0 or C.PRECOMPUTED_TERMS)
 
 
@@ -126,8 +126,9 @@ def get_converted_dtype(C):
 
 @triton.constexpr_function
 def get_tile_block(C):
-    """Return the shape of a document tile as TMA copies it: tokens and features, or the words of binary tokens."""
-    return [C.BN * C.BD // 32] if get_code_bits(C.ENCODING) else [C.BN, C.BD]
+    """Return the shape of a document tile as TMA copies it: tokens and features, or the words of codes."""
+    nbits = get_code_bits(C.ENCODING)
+    return [C.BN * C.BD * nbits // 32] if nbits else [C.BN, C.BD]
 
 
 @triton.constexpr_function

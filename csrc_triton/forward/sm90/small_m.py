@@ -36,7 +36,7 @@ consumer warp group g:
         store the sum over each query of weight * row_scale * row_max
 ```
 
-FP8, binary and fp32 tokens are loaded into registers and converted, decoded or split there. WGMMA then reads its left
+FP8, code and fp32 tokens are loaded into registers and converted, decoded or split there. WGMMA then reads its left
 operand from registers, and `empty` is released before the product.
 
 Warp roles:
@@ -76,10 +76,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...common.fp32 import FP16_LOW_SCALE, split_rows
 from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
-from ...formats.bits import get_code_bits
+from ...formats.bits import get_code_bits, is_rotated
 from ...formats.encoded import is_fp8, needs_power_scaling
 from .accumulators import join_terms, load_accumulator_queries, locate_accumulator_rows
-from .bits import load_numbers, make_tables
+from .bits import load_numbers
 from .convert import convert_queries, fp8_to_fp16, load_tile_scales
 from .int8_terms import (
     compute_fallback_maxima,
@@ -119,7 +119,7 @@ def converts_tokens(C):
 @triton.constexpr_function
 def _loads_scales(C):
     """Return whether consumers load the scales of tokens from global memory."""
-    if C.ENCODING == "bits1_rotated":
+    if is_rotated(C.ENCODING):
         return C.PRECOMPUTED_SCALES
     return is_fp8(C.ENCODING) and C.ENCODING != "fp8_fp8"
 
@@ -226,7 +226,7 @@ def _compute_split_similarities(x, q, S, layout: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
+def _compute_similarities(ring, q, S, scale, slot, phase, layout: gl.constexpr, C: gl.constexpr):
     """Compute the similarities of a tile's tokens to all query rows, times the token scales or inverse token norms.
 
     If `negates_similarities`, `scale` is the scale of the document.
@@ -251,7 +251,7 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
     else:
         if BITS:
             # The token is the left operand in registers, and the stage is free before the product.
-            a = gl.convert_layout(load_numbers(tile, tables, True), gl.DotOperandLayout(0, S.type.layout, 4))
+            a = gl.convert_layout(load_numbers(tile, True, C), gl.DotOperandLayout(0, S.type.layout, 4))
             if C.PRECOMPUTED_SCALES and copies_scales(C):
                 scale = ring.norms.inverse.index(slot).load(layout)
             mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -275,7 +275,7 @@ def _compute_similarities(ring, q, tables, S, scale, slot, phase, layout: gl.con
 
 @gluon.jit
 def _merge_neighbors(similarities, C: gl.constexpr):
-    """Return the maxima of pairs of tokens of binary documents that a thread has, `[BN / 2, rows]`, or `similarities`.
+    """Return the maxima of pairs of tokens of code documents that a thread has, `[BN / 2, rows]`, or `similarities`.
 
     The maximum of both and the running maximum is one instruction for integers.
     """
@@ -380,7 +380,6 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
         lowest = gl.full_like(join_terms(S, C).to(gl.float32), float("-inf"))
     TOKEN: gl.constexpr = gl.SliceLayout(1, lowest.type.layout)
     lowest = _merge_neighbors(lowest, C)
-    tables = make_tables(x.d, 4 * C.BN, True) if get_code_bits(C.ENCODING) > 0 else 0
     q, factor = _load_queries(x, q_smem, sizes, ROW, G, C)
     has_fallback = has_fallback_rows(factor) if C.INT8_TERMS > 0 or C.FP32_TERMS > 0 else 0
     scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, begin + G - 2, sizes.Ld, sizes, TOKEN, C)
@@ -400,7 +399,7 @@ def consume_small_m(x, ring, q_smem, out, begin, end, sizes, G: gl.constexpr, C:
         for t0 in range(0, sizes.Ld, C.BN):
             later_scale, k_ahead, t_ahead = _prefetch_scales(x.numbers, k_ahead, t_ahead, sizes, TOKEN, C)
             S, similarities, is_fallback = _compute_similarities(
-                ring, q, tables, S, document_scale if HAS_NEXT else scale, stage + G * C.STAGES, phase, TOKEN, C
+                ring, q, S, document_scale if HAS_NEXT else scale, stage + G * C.STAGES, phase, TOKEN, C
             )
             similarities = _merge_neighbors(similarities, C)
             best, where = _update_maxima(best, where, similarities, gl.minimum(t0, sizes.Ld - C.BN), C)

@@ -23,7 +23,7 @@ from ...csrc_triton.common.arguments import (
     SegmentArgs,
     TermArgs,
 )
-from ...csrc_triton.formats.bits import has_sign_queries
+from ...csrc_triton.formats.bits import get_code_bits, has_sign_queries
 from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.kernel import maxsim_forward_packed
 from ...formats.table import BINARY_QUERIES, INT8_QUERIES, OPERAND_FORMATS
@@ -311,10 +311,14 @@ class PackedPlan(Plan):
 def make_terms_config(BD: int, wide: int, stored: Any = "") -> KernelConfig:
     """Return the configuration of `maxsim_query_terms` for documents encoded as `stored`.
 
-    Fields that the kernel ignores are constant, so that it is compiled once for signs, and once for other terms.
+    Fields that the kernel ignores are constant, so that it is compiled once for signs, for each number of bits, and for
+    int8.
     """
     rows = KernelConfig(BM=_TERM_ROWS, BN=16, BD=BD, ROWS_PER_QUERY=_TERM_ROWS, WIDE_OFFSETS=wide)
-    return rows._replace(ENCODING=OPERAND_FORMATS[BINARY_QUERIES].kernel) if has_sign_queries(stored) else rows
+    if has_sign_queries(stored):
+        return rows._replace(ENCODING=OPERAND_FORMATS[BINARY_QUERIES].kernel)
+    nbits = get_code_bits(stored)
+    return rows._replace(ENCODING=OPERAND_FORMATS[f"rq{nbits}"].kernel) if nbits else rows
 
 
 def _get_pointers(group: tuple) -> tuple:

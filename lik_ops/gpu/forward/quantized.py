@@ -53,6 +53,8 @@ _DENSE_FORMATS = (
     BINARY_INT8_QUERIES,
     BINARY_QUERIES,
     "rq1",
+    "rq2",
+    "rq4",
     *choose.FP8_FORMATS,
     FP8_QUERIES,
 )

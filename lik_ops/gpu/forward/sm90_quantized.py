@@ -1,4 +1,4 @@
-"""Dense int8, FP8 and binary documents on sm_90.
+"""Dense int8, FP8 and code documents on sm_90.
 
 `maxsim_forward_sm90` multiplies the documents by query rows of int8 terms or of fp16.
 """
@@ -14,7 +14,7 @@ from ...core.arguments import make_metadata_key
 from ...core.plan_cache import plans
 from ...core.segments import PackedArgs
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, Sm90Config
-from ...csrc_triton.formats.bits import get_code_bits
+from ...csrc_triton.formats.bits import get_code_bits, has_sign_queries, is_rotated
 from ...formats.table import OPERAND_FORMATS, EncodedTokens
 from .. import choose, supports
 from ..runtime import gluon, launcher
@@ -50,9 +50,10 @@ class QuantizedPlan(Sm90Plan):
         super().__init__(choice, Q, data, None)
         C = choice.config
         assert isinstance(C, Sm90Config)
-        self.bits, self.transforms = get_code_bits(C.ENCODING) > 0, C.ENCODING in ("bits1_binary", "bits1_rotated")
+        self.has_codes = get_code_bits(C.ENCODING) > 0
+        self.transforms = has_sign_queries(C.ENCODING) or is_rotated(C.ENCODING)
         self.each_token = C.PRECOMPUTED_SCALES and supports.copies_token_scales(C)
-        if self.bits:
+        if self.has_codes:
             self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
         self.expanded = None if scale.shape == data.shape[:2] else data.shape[:2]  # the shape of shared scales
         self.read_as = data.dtype
@@ -63,7 +64,7 @@ class QuantizedPlan(Sm90Plan):
         """Return the scores of a call, or None if `maxsim_forward_packed` has to serve."""
         scale = stored.scale if self.expanded is None else stored.scale.expand(self.expanded)
         data = stored.data
-        if self.bits and not _has_words(data):
+        if self.has_codes and not _has_words(data):
             return None
         data = data if data.dtype == self.read_as else data.view(self.read_as)
         Q = transform_queries(stored, Q) if self.transforms else Q
@@ -88,7 +89,7 @@ class QuantizedPlan(Sm90Plan):
         return x._replace(D=x.D[part], scale=x.scale[part])
 
     def _tokens(self, D: Tensor, sizes: Any) -> Any:
-        if not self.bits:
+        if not self.has_codes:
             return super()._tokens(D, sizes)
         return self.tiles.of(D, [D.numel()], [1])  # words
 
@@ -104,7 +105,7 @@ class QuantizedPlan(Sm90Plan):
 
 
 def _has_words(data: Tensor) -> bool:
-    """Return whether the bytes of binary documents are whole, aligned words."""
+    """Return whether the bytes of codes are whole, aligned words."""
     is_aligned = data.is_contiguous() and data.shape[-1] % 4 == 0 and data.data_ptr() % 4 == 0
     return bool(is_aligned and data.storage_offset() % 4 == 0)
 
@@ -112,7 +113,7 @@ def _has_words(data: Tensor) -> bool:
 def _view_for_kernel(stored: EncodedTokens, Q: Tensor) -> Tensor | None:
     """Return encoded documents as the kernel reads them for queries, or None if words are not aligned.
 
-    They are int8, words of binary documents, or FP8 next to FP8 queries.
+    They are int8, words of codes, or FP8 next to FP8 queries.
     """
     data = stored.data
     if get_code_bits(OPERAND_FORMATS[stored.format].kernel):

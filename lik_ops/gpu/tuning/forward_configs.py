@@ -47,9 +47,12 @@ _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
 _INT8_MMA_FEATURES = 32  # features of one tensor core instruction
 # int8 terms of a query row, by `KernelConfig.ENCODING`.
 INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1} | {
-    f"{read}1_{query}": terms
+    f"{read}{code}": terms
     for read in ("bits", "bitwords")
-    for query, terms in (("half", 2), ("rotated", 2), ("int8", 1), ("binary", 1))
+    for code, terms in (
+        *(("1_half", 2), ("1_int8", 1), ("1_binary", 1)),
+        *((f"{nbits}_rotated", 2) for nbits in (1, 2, 4)),
+    )
 }
 MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
 # With so many documents, most SMs of an H200 have two programs or fewer.
@@ -438,7 +441,7 @@ _PACKED_OVERRIDES = (
     ),
     Override(
         when=lambda call, x: (
-            has_bit_words(call.encoding) and get_code_bits(call.encoding) == 4 and call.unit == "wgmma"
+            has_bit_words(call.encoding) and get_code_bits(call.encoding) == 4 and call.unit in ("wgmma", "mma")
         ),
         change={"num_stages": 1},
         reason="asynchronous copies of single words cost up to 107 registers, and thus programs of an SM",

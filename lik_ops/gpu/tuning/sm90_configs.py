@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...csrc_triton.common.arguments import SizeArgs, Sm90Config, Sm90LargeDConfig
+from ...csrc_triton.formats.bits import get_code_bits
 from . import forward_configs
 from .architectures import Architecture, cdiv, next_power_of_2
 
@@ -66,6 +67,7 @@ SMALL_M_TILES = {
     "fp8": (Sm90Tile(tokens=64, stages=2), Sm90Tile(tokens=128, stages=2, cost=0.85)),
     "fp32": (Sm90Tile(tokens=64, stages=1),),
     "bits": (Sm90Tile(tokens=64, stages=8),),  # more stages are not faster: `benchmarks/results/sweep_encoded.json`
+    "bits4": (Sm90Tile(tokens=64, stages=6),),
 }
 # Registers per thread at the start of a small-M program, whose 12 warps are half of the threads of two programs.
 _TWO_PROGRAMS_REGISTERS = 80
@@ -326,10 +328,10 @@ def configure_int8(
     terms: int,
     encoding: str = "",
 ) -> Sm90Choice:
-    """Return the configuration of an sm_90 kernel for dense int8 or binary documents without a mask.
+    """Return the configuration of an sm_90 kernel for dense int8 or code documents without a mask.
 
     Each query row of `dtype` has so many int8 `terms`. `each_token` says whether each token has its own scale.
-    `encoding` is the encoding of binary documents, else "".
+    `encoding` is the encoding of codes, else "".
     """
     Nq, K, Lq, Ld = sizes
     rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
@@ -345,7 +347,7 @@ def configure_int8(
     options: dict[str, Any] = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token}
     options |= {"MMA_ROWS": rows, "INT8_TERMS": terms}
     if encoding:
-        tile = SMALL_M_TILES["bits"][0] if small_m_rows else _INT8_TILE
+        tile = SMALL_M_TILES["bits" if get_code_bits(encoding) < 4 else "bits4"][0] if small_m_rows else _INT8_TILE
         options |= {"ENCODING": encoding, "PROGRAMS_PER_SM": 2 if small_m_rows == _MIN_SMALL_M_ROWS else 1}
     return _make_choice(arch, _make_config(tile, slot, d, small_m_rows, **options), Nq, K, Lq, tree // slot)
 

@@ -1,4 +1,4 @@
-"""Test dense binary documents on sm_90 against the packed kernel, and the order of the features that it decodes."""
+"""Test dense documents of codes on sm_90 against the packed kernel, and the order of the features that it decodes."""
 
 import re
 
@@ -12,7 +12,9 @@ from ....support.common import INTERPRETING
 if INTERPRETING:
     pytest.skip("the interpreter has no Gluon", allow_module_level=True)
 
+from lik_ops.csrc_triton.formats.bits import get_code_factor
 from lik_ops.csrc_triton.forward.sm90 import bits
+from lik_ops.formats.table import FORMATS
 from lik_ops.gpu import choose
 from lik_ops.gpu.tuning import architectures
 
@@ -41,9 +43,18 @@ def test_kernel_choice():
     assert choice(K=65) == "slower for fewer than 66 (row tile, document) pairs"
 
 
-def executed(ptx: str, operands: list[int]) -> list[int]:
-    """Return the first eight operands after the instructions of `ptx`, of which it has and, shr and prmt."""
-    values = {f"${n}": x for n, x in enumerate(operands)}
+def test_codes_of_more_bits_are_more_words():
+    rq4 = choice(Nq=16, terms=2, kept="bits4_rotated").config
+    assert rq4.ENCODING == "bits4_rotated" and not rq4.SMALL_M
+    assert choice(terms=2, kept="bits4_rotated").programs == 264
+    reason = "2^31 or more words of codes"
+    assert choice(K=2**21, Ld=64, terms=2, kept="bits4_rotated") == reason
+    assert not isinstance(choice(K=2**21, Ld=64, terms=2, kept="bits2_rotated"), str)
+
+
+def executed(ptx: str, word: int, count: int) -> list[int]:
+    """Return the first `count` operands after the instructions of `ptx`, of which it has shl and lop3, for a word."""
+    values = {f"${count}": word}
 
     def number(name: str) -> int:
         return values[name] if name in values else int(name, 16 if name.startswith("0x") else 10)
@@ -54,47 +65,46 @@ def executed(ptx: str, operands: list[int]) -> list[int]:
         name, rest = line.split(maxsplit=1)
         out, *given = (x.strip() for x in rest.split(","))
         x = [number(y) & 0xFFFFFFFF for y in given]
-        if name == "and.b32":
-            values[out] = x[0] & x[1]
-        elif name == "shr.u32":
-            values[out] = x[0] >> x[1]
+        if name == "shl.b32":
+            values[out] = x[0] << x[1]
         else:
-            assert name == "prmt.b32"
-            table = (x[0] | x[1] << 32).to_bytes(8, "little")
-            digits = [x[2] >> 4 * n & 15 for n in range(4)]
-            chosen = [table[n & 7] if n < 8 else 0xFF * (table[n & 7] >> 7) for n in digits]
-            values[out] = int.from_bytes(bytes(chosen), "little")
-    return [values[f"${n}"] for n in range(8)]
+            assert name == "lop3.b32" and x[3] == 0x6A
+            values[out] = x[0] & x[1] ^ x[2]
+    return [values[f"${n}"] for n in range(count)]
 
 
+@pytest.mark.parametrize(("format", "nbits"), [("binary", 1), ("rq1", 1), ("rq2", 2), ("rq4", 4)])
 @pytest.mark.parametrize("operand", [False, True])
-def test_decoded_features_match_query_feature_order(operand):
+def test_decoded_features_match_query_feature_order(operand, format, nbits):
     """The steps of `load_numbers` and `order_features`, with the PTX executed here, as there is no GPU."""
     torch.manual_seed(0)
-    D = lik_ops.quantize(torch.randn(64, 128), "binary")
+    D = lik_ops.quantize(torch.randn(64, 128), format)
     words = D.data.view(torch.int32).flatten().tolist()
-    tables = [n for table in (0x01FF01FF, 0x0101FFFF, -1) for n in [table] * 32]
-    ptx = bits._DECODE_PTX.value
-    decoded = [executed(ptx, [0] * 8 + [word] * 32 + tables) for word in words]
-    x = torch.tensor(decoded).to(torch.int32).view(torch.int8).view(64, 4, 8, 4)  # bytes of the registers of a word
+    decoded = [executed(bits._make_decode_ptx(nbits), word, 8 // nbits) for word in words]
+    x = torch.tensor(decoded).to(torch.int32).view(torch.int8).view(64, 4, 8, 4)  # bytes of the registers of a thread
     x = x.permute(0, 2, 1, 3) if operand else x
-    q = torch.arange(128).view(1, 4, 2, 4, 4)
+    q = torch.arange(128).view(1, 4, nbits, 4, 8 // nbits)
     order = q.permute((0, 2, 4, 1, 3) if operand else (0, 1, 2, 4, 3)).flatten()
-    expected = D.stored().decoded(slice(None), 128) / D.scale[:, None]
-    assert torch.equal(x.reshape(64, 128).double(), expected[:, order].round().double())
+    expected = D.stored().decoded(slice(None), 128) / D.scale.float()[:, None]
+    assert torch.equal(
+        x.reshape(64, 128).double(), (expected[:, order].round() * get_code_factor(f"bits{nbits}")).double()
+    )
 
 
-@pytest.mark.parametrize(("words", "operand"), [(256, True), (256, False), (512, True), (512, False)])
-def test_layouts_of_words_cover_each_bit_once(words, operand):
-    layout = bits.make_word_layout(words, operand)
+@pytest.mark.parametrize("nbits", [1, 2, 4])
+@pytest.mark.parametrize(("tokens", "operand"), [(64, True), (32, False), (128, False)])
+def test_layouts_of_words_cover_each_code_once(tokens, operand, nbits):
+    words, codes = 4 * nbits * tokens, (32 // nbits).bit_length() - 1
+    layout = bits.make_word_layout(words, nbits, operand)
     bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
-    expected = [(0, 1 << n) for n in range(5)] + [(1 << n, 0) for n in range(words.bit_length() - 1)]
+    expected = [(0, 1 << n) for n in range(codes)] + [(1 << n, 0) for n in range(words.bit_length() - 1)]
     assert sorted(map(tuple, bases)) == sorted(expected)
-    # inline assembly packs 32 consecutive registers, which have to be the bits of one word
-    assert layout.reg_bases[:5] == [[0, 1 << n] for n in range(5)]
+    # Inline assembly packs consecutive registers, which have to be the codes of one word.
+    assert layout.reg_bases[:codes] == [[0, 1 << n] for n in range(codes)]
     if operand:  # WGMMA: a quad has a row, a warp has 16 rows, and a thread has rows 8 apart
-        assert layout.lane_bases[:2] == [[1, 0], [2, 0]] and layout.reg_bases[5] == [4 * 8, 0]
-        assert layout.warp_bases == [[4 * 16, 0], [4 * 32, 0]]
+        token = 4 * nbits
+        assert layout.lane_bases[:2] == [[nbits, 0], [2 * nbits, 0]] and layout.reg_bases[-1] == [token * 8, 0]
+        assert layout.warp_bases == [[token * 16, 0], [token * 32, 0]]
 
 
 def documents(Nd, Ld, scale, seed=0, query="int8", d=128):
@@ -155,22 +165,24 @@ def test_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, scale, query):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("format", ["rq1", "rq2", "rq4"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld"), CASES)
-def test_rotated_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, scale):
-    """Their scales are bf16, and queries are rotated first. Binary documents with these scales give the same bits."""
+def test_rotated_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, scale, format):
+    """Their scales are bf16, and queries are rotated first. Equal int8 documents give the same bits."""
     torch.manual_seed(Lq)
     tokens = torch.randn(Nd, Ld, 128) * (0.2 + torch.rand(Nd, Ld, 1))
-    D = lik_ops.quantize(tokens, "rq1", scale).to("cuda")
+    D = lik_ops.quantize(tokens, format, scale).to("cuda")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         Q = torch.randn(Nq, 128, Lq).to("cuda", dtype).transpose(1, 2)
         Q[0, 1] = 0
         scores = fast(Q, D)
         assert torch.equal(scores, packed(Q, D))
         rotated = D.stored().transform_queries(Q)
-        signs = lik_ops.Quantized(D.data, D.scale.float(), "binary", 128, D.dtype)
-        assert torch.equal(scores, fast(rotated, signs))
-        exact, off = bound(rotated, signs, None, None)
+        numbers = FORMATS[format].decode(D.data, 128)[0]
+        same = lik_ops.Quantized(numbers, D.scale.float(), "int8", 128, D.dtype)
+        assert torch.equal(scores, packed(rotated, same))
+        exact, off = dense.bound(rotated, same, None, None)
         assert ((scores.double() - exact).abs() <= off).all()
         for _ in range(3):  # the third call is replayed
             assert torch.equal(lik_ops.maxsim(Q, D), scores)

@@ -43,7 +43,7 @@ def get_code_bits(stored):
 
 @triton.constexpr_function
 def is_rotated(stored):
-    """Return whether codes of odd numbers are those of rotated tokens, whose scales are bf16."""
+    """Return whether codes belong to rotated tokens, whose scales are bf16."""
     return isinstance(stored, str) and stored.endswith("_rotated")
 
 

@@ -448,6 +448,12 @@ _PACKED_OVERRIDES = (
         measured_on="H200: words of rq2, which are too small for such copies",
     ),
     Override(
+        when=lambda call, x: has_bit_words(call.encoding) and get_code_bits(call.encoding) == 4 and call.unit == "mma",
+        change={"BN": at_most("BN", 32)},
+        reason=_SPILLS,
+        measured_on="ptxas of Triton 3.6",
+    ),
+    Override(
         when=lambda call, x: call.codes and not x.config.SINGLE_STEP,
         change={"num_stages": 1, "BN": at_most("BN", 64)},
         reason="each further stage would hold rows of centroids, perhaps in fp32",

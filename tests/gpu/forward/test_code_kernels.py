@@ -141,11 +141,18 @@ def test_every_code_of_a_word_is_decoded(place, nbits, dtype):
     assert torch.equal(found, (2 * codes - (2**nbits - 1)).to(dtype))
 
 
-def test_every_byte_of_signs_is_decoded_to_int8(place):
-    registers = {"$2": np.arange(256, dtype=np.uint32)}
-    ptx.run(bits._DECODE_INT8_PTX.value, registers)
+@pytest.mark.parametrize("nbits", [1, 2, 4])
+def test_every_code_of_a_word_is_decoded_to_int8(place, nbits):
+    codes = np.random.default_rng(0).integers(2**nbits, size=(2000, 8))
+    if nbits == 1:
+        codes[:256] = np.arange(256)[:, None] >> np.arange(8) & 1
+    codes[256 : 256 + 8 * 2**nbits] = (
+        np.tile(np.eye(8, dtype=int), (2**nbits, 1)) * np.arange(2**nbits).repeat(8)[:, None]
+    )
+    registers = {"$2": (codes << (nbits * np.arange(8))).sum(1).astype(np.uint32)}
+    ptx.run(bits._make_decode_int8_ptx(nbits), registers)
     found = np.stack([registers["$0"], registers["$1"]], 1).view(np.int8)
-    assert np.array_equal(found, 2 * (np.arange(256)[:, None] >> np.arange(8) & 1) - 1)
+    assert np.array_equal(found, (2 * codes - (2**nbits - 1)) * bits.get_code_factor(f"bits{nbits}"))
 
 
 @pytest.mark.parametrize("format", RESIDUAL_FORMATS)

@@ -300,7 +300,7 @@ class Sm90Config(NamedTuple):
     PRECOMPUTED_TERMS: bool = False  # `split_tokens` split the documents, otherwise conversion warps do
     MASK: bool = False  # PRECOMPUTED_TERMS with scales that are 0 for masked tokens
     # With PRECOMPUTED_SCALES: FP8 documents, "e4m3" or "e5m2". Bytes are converted to fp16. With INT8_TERMS and BD 128:
-    # Codes, such as "bits1_half" or "bits4_rotated" as in `KernelConfig`. Words are decoded to int8.
+    # codes, such as "bits1_half" or "bits4_rotated" as in `KernelConfig`. Words are decoded to int8.
     ENCODING: str = ""
     PROGRAMS_PER_SM: int = 1  # with SMALL_M: 2 programs have fewer registers. The launch has to limit them, too
     PING_PONG: bool = True  # consumer warp groups issue their products in turns. Not used with SMALL_M

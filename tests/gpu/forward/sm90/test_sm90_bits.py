@@ -1,12 +1,12 @@
 """Test dense documents of codes on sm_90 against the packed kernel, and the order of the features that it decodes."""
 
-import re
-
+import numpy as np
 import pytest
 import torch
 
 import lik_ops
 
+from ....support import ptx
 from ....support.common import INTERPRETING
 
 if INTERPRETING:
@@ -52,36 +52,16 @@ def test_codes_of_more_bits_are_more_words():
     assert not isinstance(choice(K=2**21, Ld=64, terms=2, kept="bits2_rotated"), str)
 
 
-def executed(ptx: str, word: int, count: int) -> list[int]:
-    """Return the first `count` operands after the instructions of `ptx`, of which it has shl and lop3, for a word."""
-    values = {f"${count}": word}
-
-    def number(name: str) -> int:
-        return values[name] if name in values else int(name, 16 if name.startswith("0x") else 10)
-
-    for line in re.search(r"\{(.*)\}", ptx).group(1).split(";"):
-        if not line.strip() or line.strip().startswith(".reg"):
-            continue
-        name, rest = line.split(maxsplit=1)
-        out, *given = (x.strip() for x in rest.split(","))
-        x = [number(y) & 0xFFFFFFFF for y in given]
-        if name == "shl.b32":
-            values[out] = x[0] << x[1]
-        else:
-            assert name == "lop3.b32" and x[3] == 0x6A
-            values[out] = x[0] & x[1] ^ x[2]
-    return [values[f"${n}"] for n in range(count)]
-
-
 @pytest.mark.parametrize(("format", "nbits"), [("binary", 1), ("rq1", 1), ("rq2", 2), ("rq4", 4)])
 @pytest.mark.parametrize("operand", [False, True])
 def test_decoded_features_match_query_feature_order(operand, format, nbits):
     """The steps of `load_numbers` and `order_features`, with the PTX executed here, as there is no GPU."""
     torch.manual_seed(0)
     D = lik_ops.quantize(torch.randn(64, 128), format)
-    words = D.data.view(torch.int32).flatten().tolist()
-    decoded = [executed(bits._make_decode_ptx(nbits), word, 8 // nbits) for word in words]
-    x = torch.tensor(decoded).to(torch.int32).view(torch.int8).view(64, 4, 8, 4)  # bytes of the registers of a thread
+    registers = {f"${8 // nbits}": D.data.flatten().numpy().view(np.uint32)}
+    ptx.run(bits._make_decode_ptx(nbits), registers)
+    decoded = np.stack([registers[f"${n}"] for n in range(8 // nbits)], 1)
+    x = torch.from_numpy(decoded.view(np.int8)).view(64, 4, 8, 4)  # bytes of the registers of a thread
     x = x.permute(0, 2, 1, 3) if operand else x
     q = torch.arange(128).view(1, 4, nbits, 4, 8 // nbits)
     order = q.permute((0, 2, 4, 1, 3) if operand else (0, 1, 2, 4, 3)).flatten()

@@ -117,9 +117,10 @@ def scorers(x: Inputs) -> dict[str, Scorer | str]:
 def unfused(x: Inputs) -> Tensor:
     """Return scores of the unfused path, which computes tokens first, without its winners."""
     from lik_ops.families.head import gpu as head_gpu
-    from lik_ops.families.head.portable import HiddenArgs, score_by_slices
+    from lik_ops.families.head.portable import HiddenArgs, join_slices, score_slices
 
-    return score_by_slices(head_gpu._HEAD_PARTS, HiddenArgs(*x.tensors, None, x.d_mask, None), x.unit, None)[0]
+    args = HiddenArgs(*x.tensors, None, x.d_mask, None)
+    return join_slices(*score_slices(head_gpu._HEAD_PARTS, args, x.unit, None))[0]
 
 
 def step(score: Scorer, x: Inputs) -> tuple[Tensor, ...]:

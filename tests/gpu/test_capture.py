@@ -16,12 +16,15 @@ from ..support.common import INTERPRETING
 pytest.importorskip("triton", reason="only the Triton backend replays")
 
 from lik_ops.core.segments import DenseArgs, PackedArgs, RaggedArgs
+from lik_ops.families.head import gpu as head_gpu
+from lik_ops.families.head.portable import HiddenArgs
 from lik_ops.gpu import backend as cuda
 from lik_ops.gpu.backward import dense as gpu_backward
 from lik_ops.gpu.backward import packed as packed_backward
 from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.forward.plans import DensePlan
 from lik_ops.gpu.runtime import capture, launcher, memory
+from lik_ops.gpu.tuning import architectures
 
 from ..support import replaying
 
@@ -79,6 +82,14 @@ def flat(values):
             yield value
 
 
+def encode_descriptor(value):
+    """Return a descriptor in the form of a direct launch."""
+    if not launcher.is_descriptor(value):
+        return value
+    shape = tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
+    return ["descriptor", value.base.data_ptr(), *shape]
+
+
 def comparable(launches, given):
     """Return launches with pointers named by the given tensor, or numbered by first occurrence."""
     spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in given if t is not None]
@@ -92,7 +103,7 @@ def comparable(launches, given):
                 return f"given {n} at {value - begin}"
         return names.setdefault(value, f"memory {len(names)}")
 
-    return [(launch[0], launch[1], [named(v) for v in flat(launch[2])]) for launch in launches]
+    return [(launch[0], launch[1], [named(v) for v in flat(map(encode_descriptor, launch[2]))]) for launch in launches]
 
 
 def draw_inputs(shape, candidates, masks, dtype, device="cpu", seed=0):
@@ -350,6 +361,26 @@ def test_replay_refills_memory(log):
     _, found = record((Q,), call)
     zeros, ones = found((Q,))
     assert torch.equal(zeros, torch.zeros(4, 3)) and torch.equal(ones, torch.ones(5))
+
+
+@without_kernels
+@pytest.mark.parametrize("argmax_dtype", [None, torch.int16])
+def test_replay_launches_match_sliced_scores_of_hidden_states(argmax_dtype, log, monkeypatch):
+    """All slices are one captured call, and descriptors of later slices begin within the hidden states."""
+    monkeypatch.setattr(head_gpu, "_HEAD_PARTS", head_gpu._HEAD_PARTS._replace(token_bytes=2 * 40 * 16 * 2))
+    monkeypatch.setattr(head_gpu, "architecture", lambda device: architectures.ARCHITECTURES["sm_90"])
+    found, slices, alive = [], 3, []
+    for seed in range(3):
+        Q, H, q_mask, d_mask, q_weight = draw_inputs((70, 5, 32, 40, 64), False, True, torch.bfloat16, seed=seed)
+        x = HiddenArgs(Q[..., :16].contiguous(), H, torch.randn(16, 64).bfloat16(), None, q_mask, d_mask, q_weight)
+        log.clear()
+        alive.append((head_gpu.forward_head(x, True, argmax_dtype), x, [launch[3:] for launch in log]))
+        found.append((comparable(log, x), [len(launch) == 4 for launch in log]))
+    (full, general), (recorded, _), (replayed, still) = found
+    names = [name for name, *_ in full]
+    assert len(names) == 2 * slices and names[::2] == ["maxsim_head_tokens"] * slices
+    assert full == recorded == replayed
+    assert all(general) and not any(still)
 
 
 @without_kernels

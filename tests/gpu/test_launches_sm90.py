@@ -26,7 +26,7 @@ from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.runtime import gluon, launcher
 from lik_ops.gpu.tuning import architectures
 
-from .test_capture import Bound, flat
+from .test_capture import Bound, encode_descriptor, flat
 from .test_capture import log as launches  # noqa: F401  # a fixture
 
 if gluon.load_kernels() is None:
@@ -66,14 +66,6 @@ def log(launches, monkeypatch):  # noqa: F811
     eager.clear_call_caches()
     yield launches
     eager.clear_call_caches()
-
-
-def encode_descriptor(value):
-    """Return a descriptor in the form of a direct launch."""
-    if not launcher.is_descriptor(value):
-        return value
-    shape = tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
-    return ["descriptor", value.base.data_ptr(), *shape]
 
 
 def normalize_launches(log, given):

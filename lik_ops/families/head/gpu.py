@@ -18,7 +18,7 @@ from ...csrc_triton.common.arguments import HeadConfig, LinearArgs
 from ...csrc_triton.head.argmax_tokens import maxsim_gather_argmax_tokens, maxsim_scatter_argmax_tokens
 from ...csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
 from ...gpu.backward.dense import backward_lowmem
-from ...gpu.forward.dense import forward
+from ...gpu.forward.dense import forward_plan
 from ...gpu.runtime import launcher
 from ...gpu.runtime.arguments import (
     architecture,
@@ -40,9 +40,10 @@ from .portable import (
     HeadFunctions,
     HiddenArgs,
     compute_gradients,
+    join_slices,
     project_gradients,
     project_tokens,
-    score_by_slices,
+    score_slices,
 )
 
 _log = logging.getLogger("lik_ops")
@@ -192,27 +193,33 @@ def _launch_gather(H: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
     return copies, slots
 
 
-def _scatter_argmax_tokens(gradient: Tensor, argmax: Tensor, slots: Tensor, Ld: int) -> Tensor:
-    """Return the result of `portable.scatter_argmax_tokens`."""
-    tensors = gradient, argmax.contiguous(), slots
-    key = "scatter", *_describe(*tensors), Ld
-    return captured_calls.run(key, tensors, gradient.device, _launch_scatter, *tensors, Ld)[0]
+def _scatter_argmax_tokens(gradient: Tensor, argmax: Tensor, slots: Tensor, total: Tensor) -> None:
+    """Write the result of `portable.scatter_argmax_tokens`."""
+    tensors = gradient, argmax.contiguous(), slots, total
+    captured_calls.run(("scatter", *_describe(*tensors)), tensors, gradient.device, _launch_scatter, *tensors)
 
 
-def _launch_scatter(gradient: Tensor, argmax: Tensor, slots: Tensor, Ld: int) -> tuple[Tensor]:
-    """Write the gradients of copies to zeros. See `portable.scatter_argmax_tokens`."""
-    Nd, rows, width = gradient.shape
-    total = gradient.new_zeros((Nd, Ld, width))
+def _launch_scatter(gradient: Tensor, argmax: Tensor, slots: Tensor, total: Tensor) -> tuple[()]:
+    """Copy gradients to the tokens that are an argmax. See `portable.scatter_argmax_tokens`."""
+    (Nd, rows, width), Ld = gradient.shape, total.shape[1]
     with use_device(gradient.device):
         args = gradient, argmax, slots, total, rows, Ld, width, *head_configs.ARGMAX_TOKENS_BLOCK
         grid = check_grid(Nd * cdiv(rows, head_configs.ARGMAX_TOKENS_BLOCK[0]))
         launcher.launch(maxsim_scatter_argmax_tokens, grid, args, {"num_warps": 4})
-    return (total,)
+    return ()
+
+
+def _score_tokens(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None, argmax: Tensor | None
+) -> Tensor:
+    """Return the result of `portable.score_tokens`."""
+    plan = forward_plan(Q, D, q_mask, d_mask, q_weight, False, None if argmax is None else argmax.dtype)
+    return plan.fill(Q, D, q_mask, d_mask, q_weight, argmax)
 
 
 _HEAD_PARTS = HeadFunctions(
     _compute_tokens,
-    forward,
+    _score_tokens,
     backward_lowmem,
     _compute_slopes,
     _gather_argmax_tokens,
@@ -248,7 +255,9 @@ def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | Non
         scores = captured_calls.run(key, x, x.Q.device, _compute_scores, x, normalize)[0]
         return scores, torch.empty(0, dtype=torch.int32, device=x.Q.device)
     _log.debug("tokens of %s, then maxsim_forward, for %s", list(x.H.shape), make_size_args(x.Q, x.H))
-    return score_by_slices(_HEAD_PARTS, x, normalize, argmax_dtype)
+    slices_key = "slices", *_describe(*x), normalize, argmax_dtype, is_tf32_allowed(x.Q.dtype)
+    arguments = _HEAD_PARTS, x, normalize, argmax_dtype
+    return join_slices(*captured_calls.run(slices_key, x, x.Q.device, score_slices, *arguments))
 
 
 def backward_head(

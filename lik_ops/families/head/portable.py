@@ -76,11 +76,11 @@ class HeadFunctions(NamedTuple):
     """The functions and limits of a backend."""
 
     tokens: Callable[[Tensor, HeadArgs], tuple[Tensor, Tensor | None]]  # see `project_tokens`
-    forward: Callable[..., tuple[Tensor, Tensor]]  # the forward of MaxSim
+    score: Callable[..., Tensor]  # see `score_tokens`
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # the backward of MaxSim
     slopes: Callable[..., tuple[Tensor, Tensor | None]]  # see `project_gradients`
     gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # see `gather_argmax_tokens`
-    scatter: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # see `scatter_argmax_tokens`
+    scatter: Callable[[Tensor, Tensor, Tensor, Tensor], None]  # see `scatter_argmax_tokens`
     token_bytes: int  # tokens of a slice of the forward
     rounds: bool  # whether the gradient of tokens has the dtype of tokens, not of scores
     copies: int  # tensors of the size of that gradient that `slopes` needs, including the gradient
@@ -170,21 +170,18 @@ def gather_argmax_tokens(H: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(is_slot.unsqueeze(-1), copies, 0), slots.to(argmax.dtype).view(argmax.shape)
 
 
-def scatter_argmax_tokens(gradient: Tensor, argmax: Tensor, slots: Tensor, Ld: int) -> Tensor:
-    """Return the gradient of hidden states ``[Nd, Ld, d_model]`` from the gradient of their copies.
+def scatter_argmax_tokens(gradient: Tensor, argmax: Tensor, slots: Tensor, total: Tensor) -> None:
+    """Write the gradient of hidden states from the gradient of their copies.
 
     Args:
         gradient: the gradient of the first result of `gather_argmax_tokens`.
         argmax: the argument of `gather_argmax_tokens`.
         slots: the second result of `gather_argmax_tokens`.
-        Ld: tokens of a document.
+        total: the gradient of hidden states ``[Nd, Ld, d_model]``, zeros.
     """
-    Nd, rows, width = gradient.shape
-    total = gradient.new_zeros((Nd, Ld, width))
-    is_slot = slots.flatten(1) == torch.arange(rows, device=slots.device)
+    is_slot = slots.flatten(1) == torch.arange(gradient.shape[1], device=slots.device)
     document = is_slot.nonzero()[:, 0]
     total[document, argmax.flatten(1)[is_slot].long()] = gradient[is_slot]
-    return total
 
 
 def _sum_bias_gradient(grad_scores: Tensor, x: HiddenArgs) -> Tensor:
@@ -202,9 +199,19 @@ def _sum_bias_gradient(grad_scores: Tensor, x: HiddenArgs) -> Tensor:
     return terms.contiguous().sum((0, 1))
 
 
+def score_tokens(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None, argmax: Tensor | None
+) -> Tensor:
+    """Return the scores ``[Nq, Nd]`` of document tokens and, unless it is None, fill `argmax` ``[Nd, Nq, Lq]``."""
+    scores, found = forward(Q, D, q_mask, d_mask, q_weight, False, None if argmax is None else argmax.dtype)
+    if argmax is not None:
+        argmax.copy_(found)
+    return scores
+
+
 PORTABLE_FUNCTIONS = HeadFunctions(
     project_tokens,
-    forward,
+    score_tokens,
     backward_lowmem,
     project_gradients,
     gather_argmax_tokens,
@@ -215,9 +222,9 @@ PORTABLE_FUNCTIONS = HeadFunctions(
 )
 
 
-def score_by_slices(
+def score_slices(
     parts: HeadFunctions, x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Compute scores and argmax for some documents at a time.
 
     Args:
@@ -227,23 +234,25 @@ def score_by_slices(
         argmax_dtype: an integer dtype, or None for no argmax.
 
     Returns:
-        Scores ``[Nq, Nd]``, and argmax ``[Nd, Nq, Lq]``, or ``[0]`` if `argmax_dtype` is None.
+        The argmax ``[Nd, Nq, Lq]``, or ``[0]`` if `argmax_dtype` is None, and the scores ``[Nq, documents]`` of each
+        slice, which `join_slices` accepts.
     """
     dtype = torch.int32 if argmax_dtype is None else argmax_dtype
     scores, argmax, is_trivial = allocate_outputs(x.Q, x.H, x.q_mask, dtype, argmax_dtype is not None, -1)
     if is_trivial:
-        return scores, argmax
-    head, (Nd, Ld, _) = HeadArgs(x.W, x.b, normalize), x.H.shape
+        return argmax, scores
+    head, (Nd, Ld, _), outputs = HeadArgs(x.W, x.b, normalize), x.H.shape, [argmax]
     for documents in split_to_fit(Nd, Ld * x.W.shape[0] * x.H.element_size(), parts.token_bytes):
         H, d_mask = x.documents(documents)
         D, _ = parts.tokens(H, head)
-        results = parts.forward(x.Q, D, x.q_mask, d_mask, x.q_weight, False, argmax_dtype)
-        if documents.stop - documents.start == Nd:
-            return results
-        scores[:, documents] = results[0]
-        if argmax_dtype is not None:
-            argmax[documents] = results[1]
-    return scores, argmax
+        part_argmax = None if argmax_dtype is None else argmax[documents]
+        outputs.append(parts.score(x.Q, D, x.q_mask, d_mask, x.q_weight, part_argmax))
+    return tuple(outputs)
+
+
+def join_slices(argmax: Tensor, *scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores ``[Nq, Nd]`` and the argmax of the results of `score_slices`."""
+    return scores[0] if len(scores) == 1 else torch.cat(scores, 1), argmax
 
 
 class HeadBackward:
@@ -393,12 +402,15 @@ def compute_gradients(
     (Nq, Lq, _), (Nd, Ld, _) = x.Q.shape, x.H.shape
     if argmax is None or not 0 < MIN_TOKENS_PER_ROW * Nq * Lq <= Ld or 0 in (Nd, x.W.shape[0]):
         return HeadBackward(parts, grad_scores, x, argmax, normalize, needs).run()
+    # The largest write comes first, so that the GPU is busy while the host launches the rest.
+    grad_H = x.H.new_zeros(x.H.shape) if needs[1] else None
     copies, slots = parts.gather(x.H, argmax)
     inner_needs = [*needs[:3], needs[3] and normalize, needs[4]]
     inner = HeadBackward(parts, grad_scores, x._replace(H=copies, d_mask=None), slots, normalize, inner_needs)
     grads = list(inner.run())
-    if needs[1]:
-        grads[1] = parts.scatter(grads[1], argmax, slots, Ld)
+    if grad_H is not None:
+        parts.scatter(grads[1], argmax, slots, grad_H)
+        grads[1] = grad_H
     if needs[3] and not normalize:
         grads[3] = _sum_bias_gradient(grad_scores, x).to(x.W.dtype)
     return tuple(grads)
@@ -406,7 +418,7 @@ def compute_gradients(
 
 def forward_head(x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Compute the scores and argmax of `lik::maxsim_from_hidden_fwd` from validated arguments."""
-    return score_by_slices(PORTABLE_FUNCTIONS, x, normalize, argmax_dtype)
+    return join_slices(*score_slices(PORTABLE_FUNCTIONS, x, normalize, argmax_dtype))
 
 
 def backward_head(

@@ -111,6 +111,18 @@ class DensePlan(Plan):
             return (scores, self.allocate_argmax()) if returned else (scores,)
         return scores, argmax
 
+    def fill(self, *tensors: Tensor | None) -> Tensor:
+        """Return the scores ``[Nq, K]`` and, unless it is None, fill the argmax.
+
+        Args:
+            *tensors: Q, D, q_mask, d_mask, q_weight, and the argmax.
+        """
+        return self.calls.run(("fill",), tensors, self.device, self._fill_uncaptured, *tensors)[0]
+
+    def _fill_uncaptured(self, *tensors: Tensor | None) -> tuple[Tensor]:
+        """Return the scores of `fill`, without capture."""
+        return (self.scores(self.scores_shape, *tensors),)
+
     def scores(self, shape: tuple[int, ...], *tensors: Any) -> Tensor:
         """Return the scores as `shape`.
 

@@ -4,6 +4,7 @@ A backend's work depends only on the metadata of its tensors. A second call with
 the same memory and launches the same kernels, with different pointers. The second call is captured, and later calls
 replay it with little host time. A captured call becomes a generated Python function, which costs half the time of
 interpreting the recorded steps. Code in `lik_ops.gpu` does not run in a replay, so breakpoints there are not hit.
+A call within a captured call is part of it.
 ``LIK_OPS_CAPTURE=0`` turns capture off, and every call then runs this code.
 
 Captured are allocations through PyTorch, fills of whole new tensors, and direct launches. A launch keeps its compiled
@@ -110,6 +111,7 @@ class _DescriptorTemplate(NamedTuple):
     position: int  # among the arguments
     n: int  # position among the descriptors
     slot: int
+    offset: int  # of the descriptor's first element from the tensor's, in bytes
     make_descriptor: Callable[[Tensor], Any]
     bound: launcher.CompiledKernel
     encoded: dict[int, tuple]
@@ -118,6 +120,8 @@ class _DescriptorTemplate(NamedTuple):
         """Encode the descriptor of `tensor` and cache the result."""
         if len(self.encoded) >= _MAX_DESCRIPTORS:
             self.encoded.clear()
+        if self.offset:
+            tensor = tensor.as_strided((1,), (1,), tensor.storage_offset() + self.offset // tensor.itemsize)
         encoding = self.encoded[pointer] = self.bound.encoded(self.n, self.make_descriptor(tensor))
         return encoding
 
@@ -222,11 +226,9 @@ class _CallRecorder:
     ) -> _DescriptorTemplate:
         """Return the template of a descriptor argument."""
         slot, offset = self._pointer(descriptor.base)
-        if offset:
-            self.obstacle = self.obstacle or "a descriptor begins within a tensor"
         kind: Any = type(descriptor)
         field_values = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
-        return _DescriptorTemplate(position, n, slot, partial(kind, **field_values), bound, {})
+        return _DescriptorTemplate(position, n, slot, offset, partial(kind, **field_values), bound, {})
 
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
         """Return a function that replays the call, or None if the call cannot be replayed."""

@@ -166,7 +166,9 @@ def test_argmax_tokens_are_copied_once_and_written_back(place):
                 assert torch.equal(copies[j, r], H[j, t] if is_slot else torch.zeros_like(H[j, 0]))
                 if is_slot:
                     expected_H[j, t] = gradient[j, r]
-        assert torch.equal(functions.scatter(gradient, argmax, slots, Ld), expected_H)
+        found = torch.zeros(Nd, Ld, width, device=place.device)
+        functions.scatter(gradient, argmax, slots, found)
+        assert torch.equal(found, expected_H)
 
 
 @at_places

@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton.backward import pairs as pair_kernels
 from lik_ops.csrc_triton.backward import queries as backward_queries
+from lik_ops.csrc_triton.backward import rounding
 from lik_ops.csrc_triton.backward import unified as backward_unified
 from lik_ops.csrc_triton.backward.arguments import (
     PackedBucketArgs,
@@ -141,8 +142,13 @@ class Compiled:
     orders: frozenset[str]
 
 
+def _rounds(case: Case, kernel: str) -> bool:
+    """Return whether the case is `kernel`, and reads rows that are rounded to fp16."""
+    return case.tf32 and case.kernel == kernel
+
+
 def _queries(case: Case) -> tuple[QueryArgs, dict]:
-    pointer = _POINTER[case.dtype]
+    pointer = "*fp16" if _rounds(case, "maxsim_grad_documents") else _POINTER[case.dtype]
     mask = ("*i1", "i32", "constexpr") if case.options else ("constexpr",) * 3
     weight = ("*fp32", "i32", "constexpr") if case.options else ("constexpr",) * 3
     constants = {3: 1, 6: 1 if case.options else 0, 9: 1 if case.options else 0}
@@ -163,7 +169,7 @@ def knows(case: Case, arch: Architecture) -> bool:
 def _document_pointer(case: Case) -> str:
     if case.stored:
         return case.stored if case.stored in _STORED else _READ.get(case.stored, "*u8")
-    return _POINTER[case.dtype]
+    return "*fp16" if _rounds(case, "maxsim_grad_queries") else _POINTER[case.dtype]
 
 
 def _documents(case: Case) -> tuple[DocumentArgs, dict]:
@@ -186,7 +192,9 @@ def _reads_tiles(case: Case, arch: Architecture) -> bool:
 
 
 def _kind(case: Case, arch: Architecture) -> KernelKey:
-    return KernelKey(arch, case.dtype, case.d, case.candidates, case.normalize, case.wide)
+    rounds = _rounds(case, "maxsim_grad_documents") or _rounds(case, "maxsim_grad_queries")
+    dtype = torch.float16 if rounds else case.dtype
+    return KernelKey(arch, dtype, case.d, case.candidates, case.normalize, case.wide)
 
 
 def _launch(case: Case, arch: Architecture) -> LaunchConfig:
@@ -254,6 +262,8 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
         return LaunchConfig(quantized.make_quantize_config(case.d, case.wide), num_warps=4, num_stages=3)
     if case.kernel == QUERY_TERMS:
         return LaunchConfig(packed_forward.make_terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
+    if case.kernel == "maxsim_round_rows":
+        return backward_configs.configure_rounding(kind)
     if case.kernel == "maxsim_scatter":
         return backward_configs.configure_scatter(kind, ragged=case.ragged)
     if case.kernel == "maxsim_grad_sparse_documents":
@@ -265,8 +275,9 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     if case.kernel == "maxsim_scan_counts":
         return replace(backward_configs.configure_buckets(arch, documents, 2**20), num_stages=3)  # default of Triton
     of_queries = case.kernel == "maxsim_grad_queries"
-    scaled = of_queries and bool(case.stored)
-    choices: dict = {"encoding": _stored(case)} if case.ragged and of_queries else {"scaled": scaled}
+    choices: dict = {"scaled": of_queries and bool(case.stored), "rounded": _rounds(case, "maxsim_grad_queries")}
+    if case.ragged and of_queries:
+        choices = {"encoding": _stored(case)}
     return backward_configs.configure_gather(kind, ragged=case.ragged, **choices)
 
 
@@ -343,7 +354,9 @@ def _upstream(case: Case) -> tuple[UpstreamArgs, dict]:
     has_norms = case.kernel in (*PACKED, "maxsim_grad_long_documents")
     if case.normalize and (has_norms or (case.kernel == "maxsim_grad_documents" and case.lists)):
         kinds["norms"] = "*fp32"
-    if case.stored and not case.ragged:
+    if _rounds(case, "maxsim_grad_documents"):
+        kinds["norms"] = "*fp32"
+    if (case.stored and not case.ragged) or _rounds(case, "maxsim_grad_queries"):
         kinds["scale"] = "*fp32"
     if case.ragged:
         kinds |= {"items": "*i64", "count": "i32"}
@@ -458,6 +471,9 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         return buckets.maxsim_scan_counts, {"starts": "*i32", "count": "i32"}
     if case.kernel == "maxsim_row_norms":
         return token_norms.maxsim_row_norms, {"Q": None, "norms": "*fp32"} | {n: "i32" for n in ("Lq", "d")}
+    if case.kernel == "maxsim_round_rows":
+        found = {"X": None, "norms": "*fp32" if case.normalize else "constexpr", "out": "*fp16", "scales": "*fp32"}
+        return rounding.maxsim_round_rows, found | dict.fromkeys(("rows", "L", "d"), "i32")
     if case.kernel == "split_tokens":
         found = {"X": None, "out": "*fp16", "scales": "*fp32"} | dict.fromkeys(("rows", "L", "room", "d"), "i32")
         found["SCALE_TILE"] = "constexpr"

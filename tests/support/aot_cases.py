@@ -23,7 +23,7 @@ FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_g
 LONG = "maxsim_grad_long_documents"
 SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
 COUNT, SCAN, LIST = "maxsim_count_argmax", "maxsim_scan_counts", "maxsim_list_argmax"
-SCATTER, FINISH, SPLIT = "maxsim_scatter", "maxsim_finish", "split_tokens"
+SCATTER, FINISH, SPLIT, ROUND = "maxsim_scatter", "maxsim_finish", "split_tokens", "maxsim_round_rows"
 PACKED, JOIN_PACKED = "maxsim_grad_packed_documents", "maxsim_join_packed_pieces"
 SHARED, LIST_PACKED = "maxsim_grad_shared_tiles", "maxsim_list_packed_argmax"
 DISJOINT = "maxsim_grad_disjoint_documents"
@@ -66,6 +66,15 @@ COMMON = [
         for pieces in (False, True)
     ),
     Case(JOIN, _FP32, 3, int32=True, long=True),
+    *(
+        Case(kernel, _FP32, tf32=True, normalize=normalize, options=True)
+        for kernel in (QUERIES, DOCUMENTS, ROUND)
+        for normalize in (False, True)
+    ),
+    *(
+        Case(kernel, _FP32, 300, tf32=True, options=True, candidates=kernel == DOCUMENTS)
+        for kernel in (QUERIES, DOCUMENTS, ROUND)
+    ),
     Case(DOCUMENTS, lists=False),
     *(Case(DOCUMENTS, dtype, lists=False, normalize=True, options=True) for dtype in (_FP16, _FP32)),
     Case(LONG),

@@ -9,15 +9,19 @@ from torch import Tensor
 
 from ...csrc_triton.backward.arguments import RowSumArgs, UpstreamArgs
 from ...csrc_triton.backward.queries import maxsim_grad_queries
+from ...csrc_triton.backward.rounding import maxsim_round_rows
 from ...csrc_triton.backward.unified import maxsim_finish, maxsim_scatter
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, DocumentArgs, QueryArgs
 from ...csrc_triton.common.token_norms import maxsim_row_norms
 from ..runtime import launcher
-from ..runtime.arguments import architecture, check_grid
+from ..runtime.arguments import architecture, check_grid, make_document_args
 from ..tuning import backward_configs
 from ..tuning.architectures import Architecture, KernelKey, LaunchConfig, cdiv
 
 _TARGET_SCATTER_PROGRAMS = 4096  # fills any GPU several times
+# Rounding a document token reads and writes 6 bytes per feature, and saves 2 for each query row that reads it.
+_MIN_READS_PER_TOKEN = 4
+_MAX_ROUNDED_BYTES = 128 * 2**20  # rounded documents
 _INT32_MAX = 2**31 - 1
 
 
@@ -36,6 +40,7 @@ class GradientCall(NamedTuple):
     packed: bool = False
     counts: DequantArgs | CodecDequantArgs | None = None  # of encoded documents
     encoding: Any = ""  # `KernelConfig.ENCODING`
+    tf32: bool = False  # whether tokens are fp32 and PyTorch allows TF32
 
     @property
     def d(self) -> int:
@@ -76,12 +81,42 @@ class GradientCall(NamedTuple):
 
     def write_query_gradients(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
         """Launch the gradients of the queries and of their weights."""
-        is_scaled = self.up.scale is not None
+        call, kind = self, self.kind
+        if rounded := self.tf32 and self._reads_documents_often():
+            call, kind = self._round_documents(), kind._replace(dtype=torch.float16)
+        scaled = self.up.scale is not None
         launch = backward_configs.configure_gather(
-            self.kind, ragged=self.packed, scaled=is_scaled, encoding=self.encoding
+            kind, ragged=self.packed, scaled=scaled, rounded=rounded, encoding=self.encoding
         )
-        args = (*self.groups, self.counts, grad_Q, grad_weight, self.d)
+        args = (*call.groups, self.counts, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
+
+    def _reads_documents_often(self) -> bool:
+        """Return whether the query gradient takes less time with rounded documents."""
+        up = self.up
+        is_often = up.Nq * up.Lq >= _MIN_READS_PER_TOKEN * up.Ld
+        return is_often and not (self.candidates or self.packed) and 2 * up.K * up.Ld * self.d <= _MAX_ROUNDED_BYTES
+
+    def _round_documents(self) -> GradientCall:
+        """Return the call with documents rounded to fp16, and their scales."""
+        D, scale = self._round_rows(self.documents, None, self.up.K, self.up.Ld)
+        return self._replace(documents=make_document_args(D, None), up=self.up._replace(scale=scale))
+
+    def round_queries(self) -> GradientCall:
+        """Return the call with query rows rounded to fp16, and their scales as norms, for sums over query rows."""
+        Q, up = self.queries, self.up
+        rounded, scale = self._round_rows(make_document_args(Q.ptr, None), up.norms, up.Nq, up.Lq)
+        rows = Q._replace(ptr=rounded, stride_n=up.Lq * self.d, stride_l=self.d, stride_d=1)
+        return self._replace(queries=rows, up=up._replace(norms=scale))
+
+    def _round_rows(self, X: DocumentArgs, norms: Tensor | None, K: int, L: int) -> tuple[Tensor, Tensor]:
+        """Return rows `[K, L, d]` in fp16, and their scales `[K, L]`, times `norms`."""
+        rounded = X.ptr.new_empty((K, L, self.d), dtype=torch.float16)
+        scales = X.ptr.new_empty((K, L))
+        launch = backward_configs.configure_rounding(self.kind)
+        grid = check_grid(cdiv(K * L, launch.config.BM))
+        self.run(maxsim_round_rows, grid, (X, norms, rounded, scales, K * L, L, self.d), launch)
+        return rounded, scales
 
     def add_norms(self) -> GradientCall:
         """Return the call with ``1 / ||q||`` of all query rows if tokens are normalized."""

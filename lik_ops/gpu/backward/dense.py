@@ -110,7 +110,8 @@ def _make_call(a: BackwardArgs) -> GradientCall:
         make_query_args(a.Q, a.q_mask, a.q_weight),
         make_document_args(a.D, None),
     )  # a masked token is never an argmax
-    return GradientCall(queries, documents, up, a.D.dim() == 4, a.normalize, choose_offset_width(a.Q, a.D))
+    wide, tf32 = choose_offset_width(a.Q, a.D), is_tf32_allowed(a.Q.dtype)
+    return GradientCall(queries, documents, up, a.D.dim() == 4, a.normalize, wide, tf32=tf32)
 
 
 def _iterate_parts(a: BackwardArgs, outputs: Gradients) -> Iterator[tuple[BackwardArgs, Sequence[Tensor]]]:
@@ -144,12 +145,9 @@ def backward_lowmem(*arguments: Any) -> Gradients:
 def _replay_or_run(function: Callable[[BackwardArgs], Gradients], a: BackwardArgs) -> Gradients:
     """Return the result of `function`, replayed if a call with the same metadata was captured."""
     stride = a.grad_scores.stride()
-    if a.argmax is None:  # the forward that recomputes it depends on this setting
-        argmax: tuple = (is_tf32_allowed(a.Q.dtype),)
-    else:
-        argmax = a.argmax.dtype, a.argmax.stride()
+    argmax = None if a.argmax is None else (a.argmax.dtype, a.argmax.stride())
     metadata = make_metadata_key(a.Q, a.D, a.q_mask, a.d_mask, a.q_weight)
-    key = (function, *metadata, stride, *argmax, a.normalize, *a.needs)
+    key = (function, *metadata, stride, argmax, a.normalize, *a.needs, is_tf32_allowed(a.Q.dtype))
     return captured_calls.run(key, a.tensors(), a.Q.device, function, a)
 
 
@@ -164,7 +162,8 @@ class GradientPlan:
         if self.unified:
             require_nondeterminism_allowed()
         tensors = arguments[:7] if len(arguments) < len(BackwardArgs._fields) else (*arguments[:7], arguments[-1])
-        return self.calls.run((), tensors, arguments[1].device, self._run_uncaptured, arguments)
+        key = (is_tf32_allowed(arguments[1].dtype),)
+        return self.calls.run(key, tensors, arguments[1].device, self._run_uncaptured, arguments)
 
     def _run_uncaptured(self, arguments: tuple) -> Gradients:
         """Return the gradients, without capture."""

@@ -52,6 +52,11 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     if rows < backward_configs.MIN_BUCKETED_ROWS and up.Ld >= _MIN_TOKENS_PER_ROW * rows:
         _sum_hit_tokens(call, rows, count, grad_D)
         return
+    query_bytes = call.queries.ptr.nbytes
+    is_listed = backward_configs.MIN_BUCKETED_ROWS <= rows <= backward_configs.MAX_BUCKETED_ROWS
+    if is_listed:
+        call = call.add_norms()
+        call = call.round_queries() if call.tf32 else call
     table = partial(
         backward_configs.configure_documents,
         call.kind,
@@ -60,7 +65,7 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     )
     launch = table(pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
-    if not backward_configs.MIN_BUCKETED_ROWS <= rows <= backward_configs.MAX_BUCKETED_ROWS:
+    if not is_listed:
         _sum_tiles(
             call, launch, TileBucketArgs(None, None, 0, 1, tiles), rows, PartialSumArgs(None, rows), count, grad_D
         )
@@ -75,7 +80,7 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     # An argmax has 2 or 4 bytes, and a list entry has 4. The query gradient is not allocated yet. If the lists are no
     # larger than the argmax and this gradient, a training step needs no more memory than with a 4-byte argmax without
     # lists.
-    room = min(_MAX_BUCKET_BYTES, max(up.argmax.nbytes + call.queries.ptr.nbytes, _MAX_BUCKET_BYTES // 4))
+    room = min(_MAX_BUCKET_BYTES, max(up.argmax.nbytes + query_bytes, _MAX_BUCKET_BYTES // 4))
     step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
     step = cdiv(count, cdiv(count, step))
     slot_bytes = 4 * launch.config.BN * call.d
@@ -86,7 +91,6 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     allocate = partial(torch.empty, device=grad_D.device)
     starts, entries = (allocate(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
     sums = allocate(step * 2 * split_count * slot_bytes // 4, dtype=torch.float32) if split_count > 1 else None
-    call = call.add_norms()
     for first in range(0, count, step):
         lists, documents = TileBucketArgs(entries, starts, first, blocks, tiles), min(step, count - first)
         if is_sorted:

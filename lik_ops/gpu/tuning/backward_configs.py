@@ -28,7 +28,7 @@ _GATHER_TABLE = (
 
 @_cached
 def configure_gather(
-    kind: KernelKey, *, ragged: bool = False, scaled: bool = False, encoding: Any = ""
+    kind: KernelKey, *, ragged: bool = False, scaled: bool = False, rounded: bool = False, encoding: Any = ""
 ) -> LaunchConfig:
     """Return the launch of kernels that read whole rows.
 
@@ -38,6 +38,7 @@ def configure_gather(
         kind: properties of the call.
         ragged: whether tokens are packed.
         scaled: whether rows are int8 with a scale, which costs registers.
+        rounded: whether rows are fp16 with a scale and their gradient is fp32, which costs more registers.
         encoding: `KernelConfig.ENCODING` of documents that are dequantized, which costs registers too.
     """
     # With 128 features, decoded codes spill on sm_80 (Triton 3.6).
@@ -45,13 +46,23 @@ def configure_gather(
     BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else step_features
     rows = select_for(_GATHER_TABLE, kind)
     is_short = kind.has_vector_loads and kind.d <= 128
-    if ragged and (encoding != "" or not (is_short and kind.half and not kind.normalize)):
+    if rounded or (ragged and (encoding != "" or not (is_short and kind.half and not kind.normalize))):
         rows //= 2  # the addresses of the argmax tokens cost registers too
     config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee", ENCODING=encoding)
     spills = (
-        encoding != "" or not is_short or (ragged and kind.candidates and not kind.half) or (scaled and kind.normalize)
+        encoding != ""
+        or not is_short
+        or (ragged and kind.candidates and not kind.half)
+        or ((scaled or rounded) and kind.normalize)
     )
     return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
+
+
+@_cached
+def configure_rounding(kind: KernelKey) -> LaunchConfig:
+    """Return the launch of `maxsim_round_rows`."""
+    BD = min(max(next_power_of_2(kind.d), 16), 256)
+    return LaunchConfig(kind.config(max(4096 // BD, 16), 1, BD), num_warps=4, num_stages=1)
 
 
 @_cached

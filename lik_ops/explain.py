@@ -184,7 +184,7 @@ def _run_packed(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list, C
         offsets, lengths = (_allocate(*shape, dtype=torch.int32) for _ in range(2))
         pairs = None if is_listed else _allocate(call.pairs, 2, dtype=torch.int64)
     max_seqlen_q = call.Lq if call.layout == "pairs" else Q.shape[0]
-    c = PackedArgs.of((Q, D, cu_q, offsets, lengths, pairs, *masks, None), max_seqlen_q)
+    c = PackedArgs.from_tensors((Q, D, cu_q, offsets, lengths, pairs, *masks, None), max_seqlen_q)
     dtype = choose_argmax_dtype(c.Td) if call.argmax or call.backward else None
     rules = _apply(choose.PACKED_RULES, choose.PackedChoiceArgs(c, call.normalize, dtype is not None, "", arch))
     scores, argmax = backend.ragged_plan(c, call.normalize, dtype).forward(c)
@@ -202,11 +202,11 @@ def _run_quantized(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list
     from .formats.quantize import quantize
     from .gpu import backend, choose
 
-    sample = quantize(torch.zeros(1, 1, call.d), call.quantized).kept()  # type: ignore[arg-type]
+    sample = quantize(torch.zeros(1, 1, call.d), call.quantized).to_encoded()  # type: ignore[arg-type]
     data = _allocate(call.Nd, call.Ld, sample.data.shape[-1], dtype=sample.data.dtype)
     scale = _allocate(call.Nd, call.Ld, dtype=torch.float32)
     tokens = EncodedTokens(data, scale, None if sample.minimum is None else scale.clone(), sample.format)
-    c = PackedArgs.of((x.Q, data, *(None,) * 4, x.q_mask, x.d_mask, None), call.Lq)
+    c = PackedArgs.from_tensors((x.Q, data, *(None,) * 4, x.q_mask, x.d_mask, None), call.Lq)
     dtype = choose_argmax_dtype(c.Td) if call.argmax else None
     args = choose.QuantizedChoiceArgs(c, tokens, call.normalize, call.argmax, arch)
     rules = _apply(choose.QUANTIZED_RULES, args)

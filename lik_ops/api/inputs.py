@@ -70,7 +70,7 @@ class ScoringArgs(NamedTuple):
     refused: bool = False  # the fast path cannot run this call
 
     @property
-    def most(self) -> Any:
+    def query_length_bound(self) -> Any:
         """An upper bound on the tokens of a query that needs no device sync."""
         return self.Q.shape[1 if self.cu_seqlens_q is None else 0]
 
@@ -83,7 +83,7 @@ class ScoringArgs(NamedTuple):
     ) -> PackedArgs:
         """Return the arguments of the operator for documents at `offsets` or for `pairs`."""
         tensors = self.Q, self.D, self.cu_seqlens_q, offsets, lengths, pairs, self.q_mask, self.d_mask, self.q_weight
-        return sharding.make_packed_args(tensors, self.most if max_seqlen_q is None else max_seqlen_q)
+        return sharding.make_packed_args(tensors, self.query_length_bound if max_seqlen_q is None else max_seqlen_q)
 
 
 def prepare_args(
@@ -259,7 +259,7 @@ def _try_eager(
         indices, per_token = (g.cu_seqlens_q, offsets, lengths, pairs, None), (g.q_mask, g.d_mask, g.q_weight)
         settings = g.quantized.d, g.normalize, g.backward, g.recompute
         keywords: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "with_argmax": g.with_argmax}
-        return eager.try_maxsim_quantized(g.quantized.kept(), g.Q, indices, per_token, settings, **keywords)
+        return eager.try_maxsim_quantized(g.quantized.to_encoded(), g.Q, indices, per_token, settings, **keywords)
     if g.refused:
         return None
     tensors = g.Q, g.D, g.cu_seqlens_q, offsets, lengths, pairs, None, g.q_mask, g.d_mask, g.q_weight
@@ -281,7 +281,7 @@ def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
         assert g.quantized is not None
         r, shape = g.packed(None).ragged(), g.quantized.shape[:2]
         r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))
-        return _restore_axes(g, *_call_operator(g, PackedArgs.of(r, g.most)))
+        return _restore_axes(g, *_call_operator(g, PackedArgs.from_tensors(r, g.query_length_bound)))
     results = _try_eager(g, g.cu_seqlens_d)
     return _restore_axes(g, *(_call_operator(g, g.packed(g.cu_seqlens_d)) if results is None else results))
 
@@ -362,10 +362,14 @@ def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = No
     elif g.queries is not None and g.queries.lengths is not None:
         max_seqlen_q = max(g.queries.lengths, default=0)
     padding = 0
-    if not torch.compiler.is_dynamo_compiling() and isinstance(g.most, int) and isinstance(max_seqlen_q, int):
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        and isinstance(g.query_length_bound, int)
+        and isinstance(max_seqlen_q, int)
+    ):
         # No query has more tokens than all queries together, so larger bounds are cut and padded at the end. A traced
         # size would add a guard.
-        padding = max(max_seqlen_q - g.most, 0)
+        padding = max(max_seqlen_q - g.query_length_bound, 0)
         max_seqlen_q -= padding
     scores, argmax = _score_pairs(g, pairs, max_seqlen_q)
     return scores, F.pad(argmax, (0, padding), value=-1) if argmax is not None and padding else argmax
@@ -411,7 +415,7 @@ def _call_quantized_operator(g: ScoringArgs, D: Quantized, c: PackedArgs) -> tup
     Raise if a gradient of the documents is needed.
     """
     _reject_unsupported_transforms(c.Q, c.q_weight)
-    encoded_tokens = D.stored()
+    encoded_tokens = D.to_flat_encoded()
     if needs_gradients(*encoded_tokens[:3], *encoded_tokens[4:]):
         raise NotImplementedError(
             f"{g.op}: D: quantized documents have no gradient, but a tensor of D requires one: detach it, or score"
@@ -507,4 +511,4 @@ def score_aligned_pairs(g: ScoringArgs) -> Tensor:
     r = r._replace(d_offsets=r.d_offsets.unsqueeze(1), d_lengths=r.d_lengths.unsqueeze(1))
     g = g._replace(Q=r.Q, D=r.D, cu_seqlens_q=r.cu_seqlens_q, q_mask=r.q_mask, d_mask=r.d_mask, q_weight=r.q_weight)
     results = _try_eager(g, r.d_offsets, r.d_lengths)
-    return (_call_operator(g, PackedArgs.of(r, c.max_seqlen_q)) if results is None else results)[0].squeeze(1)
+    return (_call_operator(g, PackedArgs.from_tensors(r, c.max_seqlen_q)) if results is None else results)[0].squeeze(1)

@@ -311,7 +311,7 @@ def _score_padded_views(
     offsets = make_dense_offsets(B * C, Ld, D.device)[:-1].view(B, C)
     q_mask = lengths_to_mask(query_lengths, Q.shape[1])
     tensors = Q, D.flatten(0, 2), None, offsets, doc_lengths, None, q_mask, None, q_weight
-    return inputs.call_ragged_operator(PackedArgs.of(tensors, Q.shape[1]), normalize, "auto")[0]
+    return inputs.call_ragged_operator(PackedArgs.from_tensors(tensors, Q.shape[1]), normalize, "auto")[0]
 
 
 def _mask_valid_lengths(lengths: Tensor, max_length) -> Tensor:

@@ -131,7 +131,7 @@ def warmup(
                 _make_ragged_calls(make, Q, D if candidates else D.expand(queries, *D.shape), weight, options)
         compiler.compile(calls)
     for k in sizes["top_k"]:
-        calls.time(f"top {k}", partial(topk.warm_up, device, score_dtype(dtype), k))
+        calls.run(f"top {k}", partial(topk.warm_up, device, score_dtype(dtype), k))
     return calls.timings
 
 
@@ -160,7 +160,7 @@ class _KernelCompiler:
         if self.backend is not None and self.missing:
             with self.backend.use_device(self.device):
                 description = f"compilation of {len(self.missing)} kernels"
-                calls.time(description, partial(self.backend.compile_in_parallel, self.missing))
+                calls.run(description, partial(self.backend.compile_in_parallel, self.missing))
             self.missing.clear()
 
 
@@ -174,17 +174,17 @@ class _CallTimer:
         """Time a call without gradients and, if Q requires them, a training step of the call."""
         description = f"{name}, Q {format_shape(Q)}, D {format_shape(D)}"
         with torch.no_grad():
-            self.time(description, call)
+            self.run(description, call)
         if Q.requires_grad and not name.endswith("argmax"):
-            self.time(f"{description}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
+            self.run(f"{description}, training", lambda: torch.autograd.grad(call().sum(), (Q, D)))
 
-    def time(self, said: str, call: Callable[[], Any]) -> None:
+    def run(self, description: str, call: Callable[[], Any]) -> None:
         """Make one call, wait for it, and record its time in seconds."""
         begin = time.perf_counter()
         call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.timings.append((said, time.perf_counter() - begin))
+        self.timings.append((description, time.perf_counter() - begin))
 
 
 def _make_ragged_calls(make: Callable, Q: Tensor, D: Tensor, weight: Tensor | None, options: dict) -> None:

@@ -80,7 +80,7 @@ class RaggedArgs(NamedTuple):
     q_weight: Tensor | None  # [Tq] fp32 (fp64 for fp64)
 
     @classmethod
-    def of(cls, tensors: Sequence) -> RaggedArgs:
+    def from_tensors(cls, tensors: Sequence) -> RaggedArgs:
         """Return the packed form of `PackedArgs.operator_tensors`. Offsets become offsets and lengths.
 
         Each tensor may have leading batch axes.
@@ -197,7 +197,7 @@ class PackedArgs(NamedTuple):
         return self.queries * self.columns if self.candidates else self.columns
 
     @classmethod
-    def of(cls, tensors: Sequence, max_seqlen_q: Any) -> PackedArgs:
+    def from_tensors(cls, tensors: Sequence, max_seqlen_q: Any) -> PackedArgs:
         """Return the arguments of a ragged operator with their sizes.
 
         Args:
@@ -232,7 +232,7 @@ class PackedArgs(NamedTuple):
 
     def ragged(self) -> RaggedArgs:
         """Return the same call with packed tokens, without `q_lengths`. This runs small torch operations."""
-        return RaggedArgs.of(self.operator_tensors)
+        return RaggedArgs.from_tensors(self.operator_tensors)
 
     def scores_shape(self) -> Shape:
         """Return the shape of the scores."""

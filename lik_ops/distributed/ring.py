@@ -157,7 +157,7 @@ class _FirstOrderGradients(torch.autograd.Function):
     """Gradients that cannot be differentiated again."""
 
     @classmethod
-    def of(cls, op: str, gradients: tuple, tensors: tuple) -> tuple:
+    def wrap(cls, op: str, gradients: tuple, tensors: tuple) -> tuple:
         """Return `gradients`.
 
         If gradients are recorded, the result depends on `tensors`, and its backward raises.
@@ -203,7 +203,7 @@ class RingMaxSim(torch.autograd.Function):
         """Return the gradients of the inputs, which cannot be differentiated again."""
         with torch.no_grad():
             gradients = RingMaxSim.gradients(ctx, grad_scores)
-        return _FirstOrderGradients.of("maxsim_inbatch", gradients, (grad_scores, *ctx.saved_tensors))
+        return _FirstOrderGradients.wrap("maxsim_inbatch", gradients, (grad_scores, *ctx.saved_tensors))
 
     @staticmethod
     def gradients(ctx, grad_scores):
@@ -238,7 +238,7 @@ class RingCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, labels, options):
         """Return the losses ``[Nq]``."""
-        running_loss = _RunningLoss.none(labels, score_dtype(Q.dtype))
+        running_loss = _RunningLoss.empty(labels, score_dtype(Q.dtype))
 
         def score(step, block, mask):
             nonlocal running_loss
@@ -247,7 +247,7 @@ class RingCrossEntropy(torch.autograd.Function):
                 # A label in another block is replaced by 0. The loss at that label is not used.
                 tensors = Q, block, q_mask, mask, q_weight, block_labels.clamp(min=0)
                 losses, lse = lik.maxsim_cross_entropy_fwd(*tensors, options.temperature, _IGNORED, options.normalize)
-                running_loss = running_loss.joined(_RunningLoss.of(losses, lse), block_labels >= 0)
+                running_loss = running_loss.merge(_RunningLoss.from_block(losses, lse), block_labels >= 0)
 
         options.round.visit(D, d_mask, score)
         losses, lse = running_loss.results()
@@ -264,7 +264,7 @@ class RingCrossEntropy(torch.autograd.Function):
         """Return the gradients of the inputs, which cannot be differentiated again."""
         with torch.no_grad():
             gradients = RingCrossEntropy.gradients(ctx, grad_losses)
-        return _FirstOrderGradients.of("maxsim_cross_entropy", gradients, (grad_losses, *ctx.saved_tensors))
+        return _FirstOrderGradients.wrap("maxsim_cross_entropy", gradients, (grad_losses, *ctx.saved_tensors))
 
     @staticmethod
     def gradients(ctx, grad_losses):
@@ -296,20 +296,20 @@ class _RunningLoss(NamedTuple):
     at_label: Tensor  # score / temperature - best of the positive document, if seen
 
     @staticmethod
-    def none(labels: Tensor, dtype: torch.dtype) -> _RunningLoss:
+    def empty(labels: Tensor, dtype: torch.dtype) -> _RunningLoss:
         """Return the loss over no documents."""
         zeros = torch.zeros(labels.shape, dtype=dtype, device=labels.device)
         return _RunningLoss(zeros - torch.inf, zeros, zeros)
 
     @staticmethod
-    def of(losses: Tensor, lse: Tensor) -> _RunningLoss:
+    def from_block(losses: Tensor, lse: Tensor) -> _RunningLoss:
         """Return the loss over one block, from the result of ``lik::maxsim_cross_entropy_fwd``."""
         best, log_sum = lse.unbind(1)
         empty = best == -torch.inf  # every document scores -inf
         others = torch.where(empty, 0, log_sum.expm1())
         return _RunningLoss(best, others, torch.where(empty, -torch.inf, log_sum - losses))
 
-    def joined(self, block: _RunningLoss, has_positive: Tensor) -> _RunningLoss:
+    def merge(self, block: _RunningLoss, has_positive: Tensor) -> _RunningLoss:
         """Return the loss over these blocks and `block`. `has_positive` marks queries whose positive is in `block`."""
         best = torch.maximum(self.best, block.best)
         is_equal, is_larger = self.best == block.best, self.best >= block.best  # -inf may equal -inf

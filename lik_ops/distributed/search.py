@@ -80,7 +80,7 @@ class _RankArgs(NamedTuple):
             shard = shards.make_target(_RETRIEVE, empty_documents, None, None, _NO_STAGES)
         return shard.best(queries, top_k, self.begin, self.end, options)
 
-    def numbers(self) -> list[int]:
+    def to_integers(self) -> list[int]:
         """Return the integers that the other ranks need."""
         description = NO_QUERIES if self.queries is None else describe_queries(self.queries)
         sizes = (0, 0) if self.shard is None else (self.shard.documents, self.shard.width)
@@ -294,7 +294,7 @@ def retrieve(
             early_result = _launch_early(call, top_k, group, options)
     except Exception as failure:  # any error, because the other ranks wait for this one
         error = failure
-    numbers = [0, 0, 0, -1, -1, *NO_QUERIES, 0, 0] if call is None else call.numbers()
+    numbers = [0, 0, 0, -1, -1, *NO_QUERIES, 0, 0] if call is None else call.to_integers()
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), shared_args, numbers, error)
     if call is not None and not is_host_group(group):
         early_result = _launch_early(call, top_k, group, options)

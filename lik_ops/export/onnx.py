@@ -47,7 +47,7 @@ def _translate_maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weigh
     def axis(n: int) -> Any:
         return op.Constant(value_ints=[n])
 
-    def lifted(x: Any, flat: bool) -> Any:
+    def unsqueeze(x: Any, flat: bool) -> Any:
         return op.Unsqueeze(x, axis(0)) if flat and x is not None else x
 
     def boolean(mask: Any) -> Any:
@@ -63,8 +63,8 @@ def _translate_maxsim(op: Any, Q: Any, D: Any, q_mask: Any, d_mask: Any, q_weigh
         norm = op.ReduceL2(x, axis(-1), keepdims=1)
         return op.Div(x, op.Max(norm, number(1e-12)))
 
-    q_mask, d_mask = lifted(boolean(q_mask), q_flat), lifted(boolean(d_mask), d_flat)
-    Q, D, q_weight = rows(lifted(Q, q_flat)), rows(lifted(D, d_flat)), lifted(q_weight, q_flat)
+    q_mask, d_mask = unsqueeze(boolean(q_mask), q_flat), unsqueeze(boolean(d_mask), d_flat)
+    Q, D, q_weight = rows(unsqueeze(Q, q_flat)), rows(unsqueeze(D, d_flat)), unsqueeze(q_weight, q_flat)
     Q = op.Unsqueeze(Q, axis(1))  # [Nq, 1, Lq, d]
     D = D if candidates else op.Unsqueeze(D, axis(0))  # [Nq | 1, K, Ld, d]
     S = op.MatMul(Q, op.Transpose(D, perm=[0, 1, 3, 2]))

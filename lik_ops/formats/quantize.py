@@ -89,7 +89,7 @@ def quantize(
     for part in split_rows(len(rows), D.shape[-1]):
         low[part], high[part] = compute_extremes(_load_rows(rows, keep, part, spec.rotated), format)
 
-    def joined(x: Tensor, largest: bool) -> Tensor:
+    def reduce_shared(x: Tensor, largest: bool) -> Tensor:
         """Reduce `x` over the tokens that share a scale, and return it in the shape of the scales."""
         reduce = torch.amax if largest else torch.amin
         if scale == "token":
@@ -100,12 +100,12 @@ def quantize(
             return bounds.reduce_tokens(x, "amax" if largest else "amin")[bounds.owner]
         return reduce(x.view(shape), -1, keepdim=True) if shape[-1] else x.new_zeros((*shape[:-1], 1))
 
-    low, high = joined(low, False), joined(high, True)
+    low, high = reduce_shared(low, False), reduce_shared(high, True)
     scales = compute_scales(low, high, format)
     minimum = low if spec.affine else None
     data = torch.empty((len(rows), -(-D.shape[-1] // spec.features_per_element)), dtype=spec.dtype, device=D.device)
     documents = Quantized(data.view(*shape, data.shape[1]), scales, format, D.shape[-1], D.dtype, minimum, query=query)
-    _, per_token, shift, *_ = documents.stored()
+    _, per_token, shift, *_ = documents.to_flat_encoded()
     for part in split_rows(len(rows), D.shape[-1]):
         x = _load_rows(rows, keep, part, spec.rotated)
         data[part] = encode_tokens(x, select_rows(per_token, part), select_rows(shift, part), format)
@@ -127,19 +127,19 @@ def _encode_residual(
         codes[part], residuals[part] = codec.encode(x)
         scale[part] = codec.scales(codes[part], residuals[part]).masked_fill((x == 0).all(-1), 0)
         scale[part] = scale[part].masked_fill(~x.isfinite().all(-1), torch.nan)
-    data = codec.kept(residuals).view(*shape[:-1], codec.width)
+    data = codec.to_table_bit_order(residuals).view(*shape[:-1], codec.width)
     scale, codes = scale.view(shape[:-1]), codes.view(shape[:-1])
     return Quantized(data, scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
 
 def _add_errors(documents: Quantized, rows: Tensor, keep: Tensor | None, bounds: DocumentBounds | None) -> Quantized:
     """Return `documents` with the largest error and the largest norm of a token, for each document."""
-    tokens, shape = documents.stored(), documents.shape[:-1]
+    tokens, shape = documents.to_flat_encoded(), documents.shape[:-1]
     error, norm = (torch.empty(len(rows), dtype=torch.float32, device=rows.device) for _ in range(2))
     for part in split_rows(len(rows), documents.d):
         x = _load_rows(rows, keep, part).double()
         x = rotate(x) if ALL_FORMATS[documents.format].rotated else x
-        delta = x - tokens.decoded(part, documents.d).double()
+        delta = x - tokens.decode(part, documents.d).double()
         error[part], norm[part] = (_round_up(torch.linalg.vector_norm(y, dim=-1)) for y in (delta, x))
     if bounds is not None:
         maxima = [bounds.reduce_tokens(x, "amax") for x in (error, norm)]

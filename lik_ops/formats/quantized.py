@@ -264,15 +264,15 @@ class Quantized:
         """
         dtype = self.dtype if dtype is None else dtype
         check_dtype("Quantized.dequantize", "dtype", dtype)
-        tokens = self.stored()
+        tokens = self.to_flat_encoded()
         out = torch.empty((len(tokens.data), self.d), dtype=dtype, device=self.device)
         is_rotated = ALL_FORMATS[self.format].rotated
         for part in split_rows(len(out), self.d):
-            x = tokens.decoded(part, self.d)
+            x = tokens.decode(part, self.d)
             out[part] = rotate(x.double(), inverse=True) if is_rotated else x
         return out.view(self.shape)
 
-    def kept(self) -> EncodedTokens:
+    def to_encoded(self) -> EncodedTokens:
         """Return the tokens as `EncodedTokens` with all their axes and with FP8 as bytes."""
         data, codec = self.data, self.codec
         residual_args = () if codec is None else (self.codes, codec.centroids, codec.table)
@@ -280,13 +280,13 @@ class Quantized:
         data = data.view(ALL_FORMATS[self.format].bytes) if data.is_floating_point() else data
         return EncodedTokens(data, self.scale, self.minimum, format, *residual_args)
 
-    def stored(self) -> EncodedTokens:
+    def to_flat_encoded(self) -> EncodedTokens:
         """Return the tokens of all documents as `EncodedTokens` with one token axis, for operators."""
-        return self.kept().flat()
+        return self.to_encoded().flatten()
 
     def per_token(self) -> tuple[Tensor, Tensor | None]:
         """Return the scales and minima of all tokens, ``[Td]``, or ``[1]`` if all tokens share one."""
-        return self.stored()[1:3]
+        return self.to_flat_encoded()[1:3]
 
     @classmethod
     def of_codes(
@@ -322,7 +322,7 @@ class Quantized:
             check_dtype("Quantized.of_codes", "dtype", dtype)
         scale = codec.scales(codes, residuals)
         dtype = codec.centroids.dtype if dtype is None else dtype
-        return cls(codec.kept(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
+        return cls(codec.to_table_bit_order(residuals), scale, codec.format, codec.d, dtype, codes=codes, codec=codec)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write one safetensors file, and replace an existing file only once the new one is complete.

@@ -195,7 +195,7 @@ class ResidualCodec:
         tokens = self._stored(codes, residuals)
         out = torch.empty((len(tokens.data), self.d), dtype=dtype, device=codes.device)
         for part in split_rows(len(out), self.d):
-            x = tokens.decoded(part, self.d)
+            x = tokens.decode(part, self.d)
             out[part] = x * _compute_inverse_norms(x).unsqueeze(-1) if self.normalize else x
         return out.view(*codes.shape, self.d)
 
@@ -219,10 +219,10 @@ class ResidualCodec:
         tokens = self._stored(codes, residuals)
         out = torch.empty(len(tokens.data), dtype=torch.float32, device=codes.device)
         for part in split_rows(len(out), self.d):
-            out[part] = _compute_inverse_norms(tokens.decoded(part, self.d)).detach()
+            out[part] = _compute_inverse_norms(tokens.decode(part, self.d)).detach()
         return out.view(codes.shape)
 
-    def kept(self, residuals: Tensor) -> Tensor:
+    def to_table_bit_order(self, residuals: Tensor) -> Tensor:
         """Return residuals in the bit order of `formats.table`, with the bits of ``"little"`` bytes reversed."""
         if self.bit_order != "little":
             return residuals
@@ -258,7 +258,7 @@ class ResidualCodec:
 
     def _stored(self, codes: Tensor, residuals: Tensor) -> EncodedTokens:
         """Return codes and residuals as `EncodedTokens` with a scale of 1."""
-        data, scale = self.kept(residuals).flatten(0, -2), self.weights.new_ones(1)
+        data, scale = self.to_table_bit_order(residuals).flatten(0, -2), self.weights.new_ones(1)
         return EncodedTokens(data, scale, None, self.format, codes.reshape(-1), self.centroids, self.table)
 
     def _pack_buckets(self, buckets: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ class EncodedTokens(NamedTuple):
     centroids: Tensor | None = None  # [C, d]
     weights: Tensor | None = None  # [2^nbits], fp32
 
-    def flat(self) -> EncodedTokens:
+    def flatten(self) -> EncodedTokens:
         """Return the tokens with a single token axis, the layout that operators accept."""
         tokens, codes = self.data.shape[:-1], self.codes
 
@@ -203,7 +203,7 @@ class EncodedTokens(NamedTuple):
         flat = self.data.flatten(0, -2), per_token(self.scale), per_token(self.minimum)
         return EncodedTokens(*flat, self.format, None if codes is None else codes.reshape(-1), *self[5:])
 
-    def decoded(self, rows: Tensor | slice, d: int, out: Tensor | None = None) -> Tensor:
+    def decode(self, rows: Tensor | slice, d: int, out: Tensor | None = None) -> Tensor:
         """Dequantize some tokens to fp32.
 
         Args:

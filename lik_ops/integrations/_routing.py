@@ -110,7 +110,7 @@ class Routing:
 
         return routed
 
-    def _begin(self) -> None:
+    def _replace_functions(self) -> None:
         """Replace the functions of the host."""
         for target in self.host.targets():
             owner, name = _find_owner(target.owner), target.name.partition(".")[0]
@@ -122,7 +122,7 @@ class Routing:
             self._replaced.append((owner, name, original, replacement))
             setattr(owner, name, replacement)
 
-    def _end(self) -> tuple[str, ...]:
+    def _restore_functions(self) -> tuple[str, ...]:
         """Restore the functions of the host.
 
         Functions that other code replaced since then stay, and their names are returned.
@@ -188,7 +188,7 @@ def enable(host: HostLibrary) -> Routing:
     if TorchVersion(version) < TorchVersion(host.at_least):
         gaps.append(f"any function, of {version}: the first version that can be routed is {host.at_least}")
     else:
-        routing._begin()
+        routing._replace_functions()
         gaps += [*routing.not_reached, *host.list_bypassed()]
     if not is_enabled():
         gaps.append(f"any call, while {ENVIRONMENT_VARIABLE}=0")
@@ -204,7 +204,7 @@ def disable(host: HostLibrary) -> None:
     Do nothing if they are not replaced.
     """
     routing = _active.pop(host.distribution, None)
-    if routing is not None and (names := routing._end()):
+    if routing is not None and (names := routing._restore_functions()):
         warnings.warn(
             f"lik_ops does not restore functions that other code has replaced: {', '.join(names)}", stacklevel=3
         )

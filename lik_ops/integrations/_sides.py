@@ -36,11 +36,11 @@ class EmbeddingSide:
             if self.mask is not None and self.mask.dim() == 1:
                 self.mask = self.mask.unsqueeze(0)
         if self.mask is not None:
-            self._fit()
+            self._expand_mask()
         elif isinstance(self.tokens, Tensor):
             self.mask = self.tokens.any(-1)
 
-    def _fit(self) -> None:
+    def _expand_mask(self) -> None:
         """Expand the mask to all items, after checking its shape."""
         assert self.mask is not None
         width = max(self._widths(), default=0)

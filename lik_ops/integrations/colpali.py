@@ -144,19 +144,19 @@ class _LazySimilarities:
     def __init__(self, equation: str, query: Tensor, doc: Tensor) -> None:
         self.equation, self.query, self.doc = equation, query, doc
 
-    def computed(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return the similarities."""
         return torch.einsum(self.equation, self.query, self.doc)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.computed(), name)
+        return getattr(self.compute(), name)
 
     def __truediv__(self, divisor: Any) -> Tensor:
-        return self.computed() / divisor
+        return self.compute() / divisor
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain_args = [x.computed() if isinstance(x, cls) else x for x in args]
+        plain_args = [x.compute() if isinstance(x, cls) else x for x in args]
         return function(*plain_args, **(kwargs or {}))
 
 

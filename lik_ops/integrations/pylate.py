@@ -222,9 +222,9 @@ class _TokenList(list[Tensor]):
     """
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.stacked(), name)
+        return getattr(self.stack(), name)
 
-    def stacked(self) -> Tensor:
+    def stack(self) -> Tensor:
         """Let PyLate stack the items, which raises its error of different lengths."""
         tensor: Tensor = importlib.import_module("pylate.utils.tensor").convert_to_tensor(list(self))
         return tensor
@@ -261,7 +261,7 @@ def _refuse_token_lists(*tensors: Any) -> None:
     """Raise PyLate's error if an argument is a `_TokenList`."""
     for x in tensors:
         if isinstance(x, _TokenList):
-            x.stacked()
+            x.stack()
 
 
 def _accepts_lik(backend: str, *tensors: Any) -> bool:

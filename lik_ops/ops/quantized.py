@@ -96,7 +96,7 @@ def _check_backward_args(
     """Raise ValueError or TypeError, naming the argument, unless all arguments of the backward fit together."""
     check_ragged_tensors(_BWD, tensors)
     _check_encoded_tokens(_BWD, tensors[0], stored)
-    c = PackedArgs.of(tensors, argmax.shape[-1] if argmax.dim() else 0)
+    c = PackedArgs.from_tensors(tensors, argmax.shape[-1] if argmax.dim() else 0)
     check_gradient(_BWD, grad_scores, c, argmax, c.argmax_shape(), [needs[0], False, needs[1]])
 
 
@@ -185,7 +185,7 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 def _(*args):
     (tensors, encoded_tokens), (_, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
     _check_forward_args(tensors, encoded_tokens, argmax_dtype)
-    c = PackedArgs.of(tensors, max_seqlen_q)
+    c = PackedArgs.from_tensors(tensors, max_seqlen_q)
     return fake_forward(c, c.argmax_shape(), argmax_dtype)
 
 
@@ -221,13 +221,13 @@ def _(*args):
     grad_scores, (argmax, _, needs) = args[0], args[_FIRST_OPTION + 1 :]
     tensors, encoded_tokens = _unpack_args(args[1 : _FIRST_OPTION + 1])
     _check_backward_args(grad_scores, tensors, encoded_tokens, argmax, needs)
-    return fake_gradient(PackedArgs.of(tensors, argmax.shape[-1]), [needs[0], False, needs[1]])[::2]
+    return fake_gradient(PackedArgs.from_tensors(tensors, argmax.shape[-1]), [needs[0], False, needs[1]])[::2]
 
 
 def _call_backward(grad_scores, tensors, argmax, options, needs):
     normalize, argmax_dtype, max_seqlen_q = options
     if argmax_dtype is None:  # the forward saved no argmax
-        dtype = choose_argmax_dtype(PackedArgs.of(_unpack_args(tuple(tensors))[0], max_seqlen_q).Td)
+        dtype = choose_argmax_dtype(PackedArgs.from_tensors(_unpack_args(tuple(tensors))[0], max_seqlen_q).Td)
         argmax = lik.maxsim_quantized_fwd(*tensors, normalize, dtype, max_seqlen_q)[1]
     return lik.maxsim_quantized_bwd(grad_scores, *tensors, argmax, normalize, needs)
 

@@ -93,12 +93,12 @@ def _make_forward(
     _check_forward(tensors, argmax_dtype, max_seqlen_q, backward)
     backend = backends.select_backend(tensors[0].device, tensors[0].dtype)
     if hasattr(backend, "ragged_plan"):
-        packed_args = PackedArgs.of(tensors, max_seqlen_q)
+        packed_args = PackedArgs.from_tensors(tensors, max_seqlen_q)
         c, sizes = packed_args.for_kernel(), packed_args.sizes
         run = backend.ragged_plan(c, normalize, argmax_dtype).forward_ragged
         if all(x is y for x, y in zip(packed_args.tensors, c.tensors, strict=True)):
             return lambda tensors: run(PackedArgs._make((*tensors[:6], None, *tensors[6:], *sizes)))
-        return lambda tensors: run(PackedArgs.of(tensors, max_seqlen_q).for_kernel())
+        return lambda tensors: run(PackedArgs.from_tensors(tensors, max_seqlen_q).for_kernel())
     return lambda tensors: backend.forward_ragged(tensors, normalize, argmax_dtype, max_seqlen_q)
 
 
@@ -106,14 +106,14 @@ def _make_forward(
 def _(*args):
     tensors, (_, argmax_dtype, max_seqlen_q, backward) = args[:9], args[9:]
     _check_forward(tensors, argmax_dtype, max_seqlen_q, backward)
-    c = PackedArgs.of(tensors, max_seqlen_q)
+    c = PackedArgs.from_tensors(tensors, max_seqlen_q)
     return fake_forward(c, c.argmax_shape(), argmax_dtype)
 
 
 def _check_gradient(grad_scores: Tensor, tensors: Sequence, argmax: Tensor, needs: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all arguments of the backward fit together."""
     check_ragged_tensors(_BWD, tensors)
-    c = PackedArgs.of(tensors, argmax.shape[-1] if argmax.dim() else 0)
+    c = PackedArgs.from_tensors(tensors, argmax.shape[-1] if argmax.dim() else 0)
     check_gradient(_BWD, grad_scores, c, argmax, c.argmax_shape(), needs)
 
 
@@ -143,13 +143,13 @@ def maxsim_ragged_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _(*args):
     grad_scores, tensors, (argmax, _, _, needs) = args[0], args[1:10], args[10:]
     _check_gradient(grad_scores, tensors, argmax, needs)
-    return fake_gradient(PackedArgs.of(tensors, argmax.shape[-1]), needs)
+    return fake_gradient(PackedArgs.from_tensors(tensors, argmax.shape[-1]), needs)
 
 
 def _call_backward(grad_scores, tensors, argmax, options, needs):
     normalize, argmax_dtype, max_seqlen_q, backward = options
     if argmax_dtype is None:  # the forward saved no argmax
-        dtype = choose_argmax_dtype(PackedArgs.of(tensors, max_seqlen_q).Td)
+        dtype = choose_argmax_dtype(PackedArgs.from_tensors(tensors, max_seqlen_q).Td)
         argmax = lik.maxsim_ragged_fwd(*tensors, normalize, dtype, max_seqlen_q, "auto")[1]
     return lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, is_unified(backward), needs)
 

@@ -60,7 +60,7 @@ class CodeSearchArgs(NamedTuple):
         q_mask, q_weight = (None if x is None else x[some] for x in (self.q_mask, self.q_weight))
         return self._replace(Q=self.Q[some], q_mask=q_mask, q_weight=q_weight)
 
-    def of_documents(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+    def slice_documents(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the codes, and the offsets and lengths of documents `begin` to `end` in them.
 
         The code of a masked token is `SKIPPED_CODE`.
@@ -74,8 +74,8 @@ class CodeSearchArgs(NamedTuple):
         offsets = torch.arange(end - begin, device=codes.device) * length
         return codes.flatten(), offsets, torch.full_like(offsets, length)
 
-    def of_chosen(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the codes, and the offsets and lengths of documents ``chosen [n]`` in them, as `of_documents` does."""
+    def select_documents(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the codes, and the offsets and lengths of documents ``chosen [n]``, as `slice_documents` does."""
         if self.cu_seqlens_d is not None:
             return self.codes, *topk.locate_documents(chosen, self.documents, 0, self.cu_seqlens_d)
         length = self.codes.shape[1]
@@ -144,7 +144,7 @@ def _search_queries(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAn
     best, chunk = (empty, empty.long()), topk.count_fitting_documents(s.Q, s.top_k, documents)
     for begin in range(0, documents, chunk):
         end = min(begin + chunk, documents)
-        document_codes = s.of_documents(begin, end) if chosen is None else s.of_chosen(chosen[begin:end])
+        document_codes = s.slice_documents(begin, end) if chosen is None else s.select_documents(chosen[begin:end])
         scores = backend.code_scores(table, weight, probe_mask, *document_codes).masked_fill_(is_nonfinite, torch.inf)
         if chosen is not None:
             scores.masked_fill_(chosen[begin:end] < 0, -torch.inf)

@@ -36,7 +36,7 @@ def forward_ragged(
     tensors: Sequence, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
     """Return the scores and the argmax of a ragged operator. Without `argmax_dtype` the argmax is empty."""
-    r = PackedArgs.of(tensors, max_seqlen_q).ragged()
+    r = PackedArgs.from_tensors(tensors, max_seqlen_q).ragged()
     return packed_forward.forward_ragged(r, normalize, argmax_dtype, max_seqlen_q)
 
 
@@ -45,7 +45,7 @@ def forward_quantized(
     tensors: Sequence, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
     """Return the scores and the argmax of a ragged operator with quantized documents."""
-    r = PackedArgs.of(tensors, max_seqlen_q).ragged()
+    r = PackedArgs.from_tensors(tensors, max_seqlen_q).ragged()
     return quantized.forward_quantized(r, stored, normalize, argmax_dtype, max_seqlen_q)
 
 
@@ -63,7 +63,7 @@ def backward_ragged(
 
     `unified` has no effect. Encoded documents, `stored`, have no gradient.
     """
-    c = PackedArgs.of(tensors, argmax.shape[1])
+    c = PackedArgs.from_tensors(tensors, argmax.shape[1])
     grads = packed_backward.backward_ragged(grad_scores, c.ragged(), argmax, normalize, needs, stored)
     shapes = c.Q.shape, c.D.shape, c.Q.shape[:-1]
     return tuple(g.view(shape) if need else g for g, shape, need in zip(grads, shapes, needs, strict=True))

@@ -267,7 +267,7 @@ class Piece(NamedTuple):
         batches, items, tokens = (s.stop - s.start for s in self)
         return batches, items, tokens
 
-    def within(self, b: slice, items: slice) -> Piece:
+    def shift(self, b: slice, items: slice) -> Piece:
         """Convert this piece of a part of a side into a piece of the whole side."""
         i, j = (
             slice(s.start + part.start, s.stop + part.start) for s, part in ((self.batches, b), (self.items, items))

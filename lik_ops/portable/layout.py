@@ -41,16 +41,16 @@ def make_batched_args(
     """Build `BatchedArgs` from dense arguments in either layout; an empty `argmax` becomes None."""
     cross = D.dim() == 3
 
-    def lifted(x: Tensor | None, axis: int) -> Tensor | None:
+    def unsqueeze(x: Tensor | None, axis: int) -> Tensor | None:
         """Insert an axis into an optional tensor."""
         return None if x is None else x.unsqueeze(axis)
 
     return BatchedArgs(
         Q=Q.unsqueeze(0 if cross else 1),
         D=D.unsqueeze(0) if cross else D,
-        q_mask=lifted(q_mask, 0 if cross else 1),
-        d_mask=lifted(d_mask, 0) if cross else d_mask,
-        q_weight=lifted(q_weight, 0 if cross else 1),
+        q_mask=unsqueeze(q_mask, 0 if cross else 1),
+        d_mask=unsqueeze(d_mask, 0) if cross else d_mask,
+        q_weight=unsqueeze(q_weight, 0 if cross else 1),
         pairs=pairs.t().unsqueeze(0) if cross else pairs.unsqueeze(2),
         argmax=None if argmax is None or argmax.dim() != 3 else argmax.unsqueeze(0 if cross else 2),
     )
@@ -126,9 +126,9 @@ class DecodedRows(PaddedRows):
         super().__init__(stored.data, start, length, L)
         self.stored, self.dtype, self.d = stored, dtype, d
         self.shape = torch.Size((*start.shape, L, d))
-        self.first = self._first()
+        self.first = self._find_first_row()
 
-    def _first(self) -> int | None:
+    def _find_first_row(self) -> int | None:
         """Return the first row of the items if they have one length and follow each other without gaps, else None."""
         steps = self._steps()
         return steps[0] if steps is not None and steps[1] == self.shape[2] else None
@@ -151,7 +151,7 @@ class DecodedRows(PaddedRows):
 
     def _decode(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
         """Dequantize rows to fp32."""
-        return self.stored.decoded(rows, self.d, out)
+        return self.stored.decode(rows, self.d, out)
 
     def copy_into(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
         """Decode rows into ``[batches, slices, documents of a slice, tokens, d]``.
@@ -212,7 +212,7 @@ class PairSegments:
             is_valid,
         )
 
-    def keeps(self) -> Tensor:
+    def has_kept_tokens(self) -> Tensor:
         """Return whether each query keeps a token, bool ``[Nq]``."""
         mask = self.ragged.q_mask
         if mask is None:

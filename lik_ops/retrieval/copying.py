@@ -99,7 +99,7 @@ class DoubleBuffer:
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self.staged: list[Tensor | None] = [None, None]
 
-    def copied(self, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
+    def copy(self, parts: Iterable[DocumentPart]) -> Iterator[DocumentPart]:
         """Yield each part on the device.
 
         The caller must launch the scoring of a part before requesting the next part.
@@ -109,14 +109,14 @@ class DoubleBuffer:
             for i, part in enumerate(parts):
                 current = (i % 2, self._start(i % 2, part))
                 if previous is not None:
-                    yield from self._hand_out(*previous)
+                    yield from self._yield_copied(*previous)
                 previous = current
             if previous is not None:
-                yield from self._hand_out(*previous)
+                yield from self._yield_copied(*previous)
         finally:
             self.lanes.close()
 
-    def _hand_out(self, slot: int, part: DocumentPart) -> Iterator[DocumentPart]:
+    def _yield_copied(self, slot: int, part: DocumentPart) -> Iterator[DocumentPart]:
         """Yield the part in `slot` after its copy, and record when its scoring is launched."""
         self.lanes.wait_for_copy(slot)
         yield part
@@ -126,7 +126,7 @@ class DoubleBuffer:
         """Start the copy of a part into `slot`, and return the part on the device."""
         offset, pairs = 0, []
 
-        def placed(pieces: list[Tensor]) -> Tensor:
+        def allocate(pieces: list[Tensor]) -> Tensor:
             nonlocal offset
             shape = (sum(len(x) for x in pieces), *pieces[0].shape[1:])
             byte_range = slice(offset, offset + prod(shape) * pieces[0].element_size())
@@ -135,8 +135,8 @@ class DoubleBuffer:
             offset = -(-byte_range.stop // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             return target
 
-        D = join_pieces([part.D, *part.more_pieces], placed)
-        d_mask = None if part.d_mask is None else placed([part.d_mask])
+        D = join_pieces([part.D, *part.more_pieces], allocate)
+        d_mask = None if part.d_mask is None else allocate([part.d_mask])
         self.lanes.copy(slot, pairs)
         return DocumentPart(D, d_mask, part.cu_seqlens)
 
@@ -167,6 +167,6 @@ def iterate_on_device(parts: Iterable[DocumentPart], device: torch.device, nbyte
         The parts on `device`.
     """
     if device.type == "cpu":
-        return (part.whole() for part in parts)
+        return (part.join_pieces() for part in parts)
     lanes = CudaLanes(device) if device.type == "cuda" else CopyLanes()
-    return DoubleBuffer(device, nbytes, lanes).copied(parts)
+    return DoubleBuffer(device, nbytes, lanes).copy(parts)

@@ -33,7 +33,7 @@ class DocumentPart(NamedTuple):
     cu_seqlens: Tensor | None = None  # [n + 1] if packed, on the CPU
     more_pieces: tuple[Tokens, ...] = ()  # the rows after D, if they are in several files
 
-    def whole(self) -> DocumentPart:
+    def join_pieces(self) -> DocumentPart:
         """Return the part with D in one piece."""
         return (
             self._replace(D=join_pieces([self.D, *self.more_pieces], torch.cat), more_pieces=())

@@ -22,9 +22,9 @@ NBITS = {"residual1": 1, "residual2": 2, "residual4": 4, "residual8": 8}
 def _encode(D: Tensor, format: str, query: Query = "half") -> EncodedTokens:
     """Return tokens as the operator accepts them."""
     if format in NBITS:
-        stored = lik_ops.quantize(D, _make_codec(D, NBITS[format])).stored()
+        stored = lik_ops.quantize(D, _make_codec(D, NBITS[format])).to_flat_encoded()
     else:
-        stored = lik_ops.quantize(D, format, SCALES[format], query=query).stored()  # type: ignore[arg-type]
+        stored = lik_ops.quantize(D, format, SCALES[format], query=query).to_flat_encoded()  # type: ignore[arg-type]
     if format in NBITS or format == "binary":
         # Powers of two, so that tokens are exact in bf16, and similarities of rounded queries and signs in fp32. Else
         # rounding could lead to another argmax than the formula's.

@@ -131,7 +131,7 @@ def forward_reference(
 ) -> tuple:
     """Return the expected scores and argmax."""
     tensors = Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight
-    r = PackedArgs.of(tensors, max_seqlen_q).ragged()
+    r = PackedArgs.from_tensors(tensors, max_seqlen_q).ragged()
     Q, D, cu_q, offsets, lengths, pairs, q_mask, d_mask, q_weight = r
     shape = (cu_q.shape[0] - 1, offsets.shape[-1]) if pairs is None else (pairs.shape[0],)
     width = Q.shape[0] if pairs is None else max_seqlen_q

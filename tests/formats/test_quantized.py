@@ -321,8 +321,8 @@ def test_query_precision_survives_copies_and_files(tmp_path):
     read = Quantized.load(tmp_path / "documents.safetensors")
     again = dataclasses.replace(plain, query="int8")
     for found in (made, made[1:3], made[[4]], made.to("cpu"), read, pickle.loads(pickle.dumps(made)), again):
-        assert found.query == "int8" and found.stored().format == "int8_int8" and "query='int8'" in repr(found)
-    assert plain.query == "half" and plain.stored().format == "int8" and "query" not in repr(plain)
+        assert found.query == "int8" and found.to_flat_encoded().format == "int8_int8" and "query='int8'" in repr(found)
+    assert plain.query == "half" and plain.to_flat_encoded().format == "int8" and "query" not in repr(plain)
     Q = tokens(2, 3, 20)
     assert torch.equal(lik_ops.maxsim(Q, made), lik_ops.maxsim(Q, plain))  # a CPU does not round queries
     assert torch.equal(made.dequantize(), plain.dequantize())
@@ -338,7 +338,7 @@ def test_binary_scores_match_hamming_distances():
     expected = (130 - 2 * distances.amin(-1)).sum(-1).float()
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert torch.equal(lik_ops.maxsim(Q.to(dtype), made), expected)
-    assert made.stored().format == "binary_binary" and "query='binary'" in repr(made)
+    assert made.to_flat_encoded().format == "binary_binary" and "query='binary'" in repr(made)
 
 
 def test_save_replaces_file_and_keeps_it_on_failure(tmp_path, monkeypatch):
@@ -494,7 +494,7 @@ def test_exported_module_scores_like_eager(format, query, tmp_path):
     batch = torch.export.Dim("batch", min=2)
     program = torch.export.export(index, (Q,), dynamic_shapes={"Q": {0: batch}})
     (node,) = (n for n in program.graph.nodes if "lik" in str(n.target))
-    assert node.target == torch.ops.lik.maxsim_quantized_fwd.default and index.D.stored().format in node.args
+    assert node.target == torch.ops.lik.maxsim_quantized_fwd.default and index.D.to_flat_encoded().format in node.args
     torch.export.save(program, tmp_path / "index.pt2")
     loaded = torch.export.load(tmp_path / "index.pt2").module()
     for x in (Q, tokens(7, 4, 16)):

@@ -139,7 +139,7 @@ def test_out_of_range_codes_score_nan_for_their_document(nbits):
             lik_ops.maxsim(Q, bad, d_mask=kept), reference.maxsim(Q, D.dequantize(), d_mask=kept), rtol=0, atol=1e-5
         )
     none = ResidualCodec(codec.centroids[:0], codec.weights, codec.cutoffs)
-    assert lik_ops.maxsim(Q, Quantized.of_codes(D.codes, codec.kept(D.data), none)).isnan().all()
+    assert lik_ops.maxsim(Q, Quantized.of_codes(D.codes, codec.to_table_bit_order(D.data), none)).isnan().all()
 
 
 def test_zero_tokens_stay_zero_and_nonfinite_tokens_become_nan():
@@ -164,7 +164,7 @@ def test_two_stage_search_is_exact():
 
 
 def _operator(Q, D, **other):
-    stored = D.stored()._replace(**other)
+    stored = D.to_flat_encoded()._replace(**other)
     bounds = torch.arange(0, 7, 3), torch.arange(0, 20, 5), torch.full((4,), 5)
     return torch.ops.lik.maxsim_quantized_fwd(Q, *stored, *bounds, *[None] * 4, False, torch.int32, 3)
 

@@ -206,7 +206,7 @@ def packed(layout, device, dtype, seed=0):
 @pytest.mark.parametrize("layout", ["cross", "candidates", "pairs"])
 def test_replay_launches_match_full_packed_backward(layout, unified, log):
     r = packed(layout, "cpu", torch.bfloat16)
-    c = PackedArgs.of(r, 17)
+    c = PackedArgs.from_tensors(r, 17)
     argmax = torch.zeros(c.argmax_shape(), dtype=torch.int16)
     upstream, found, alive = torch.randn(c.scores_shape()), [], []
     for _ in range(3):
@@ -232,10 +232,10 @@ def test_replay_launches_match_full_quantized_forward(format, normalize, argmax_
     found, alive = [], []
     for _ in range(3):
         made = lik_ops.quantize(tokens + 1, codec)
-        c = PackedArgs.of(r._replace(Q=r.Q[:, :20].contiguous(), D=made.kept().data), 17)
-        given = [x for x in (*c.tensors, *made.kept()) if torch.is_tensor(x)]
+        c = PackedArgs.from_tensors(r._replace(Q=r.Q[:, :20].contiguous(), D=made.to_encoded().data), 17)
+        given = [x for x in (*c.tensors, *made.to_encoded()) if torch.is_tensor(x)]
         log.clear()
-        alive.append((cuda.forward_quantized_cut(c, made.kept(), normalize, argmax_dtype), c, made))
+        alive.append((cuda.forward_quantized_cut(c, made.to_encoded(), normalize, argmax_dtype), c, made))
         alive.append([launch[3:] for launch in log])
         found.append((comparable(log, given), [len(y) == 4 for y in log]))
     (full, general), (recorded, _), (replayed, still) = found

@@ -130,7 +130,7 @@ def test_gradients_of_quantized_documents_raise():
             lik_ops.maxsim(given, asked)
         with torch.no_grad():
             assert torch.equal(lik_ops.maxsim(given, asked), lik_ops.maxsim(given, made))
-    stored, bounds = asked.stored(), (None, torch.arange(0, 21, 5))
+    stored, bounds = asked.to_flat_encoded(), (None, torch.arange(0, 21, 5))
     scores, _ = lik.maxsim_quantized_fwd(Q, *stored, *bounds, *[None] * 5, False, None, 3)
     with pytest.raises(NotImplementedError, match="lik::maxsim_quantized_fwd has no gradient of scale"):
         scores.sum().backward()
@@ -173,7 +173,7 @@ class LargestTensor(TorchDispatchMode):
 def test_backward_does_not_decode_all_documents():
     """The decoded corpus would have 51 MB."""
     Q, made = torch.randn(1, 4, 128), lik_ops.quantize(torch.randn(200, 500, 128))
-    stored, rest = made.stored(), (None, torch.arange(0, 100_001, 500), *[None] * 5)
+    stored, rest = made.to_flat_encoded(), (None, torch.arange(0, 100_001, 500), *[None] * 5)
     scores, argmax = lik.maxsim_quantized_fwd(Q, *stored, *rest, False, torch.int32, 4)
     tensors = Q, Q.new_empty(()).expand(100_000, 128), *rest
     with LargestTensor() as largest:

@@ -143,7 +143,7 @@ def test_few_tokens_have_the_bits_of_slices(kind, shape, candidates, dtype):
             scores = torch.full((Nq, Nd), math.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
             argmax = torch.full((Nq, Nd, Lq) if candidates else (Nd, Nq, Lq), -7, dtype=torch.int32)
             layout = make_batched_args(Q, D, *rest, scores, argmax if winners else None)
-            if not kind.takes(layout):
+            if not kind.supports(layout):
                 break
             each(layout, extras).run()
             results.append((scores, argmax))
@@ -188,7 +188,7 @@ def test_bits_of_wide_tokens_do_not_depend_on_their_place(d, dtype):
     keep[:, 1:] = False
 
     def forward(Q, D, q_mask=keep, normalize=False):
-        assert WideForward.takes(make_batched_args(Q, D, q_mask, None, None, torch.empty(0, 0, dtype=dtype), None))
+        assert WideForward.supports(make_batched_args(Q, D, q_mask, None, None, torch.empty(0, 0, dtype=dtype), None))
         return portable.forward(Q, D, q_mask, None, None, normalize, torch.int32)
 
     for normalize in (False, True):

@@ -122,7 +122,7 @@ def test_slots_alternate_and_are_rewritten_only_after_scoring():
     nbytes = parts[0].D.numel() * 4 + 6
     buffer = copying.DoubleBuffer(torch.device("cpu"), nbytes, lanes)
     found = []
-    for part in buffer.copied(iter(parts)):
+    for part in buffer.copy(iter(parts)):
         found.append((part.D.clone(), part.d_mask.clone()))
         assert any(part.D.data_ptr() == slot.data_ptr() for slot in buffer.slots)
     for (D, d_mask), part in zip(found, parts, strict=True):
@@ -142,7 +142,7 @@ def test_copy_lanes_close_after_a_failed_part():
 
     lanes = Recording()
     with pytest.raises(OSError, match="disk"):
-        list(copying.DoubleBuffer(torch.device("cpu"), 4, lanes).copied(parts()))
+        list(copying.DoubleBuffer(torch.device("cpu"), 4, lanes).copy(parts()))
     assert lanes.log[-1] == ("close", None)
 
 
@@ -152,7 +152,7 @@ def test_double_buffered_search_matches_maxsim(monkeypatch):
 
     def on_device(parts, device, nbytes):
         lanes.append(Recording())
-        return copying.DoubleBuffer(device, nbytes, lanes[-1]).copied(parts)
+        return copying.DoubleBuffer(device, nbytes, lanes[-1]).copy(parts)
 
     monkeypatch.setattr("lik_ops.retrieval._streamed.iterate_on_device", on_device)
     Q, D = draw(3, 50, 4, 6, 8)

@@ -85,7 +85,7 @@ class Problem:
 
 def as_stored(made):
     """Return the encoded tokens with byte data in the dtype that kernels read."""
-    return made.stored()._replace(data=made.data.view(ALL_FORMATS[made.format].bytes))
+    return made.to_flat_encoded()._replace(data=made.data.view(ALL_FORMATS[made.format].bytes))
 
 
 def spread(packed, rows, total):

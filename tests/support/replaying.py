@@ -74,7 +74,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
     """Run a kernel in the interpreter, and report the launch to a capture in progress."""
     if launcher.thread_state.active_recorder is not None:
         values = [list(x) if _is_group(x) else x for x in args]
-        launcher.thread_state.active_recorder.launched(Interpreted(kernel, args, options), grid, args, values)
+        launcher.thread_state.active_recorder.record_launch(Interpreted(kernel, args, options), grid, args, values)
     with _disable_current_modes():  # the interpreter copies tensors
         kernel[grid](*args, **triton_versions.add_compile_options(options))
 

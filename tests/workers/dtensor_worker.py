@@ -133,7 +133,7 @@ def check_ragged(mesh, kind: str, options: bool, device: str) -> None:
 def check_quantized(mesh, kind: str, format: str, device: str) -> None:
     """Check replicated tensors, sharded lists, and unshardable codes and scales, which are gathered first."""
     Q, D, cu_q, offsets, lengths, pairs, *_ = ragged(kind, False, device)
-    given = [Q, *quantize(D, format).stored(), cu_q, offsets, lengths, pairs, None, None, None]
+    given = [Q, *quantize(D, format).to_flat_encoded(), cu_q, offsets, lengths, pairs, None, None, None]
 
     def scored(args: list) -> tuple:
         return torch.ops.lik.maxsim_quantized_fwd(*args, False, torch.int32, 4)

@@ -207,7 +207,7 @@ class _ChamferCall(NamedTuple):
         args = self.p, self.r, p, r, *descriptors, *self.keys, steps
         self.run(chamfer_products, tiles * cdiv(r.cloud_rows, steps * C.BN), args, launch)
 
-    def found(self, sides: tuple[KeyLayout, KeyLayout]) -> Nearest:
+    def select_nearest(self, sides: tuple[KeyLayout, KeyLayout]) -> Nearest:
         """Return the distances and nearest points that the keys identify."""
         d, results = self.sizes[3], []
         for x, y, keys, side in zip((self.p, self.r), (self.r, self.p), self.keys, sides, strict=True):
@@ -238,7 +238,7 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
                 if metric == "sqeuclidean" and d >= MIN_PRODUCT_FEATURES
                 else call.lower_by_distances()
             )
-        return call.found(sides)
+        return call.select_nearest(sides)
 
 
 def configure_slopes(arch: Architecture, d: int, metric: str) -> LaunchConfig:

@@ -45,7 +45,7 @@ def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: T
     if products:
         nearest_P.measure(P, R, metric)
         nearest_R.measure(R, P, metric)
-    return *nearest_P.found(masks[0], ok), *nearest_R.found(masks[1], ok)
+    return *nearest_P.results(masks[0], ok), *nearest_R.results(masks[1], ok)
 
 
 def backward_chamfer(tensors: Sequence, metric: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ class _NearestPoints:
         distances = _apply_metric(X - Y.gather(1, nearest), metric).sum(2)
         self.best = torch.where(has_nearest & ~self.best.isnan(), distances, self.best)
 
-    def found(self, keep: Tensor | None, ok: Tensor | None) -> tuple[Tensor, Tensor]:
+    def results(self, keep: Tensor | None, ok: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return distances and indices.
 
         They are 0 and -1 past the end of a cloud, and NaN and -1 if a length is invalid.

@@ -101,7 +101,7 @@ def pool_tokens(
     if tokens.numel() and not torch.stack(tokens.detach().aminmax()).isfinite().all():
         raise ValueError(f"{_OP}: D: expected finite tokens, got NaN or infinity")
     with torch.no_grad():
-        clustering = _Clustering.on(tokens.device, method, metric)
+        clustering = _Clustering.create(tokens.device, method, metric)
         labels, cu_seqlens = _label_tokens(tokens.detach(), lengths, factor, num_protected, clustering)
         order = labels.argsort(stable=True)
         sizes = labels.bincount(minlength=int(cu_seqlens[-1]))
@@ -171,7 +171,7 @@ class _Clustering(NamedTuple):
     ward: clusters.WardClustering | None  # for the hierarchical method
 
     @classmethod
-    def on(cls, device: torch.device, method: str, metric: str) -> _Clustering:
+    def create(cls, device: torch.device, method: str, metric: str) -> _Clustering:
         """Return a clustering for documents on a device.
 
         Distances are fp64, whatever the dtype of the tokens is. The kernels of the hierarchical method compute in fp64.

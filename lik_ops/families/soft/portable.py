@@ -64,9 +64,9 @@ class SoftForward(SliceForward):
             S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
         m = _replace_infinities(S.amax(-2))
         lse = S.sub_(m.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(m)
-        best.copy_(lse if start == 0 else self._joined(best, lse))
+        best.copy_(lse if start == 0 else self._merge(best, lse))
 
-    def _joined(self, a: Tensor, b: Tensor) -> Tensor:
+    def _merge(self, a: Tensor, b: Tensor) -> Tensor:
         """Combine the soft maxima of two parts of a document."""
         high, low = torch.maximum(a, b), torch.minimum(a, b)
         lse = ((low - high) / self.temperature).exp_().log1p_().mul_(self.temperature).add_(high)

@@ -359,7 +359,7 @@ def backward_ragged(
     grad_scores: Tensor, tensors: Sequence, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> Gradients:
     """Compute the gradients of `backward_cut` for the tensors of a ragged operator."""
-    c = PackedArgs.of(tensors, argmax.shape[1]).for_kernel()
+    c = PackedArgs.from_tensors(tensors, argmax.shape[1]).for_kernel()
     return backward_cut(grad_scores, c, argmax, normalize, needs, unified)
 
 
@@ -371,7 +371,7 @@ def backward_quantized(
     The D of `tensors` is a placeholder that only carries the token count.
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
-    c = PackedArgs.of((tensors[0], data, *tensors[2:]), argmax.shape[1]).for_kernel()
+    c = PackedArgs.from_tensors((tensors[0], data, *tensors[2:]), argmax.shape[1]).for_kernel()
     all_needs = [needs[0], False, needs[1]]
     grad_Q, _, grad_weight = backward_cut(grad_scores, c, argmax, normalize, all_needs, False, stored)
     return grad_Q, grad_weight

@@ -367,5 +367,5 @@ def forward_ragged(
 
     The argmax is empty if `argmax_dtype` is None.
     """
-    c = PackedArgs.of(tensors, max_seqlen_q).for_kernel()
+    c = PackedArgs.from_tensors(tensors, max_seqlen_q).for_kernel()
     return ragged_plan(c, normalize, argmax_dtype).forward_ragged(c)

@@ -75,7 +75,7 @@ def forward_quantized(
         max_seqlen_q: maximum number of tokens of a query.
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
-    c = PackedArgs.of((transform_queries(stored, tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
+    c = PackedArgs.from_tensors((transform_queries(stored, tensors[0]), data, *tensors[2:]), max_seqlen_q).for_kernel()
     scores, argmax = _run_packed(c, stored, normalize, argmax_dtype)
     return scores, c.Q.new_empty(0, dtype=torch.int32) if argmax is None else argmax
 
@@ -137,7 +137,7 @@ def _run_packed(
         call = choose.QuantizedChoiceArgs(c, stored, normalize, bool(argmax_dtype), architecture(c.Q.device))
         choose.apply_rules(choose.QUANTIZED_RULES, call)
         require_unforced("a tensor does not start at a multiple of 16 bytes, or the kernel does not compile")
-    stored = _choose_query_format(stored.flat(), c.Q)
+    stored = _choose_query_format(stored.flatten(), c.Q)
     data, encoding = view_for_kernel(c.D, stored.format, architecture(c.Q.device))
     c, counts = c._replace(D=data), make_dequant_args(stored)
     if normalize:

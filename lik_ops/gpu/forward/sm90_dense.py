@@ -142,7 +142,7 @@ class Sm90Plan(GluonPlan):
 
     def _tokens(self, D: Tensor, sizes: SizeArgs) -> Any:
         """Return a descriptor of all document tokens as rows."""
-        return self.tiles.of(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
+        return self.tiles.make(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
 
     def _norms(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Tensor | None]:
         """Return inverse norms of document tokens and, for the large-d kernel with `normalize`, of query tokens.
@@ -161,7 +161,7 @@ class Sm90Plan(GluonPlan):
         operands = make_query_args(x.Q, None, None), make_document_args(x.D, x.d_mask)
         args = (*operands, queries, documents, sizes, self.d, BN, self.norm_features, self.normalize, sizes.Ld < BN)
         launcher.launch(token_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
-        return gluon.make_tile_descriptor((BN,), torch.float32).of(documents, [len(documents)], [1]), queries
+        return gluon.make_tile_descriptor((BN,), torch.float32).make(documents, [len(documents)], [1]), queries
 
     def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         """Return the kernel arguments between the queries and the sizes."""
@@ -201,8 +201,8 @@ class Sm90Fp32Plan(Sm90Plan):
         scales = torch.empty(padded_tokens, dtype=torch.float32, device=self.device)
         assert self.second is not None
         split_tokens(x.D, x.d_mask, terms, scales, self.d, self.second[0], C.BN)
-        tiles = self.tiles.of(terms, list(terms.shape), [C.BD, 1])
-        return tiles, (gluon.make_tile_descriptor((C.BN,), torch.float32).of(scales, [padded_tokens], [1]), None)
+        tiles = self.tiles.make(terms, list(terms.shape), [C.BD, 1])
+        return tiles, (gluon.make_tile_descriptor((C.BN,), torch.float32).make(scales, [padded_tokens], [1]), None)
 
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         assert self.second is not None
@@ -231,7 +231,7 @@ class Sm90LargeDPlan(Sm90Plan):
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
 
     def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
-        rows = self.query_tiles.of(x.Q, list(x.Q.shape), list(x.Q.stride()))
+        rows = self.query_tiles.make(x.Q, list(x.Q.shape), list(x.Q.stride()))
         return rows, tokens, *norms, OutputArgs(sums, argmax)
 
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:

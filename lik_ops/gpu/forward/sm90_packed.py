@@ -98,7 +98,7 @@ def _sum_maxima(
 def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, outputs: RowMaximaOutputArgs) -> None:
     """Launch `maxsim_row_maxima_sm90`."""
     C, tokens = choice.config, rows.tokens
-    descriptor = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).of(
+    descriptor = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).make(
         tokens, list(tokens.shape), [tokens.shape[1], 1]
     )
     tiles = None if rows.patches is None else rows.patches.bits.shape[2]

@@ -91,12 +91,12 @@ class QuantizedPlan(Sm90Plan):
     def _tokens(self, D: Tensor, sizes: Any) -> Any:
         if not self.has_codes:
             return super()._tokens(D, sizes)
-        return self.tiles.of(D, [D.numel()], [1])  # words
+        return self.tiles.make(D, [D.numel()], [1])  # words
 
     def _norms(self, x: Any, sizes: Any) -> tuple[Any, Tensor | None]:
         if not self.each_token:
             return None, None
-        return gluon.make_tile_descriptor((self.choice.config.BN,), torch.float32).of(
+        return gluon.make_tile_descriptor((self.choice.config.BN,), torch.float32).make(
             x.scale, [x.scale.numel()], [1]
         ), None
 

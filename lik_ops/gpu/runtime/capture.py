@@ -198,7 +198,9 @@ class _CallRecorder:
             return _PointerOffset(0, 0)
         return offsets[0]
 
-    def launched(self, bound: launcher.CompiledKernel | None, grid: tuple[int, ...], args: tuple, values: list) -> None:
+    def record_launch(
+        self, bound: launcher.CompiledKernel | None, grid: tuple[int, ...], args: tuple, values: list
+    ) -> None:
         """Record a kernel launch on behalf of `launcher.launch`."""
         if bound is None or bound.direct is None:
             self.obstacle = self.obstacle or "not launched directly"

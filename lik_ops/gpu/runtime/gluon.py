@@ -70,7 +70,7 @@ class TileDescriptor(NamedTuple):
     layout: Any
     descriptor: Any
 
-    def of(self, x: Tensor, shape: list[int], strides: list[int]) -> Any:
+    def make(self, x: Tensor, shape: list[int], strides: list[int]) -> Any:
         """Return the descriptor of `x` with the given shape and strides."""
         return self.descriptor(x, shape, strides, self.block, self.layout)
 

@@ -485,12 +485,12 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, A
         ensure_cuda_context()
         bound, values = get_compiled_kernel(kernel, args, options)
         if thread_state.active_recorder is not None:
-            thread_state.active_recorder.launched(bound, grid, args, values)
+            thread_state.active_recorder.record_launch(bound, grid, args, values)
         if bound is not None:
             bound.launch(grid, args, values)
             return bound
     elif thread_state.active_recorder is not None:
-        thread_state.active_recorder.launched(None, grid, args, [])
+        thread_state.active_recorder.record_launch(None, grid, args, [])
     kernel[grid](*args, **triton_versions.add_compile_options(options))
     return None
 

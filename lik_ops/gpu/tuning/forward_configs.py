@@ -329,19 +329,19 @@ class _PackedCall(NamedTuple):
         return INT8_TERMS_BY_ENCODING.get(self.encoding, 0) if self.kind.d <= MAX_INT8_FEATURES else 0
 
     @property
-    def converts(self) -> bool:
+    def converts_to_fp32(self) -> bool:
         """Return whether encoded documents are converted to fp32."""
         return bool(self.encoding) and not self.kind.half and not self.terms
 
     @property
-    def codes(self) -> bool:
+    def has_codes(self) -> bool:
         """Return whether documents are residual codes."""
         return get_bucket_bits(self.encoding) > 0
 
     @property
-    def crowded(self) -> bool:
+    def shares_registers(self) -> bool:
         """Return whether decoding shares the registers with an argmax or 64-bit offsets."""
-        return self.codes and (self.argmax or self.kind.wide > 0)
+        return self.has_codes and (self.argmax or self.kind.wide > 0)
 
     def decodes_words(self, launch: LaunchConfig) -> bool:
         """Return whether tokens of residual words are decoded once for as many query rows as fit."""
@@ -350,7 +350,7 @@ class _PackedCall(NamedTuple):
     def spills(self, launch: LaunchConfig) -> bool:
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
         split = launch.config.FP32_TERMS > 0 and launch.config.BM < _MAX_PACKED_TILE_ROWS
-        is_crowded = self.unit == "mma" or (self.crowded and not launch.config.TOKENS_FIRST)
+        is_crowded = self.unit == "mma" or (self.shares_registers and not launch.config.TOKENS_FIRST)
         return split or (self.argmax and is_crowded)
 
 
@@ -387,15 +387,15 @@ _PACKED_OVERRIDES = (
         reason=_SEGMENTS,
     ),
     Override(
-        when=lambda call, x: call.crowded or (call.codes and call.unit == "wgmma"),
+        when=lambda call, x: call.shares_registers or (call.has_codes and call.unit == "wgmma"),
         change={"max_registers": 255},
         reason=_SPILLS,
     ),
     Override(
         when=lambda call, x: (
-            (call.crowded and x.config.BM == _MAX_PACKED_TILE_ROWS)
+            (call.shares_registers and x.config.BM == _MAX_PACKED_TILE_ROWS)
             or (
-                call.codes
+                call.has_codes
                 and call.unit == "wgmma"
                 and (x.config.BM == _MAX_PACKED_TILE_ROWS or not x.config.SINGLE_STEP)
             )
@@ -404,7 +404,7 @@ _PACKED_OVERRIDES = (
         reason=_SPILLS,
     ),
     Override(
-        when=lambda call, x: call.converts and get_code_bits(call.encoding) and call.unit == "wgmma",
+        when=lambda call, x: call.converts_to_fp32 and get_code_bits(call.encoding) and call.unit == "wgmma",
         change={"num_warps": 8},
         reason=_SPILLS,
     ),
@@ -434,7 +434,7 @@ _PACKED_OVERRIDES = (
     # Stages.
     Override(
         when=lambda call, x: (
-            call.has_few_documents and not call.codes and x.config.TOKENS_FIRST and call.unit == "wgmma"
+            call.has_few_documents and not call.has_codes and x.config.TOKENS_FIRST and call.unit == "wgmma"
         ),
         change={"num_stages": 4},
         reason="the longest of few documents determines the time, so its pipeline is deep",
@@ -454,7 +454,7 @@ _PACKED_OVERRIDES = (
         measured_on="ptxas of Triton 3.6",
     ),
     Override(
-        when=lambda call, x: call.codes and not x.config.SINGLE_STEP,
+        when=lambda call, x: call.has_codes and not x.config.SINGLE_STEP,
         change={"num_stages": 1, "BN": at_most("BN", 64)},
         reason="each further stage would hold rows of centroids, perhaps in fp32",
     ),
@@ -494,8 +494,12 @@ _PACKED_OVERRIDES = (
         change={"num_warps": 8, "max_registers": 255, "walkers": MEASURED_SMS},
     ),
     # Document tokens.
-    Override(when=lambda call, x: call.converts or call.spills(x), change={"BN": at_most("BN", 32)}, reason=_SPILLS),
-    Override(when=lambda call, x: call.unit == "mma" and (call.converts or call.crowded), change={"BN": 16}),
+    Override(
+        when=lambda call, x: call.converts_to_fp32 or call.spills(x), change={"BN": at_most("BN", 32)}, reason=_SPILLS
+    ),
+    Override(
+        when=lambda call, x: call.unit == "mma" and (call.converts_to_fp32 or call.shares_registers), change={"BN": 16}
+    ),
 )
 
 

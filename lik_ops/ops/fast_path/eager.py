@@ -339,7 +339,7 @@ def repeat_maxsim_quantized(
     """
     if _is_compiling() or is_checking_values():
         return None
-    encoded_tokens, is_dense = D.kept(), cu_seqlens_q is None and cu_seqlens_d is None
+    encoded_tokens, is_dense = D.to_encoded(), cu_seqlens_q is None and cu_seqlens_d is None
     args = Q, encoded_tokens.data, cu_seqlens_q, cu_seqlens_d, None, None, None, *per_token
     entry = plans.get(_make_quantized_key(encoded_tokens, args, (D.d, *options), is_dense))
     if entry is None:

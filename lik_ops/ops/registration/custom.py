@@ -41,7 +41,7 @@ def custom_op(
             registered one.
     """
 
-    def defined(body: Callable) -> CustomOpDef:
+    def define(body: Callable) -> CustomOpDef:
         bare_name = name.partition("::")[2]
         op = torch.library.custom_op(name, mutates_args=(), schema=schema, tags=tags)(body)
         if _skip_in_dynamo(_run_hidden):
@@ -53,7 +53,7 @@ def custom_op(
         set_docstring(bare_name, body.__doc__ or "")
         return op
 
-    return defined
+    return define
 
 
 def _run_hidden(hidden: Callable, body: Callable, *args: Any) -> Any:

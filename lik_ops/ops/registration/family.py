@@ -193,10 +193,10 @@ def make_raising_backward(name: str, instead: str, missing: str = "gradient") ->
     """Return a backward for an operator without a gradient. Its error names `missing` and suggests `instead`."""
     message = f"{add_op_namespace_prefix(name)} has no {missing}: {instead}"
 
-    def raises(ctx, *grads):
+    def raise_error(ctx, *grads):
         raise NotImplementedError(message)
 
-    return raises
+    return raise_error
 
 
 def make_raising_double_backward(name: str) -> Callable[..., NoReturn]:

@@ -30,19 +30,19 @@ class _VmapBatch:
         """Return the rank of argument i in a sample."""
         return self.args[i].dim() - self.is_batched[i]
 
-    def stacked(self, i: int) -> Any:
+    def expand(self, i: int) -> Any:
         """Return argument i with the batch axis, expanded if the samples share it. None stays None."""
         x = self.args[i]
         return x if x is None or self.is_batched[i] else x.expand(self.size, *x.shape)
 
-    def folded(self, i: int, axis: int = 0) -> Any:
+    def fold(self, i: int, axis: int = 0) -> Any:
         """Return argument i with the batch axis folded into `axis` of its samples."""
-        x = self.stacked(i)
+        x = self.expand(i)
         return None if x is None else x.movedim(0, axis).flatten(axis, axis + 1)
 
     def fold_only(self, folded_args: tuple[int, ...], among: tuple[int, ...]) -> list:
         """Return the arguments `among`, of which only `folded_args` are folded. The samples share the others."""
-        return [self.folded(i) if i in folded_args else self.args[i] for i in among]
+        return [self.fold(i) if i in folded_args else self.args[i] for i in among]
 
     def any_of(self, *indices: int) -> bool:
         """Return whether any of these arguments has a batch axis."""
@@ -58,7 +58,7 @@ class _VmapBatch:
         total = x.numel() * times * x.element_size()
         return isinstance(total, int) and times != 1 and total > MAX_COPIED_BYTES
 
-    def one_by_one(self, op: Any, *constants: Any) -> Outputs:
+    def run_samples(self, op: Any, *constants: Any) -> Outputs:
         """Return the stacked outputs of `op` for each sample."""
         args = list(zip(self.args, self.is_batched, strict=True))
         if not self.size:  # one sample of zeros determines the shapes of the outputs
@@ -80,9 +80,9 @@ def vmap_forward(
     if not candidates and not batch.any_of(0, 2, 4) and not batch.is_too_large_to_copy(1):
         return _side_forward(batch, op, constants, queries=False)
     if batch.is_too_large_to_copy(1) or (not candidates and batch.is_too_large_to_copy(1, Nq)):
-        return batch.one_by_one(op, *constants)
+        return batch.run_samples(op, *constants)
     D, d_mask = _expand_candidates(batch, Nq, candidates)
-    scores, argmax = op(batch.folded(0), D, batch.folded(2), d_mask, batch.folded(4), *constants)
+    scores, argmax = op(batch.fold(0), D, batch.fold(2), d_mask, batch.fold(4), *constants)
     scores = scores.unflatten(0, (B, Nq))
     if argmax_dtype is None:
         return (scores, argmax), (0, None)
@@ -100,7 +100,7 @@ def loop_over_samples(op: Any, tensors: int, info: Any, in_dims: tuple, *args: A
         in_dims: the batch axis of each argument, or None.
         *args: the arguments of the operator.
     """
-    return _VmapBatch(info.batch_size, in_dims, args[:tensors]).one_by_one(op, *args[tensors:])
+    return _VmapBatch(info.batch_size, in_dims, args[:tensors]).run_samples(op, *args[tensors:])
 
 
 def vmap_topk(
@@ -110,9 +110,9 @@ def vmap_topk(
     batch = _VmapBatch(info.batch_size, in_dims, (Q, D, q_mask, d_mask, cu_seqlens_d, q_weight))
     op = lik.maxsim_topk
     if batch.any_of(1, 3, 4):
-        return batch.one_by_one(op, normalize, top_k, chunk)
+        return batch.run_samples(op, normalize, top_k, chunk)
     _, D, _, d_mask, cu_seqlens_d, _ = batch.args
-    results = op(batch.folded(0), D, batch.folded(2), d_mask, cu_seqlens_d, batch.folded(5), normalize, top_k, chunk)
+    results = op(batch.fold(0), D, batch.fold(2), d_mask, cu_seqlens_d, batch.fold(5), normalize, top_k, chunk)
     return tuple(x.unflatten(0, (batch.size, batch.args[0].shape[-3])) for x in results), (0, 0)
 
 
@@ -130,8 +130,8 @@ def _side_forward(batch: _VmapBatch, op: Any, constants: tuple, queries: bool) -
 def _expand_candidates(batch: _VmapBatch, Nq: Any, candidates: bool) -> tuple[Tensor, Tensor | None]:
     """Return the documents and their mask as candidates of each query of each sample."""
     if candidates:
-        return batch.folded(1), batch.folded(3)
-    D, d_mask = batch.stacked(1), batch.stacked(3)
+        return batch.fold(1), batch.fold(3)
+    D, d_mask = batch.expand(1), batch.expand(3)
     D = D.unsqueeze(1).expand(-1, Nq, -1, -1, -1).flatten(0, 1)
     return D, None if d_mask is None else d_mask.unsqueeze(1).expand(-1, Nq, -1, -1).flatten(0, 1)
 
@@ -158,7 +158,7 @@ def vmap_backward(
         (grad_Q, _, grad_w), (q_dim, _, w_dim) = _side_backward(batch, op, normalize, query_needs, queries=True)
         (_, grad_D, _), (_, d_dim, _) = _side_backward(batch, op, normalize, document_needs, queries=False)
         return (grad_Q, grad_D, grad_w), (q_dim, d_dim, w_dim)
-    return batch.one_by_one(op, normalize, needs)
+    return batch.run_samples(op, normalize, needs)
 
 
 def _unfold_gradients(grads: tuple[Tensor, ...], needs: list[bool], batch: _VmapBatch) -> Outputs:
@@ -176,21 +176,21 @@ def _unfold_gradients(grads: tuple[Tensor, ...], needs: list[bool], batch: _Vmap
 
 def _candidates_backward(batch: _VmapBatch, op: Any, candidates: bool, normalize: bool, needs: list[bool]) -> Outputs:
     """Return the gradients of a batch whose documents are candidates of each query."""
-    argmax = batch.stacked(3)
+    argmax = batch.expand(3)
     if batch.sample_dim(3) == 1:
         argmax = batch.args[3].flatten()[:0]
     else:
         argmax = (argmax if candidates else argmax.transpose(1, 2)).flatten(0, 1)
-    D, d_mask = (batch.folded(2), batch.folded(5)) if candidates else (batch.stacked(2), batch.stacked(5))
-    queries = batch.folded(1), D, argmax, batch.folded(4), d_mask, batch.folded(6)
-    return _unfold_gradients(op(batch.folded(0), *queries, normalize, needs), needs, batch)
+    D, d_mask = (batch.fold(2), batch.fold(5)) if candidates else (batch.expand(2), batch.expand(5))
+    queries = batch.fold(1), D, argmax, batch.fold(4), d_mask, batch.fold(6)
+    return _unfold_gradients(op(batch.fold(0), *queries, normalize, needs), needs, batch)
 
 
 def _side_backward(batch: _VmapBatch, op: Any, normalize: bool, needs: list[bool], queries: bool) -> Outputs:
     """Return the gradients of the side that is folded. The gradients of the shared side must not be needed."""
-    grad_scores, argmax = batch.folded(0, 0 if queries else 1), batch.args[3].flatten()[:0]
+    grad_scores, argmax = batch.fold(0, 0 if queries else 1), batch.args[3].flatten()[:0]
     if batch.sample_dim(3) == 3:
-        argmax = batch.folded(3, 1 if queries else 0)
+        argmax = batch.fold(3, 1 if queries else 0)
     side_args = (1, 4, 6) if queries else (2, 5)
     Q, D, *options = batch.fold_only(side_args, (1, 2, 4, 5, 6))
     return _unfold_gradients(op(grad_scores, Q, D, argmax, *options, normalize, needs), needs, batch)

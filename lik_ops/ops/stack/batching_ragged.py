@@ -78,13 +78,13 @@ class _RaggedVmapBatch:
 
     def _tokens(self, i: int, is_folded: bool) -> Any:
         """Return field i. It is folded if `is_folded`, because each sample has its own."""
-        return self.batch.folded(self.first + i) if is_folded else self.batch.args[self.first + i]
+        return self.batch.fold(self.first + i) if is_folded else self.batch.args[self.first + i]
 
     def _make_cu_seqlens(self) -> Tensor:
         """Return the query offsets of the one call. Invalid offsets become -1."""
         if not self.layout.queries:
             return self.batch.args[self.first + _ENDS]
-        ends, tokens = self.batch.stacked(self.first + _ENDS).long(), self.sample_shape(0)[0]
+        ends, tokens = self.batch.expand(self.first + _ENDS).long(), self.sample_shape(0)[0]
         is_inside = (ends >= 0) & (ends <= tokens)
         ends = torch.where(is_inside, ends + self._samples(ends) * tokens, -1)
         return pad(pad(ends, (0, 1), value=-1).flatten(), (0, 1), value=-1)
@@ -93,7 +93,7 @@ class _RaggedVmapBatch:
         """Return the document offsets and lengths of the one call."""
         if not self.layout.columns and not self.layout.both:
             return self.batch.args[self.first + _OFFSETS], self.batch.args[self.first + _LENGTHS]
-        offsets, lengths = (self.batch.stacked(self.first + i).long() for i in (_OFFSETS, _LENGTHS))
+        offsets, lengths = (self.batch.expand(self.first + i).long() for i in (_OFFSETS, _LENGTHS))
         if self.layout.documents:
             tokens = self.sample_shape(1)[0]
             is_inside = (offsets >= 0) & (lengths >= 0) & (lengths <= tokens - offsets)
@@ -112,7 +112,7 @@ class _RaggedVmapBatch:
         """Return the pairs of the one call. Invalid pairs become -1."""
         if not self.layout.pairs:
             return None
-        pairs = self.batch.stacked(self.first + _PAIRS).long()
+        pairs = self.batch.expand(self.first + _PAIRS).long()
         columns = self.sample_shape(_OFFSETS)[0]
         limits = torch.tensor([self.queries, columns], device=pairs.device)
         strides = torch.tensor(
@@ -160,7 +160,7 @@ def _pack_samples(tensors: tuple, in_dims: tuple) -> tuple[list, list]:
     dims = [None if dim is None else 0 for dim in in_dims]
     if stacked_tensors[_LENGTHS] is None:
         dims[_LENGTHS] = dims[_OFFSETS]
-    return list(RaggedArgs.of(stacked_tensors)), dims
+    return list(RaggedArgs.from_tensors(stacked_tensors)), dims
 
 
 def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
@@ -169,7 +169,7 @@ def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     batch, constants, op = _VmapBatch(info.batch_size, tuple(dims), tuple(tensors)), args[9:], lik.maxsim_ragged_fwd
     packed = _RaggedVmapBatch(batch, 0, (False, False, False))
     if packed.has_large_copies:
-        return batch.one_by_one(op, *constants)
+        return batch.run_samples(op, *constants)
     with checks(False):  # the invalid offsets between samples are intended
         return _split_samples(packed, *op(*packed.tensors(), *constants))
 
@@ -194,7 +194,7 @@ def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     sample_batch = _VmapBatch(
         info.batch_size, tuple(in_dims[n] for n in tensor_positions), tuple(args[n] for n in tensor_positions)
     )
-    return sample_batch.one_by_one(lambda *x: op(*x[:_FORMAT], args[_FORMAT], *x[_FORMAT:], *constants))
+    return sample_batch.run_samples(lambda *x: op(*x[:_FORMAT], args[_FORMAT], *x[_FORMAT:], *constants))
 
 
 def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> Outputs:
@@ -216,10 +216,10 @@ def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any
     batch = _VmapBatch(info.batch_size, tuple(dims), (grad_scores, *tensors, argmax))
     packed = _RaggedVmapBatch(batch, 1, needs)
     if packed.has_large_copies:
-        grads = batch.one_by_one(op, normalize, unified, needs)[0]
+        grads = batch.run_samples(op, normalize, unified, needs)[0]
     else:
-        argmax = batch.folded(10, packed.argmax_axis)
-        upstream = packed.join_scores(batch.stacked(0))
+        argmax = batch.fold(10, packed.argmax_axis)
+        upstream = packed.join_scores(batch.expand(0))
         grads = op(upstream, *packed.tensors(), argmax, normalize, unified, needs)
     q_shape, d_shape = (
         x.shape if dim is None else x.movedim(dim, 0).shape[1:] for x, dim in zip(inputs[:2], in_dims[1:3], strict=True)

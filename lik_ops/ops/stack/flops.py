@@ -114,7 +114,7 @@ def _count_ragged_token_pairs(tensors: tuple, longest: Any) -> tuple:
 
     The query of a pair in `pairs` has at most `longest` tokens.
     """
-    c = PackedArgs.of(tensors, longest)
+    c = PackedArgs.from_tensors(tensors, longest)
     Tq, Td = c.Tq, c.Td
     if not _is_readable(c.Q, *c.indices):
         rows = Tq * c.columns if c.pairs is None else c.pairs.shape[0] * longest

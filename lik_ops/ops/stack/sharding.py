@@ -55,10 +55,10 @@ def replicate_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def make_packed_args(tensors: tuple, max_seqlen_q: Any) -> PackedArgs:
-    """Return `PackedArgs.of` these tensors, which may be DTensors."""
+    """Return `PackedArgs.from_tensors` these tensors, which may be DTensors."""
     if _DTensor is not None and isinstance(tensors[0], _DTensor):
         tensors = _pack_tensors(tensors)
-    return PackedArgs.of(tensors, max_seqlen_q)
+    return PackedArgs.from_tensors(tensors, max_seqlen_q)
 
 
 def _pack_tensors(tensors: tuple) -> RaggedArgs:
@@ -66,7 +66,7 @@ def _pack_tensors(tensors: tuple) -> RaggedArgs:
     # torch cannot flatten an unevenly sharded axis, and the rules replicate packed tokens.
     Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
     Q, D, *per_token = (_gather_shards(x) for x in (Q, D, *per_token))
-    r = RaggedArgs.of((Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token))
+    r = RaggedArgs.from_tensors((Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token))
     if cu_seqlens_q is None:
         r = r._replace(cu_seqlens_q=replicate_like(r.cu_seqlens_q, r.Q))
     if offsets is None:
@@ -170,7 +170,7 @@ class _Placements(NamedTuple):
         """Return the placements of `EncodedTokens`, in which the format, the fourth field, is not a tensor."""
         return *(self.replicated,) * 3, None, *(self.replicated,) * 3
 
-    def wanted(self, placements: Sequence, needs: Any) -> list:
+    def place_needed(self, placements: Sequence, needs: Any) -> list:
         """Return the placements of outputs. An output that is not needed is empty and replicated."""
         return [x if need else self.replicated for x, need in zip(placements, needs, strict=True)]
 
@@ -179,21 +179,21 @@ def _shard_token_topk(at: _Placements, a: tuple) -> list:
     # The first axis of the argmax is the rank, so other axes move by one.
     next_axis = {at.replicated: at.replicated, at.first: at.second, at.second: at.third}
     placements = at.dense(a[1])
-    return [(at.wanted((s, next_axis[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in placements]
+    return [(at.place_needed((s, next_axis[w]), (True, a[7])), (q, d, q, d, q)) for s, w, q, d, _, _ in placements]
 
 
 # For each operator: the placements of its results and of its arguments `a`, once for each supported sharding.
 _RULES: dict[str, Callable[[_Placements, tuple], list]] = {
     "maxsim_fwd": lambda at, a: [
-        (at.wanted((s, w), (True, a[6] is not None)), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])
+        (at.place_needed((s, w), (True, a[6] is not None)), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])
     ],
     "maxsim_bwd_lowmem maxsim_bwd_unified": lambda at, a: [
-        (at.wanted((of_q, of_d, of_q), a[8]), (s, q, d, at.argmax(a[3], w), q, d, q))
+        (at.place_needed((of_q, of_d, of_q), a[8]), (s, q, d, at.argmax(a[3], w), q, d, q))
         for s, w, q, d, of_q, of_d in at.dense(a[2])
     ],
     "maxsim_fwd_int8": lambda at, a: [((s, w, d, d), (q, d, q, d, q)) for s, w, q, d, _, _ in at.dense(a[1])],
     "maxsim_bwd_int8": lambda at, a: [
-        (at.wanted((of_q, of_d, of_q), a[9]), (s, q, d, d, w, q, q)) for s, w, q, d, of_q, of_d in at.dense(a[2])
+        (at.place_needed((of_q, of_d, of_q), a[9]), (s, q, d, d, w, q, q)) for s, w, q, d, of_q, of_d in at.dense(a[2])
     ],
     "maxsim_xtr_fwd": lambda at, a: [
         ((q, w, q), (q, at.replicated, q, at.replicated, q))
@@ -202,44 +202,47 @@ _RULES: dict[str, Callable[[_Placements, tuple], list]] = {
     "maxsim_token_topk_fwd": _shard_token_topk,
     "maxsim_cross_entropy_fwd": lambda at, a: [((q, q), (q, d, q, d, q, q)) for q, d, _ in at.losses(a[1])],
     "maxsim_cross_entropy_bwd": lambda at, a: [
-        (at.wanted((q, of_d, q), a[11]), (q, q, d, q, d, q, q, q)) for q, d, of_d in at.losses(a[2])
+        (at.place_needed((q, of_d, q), a[11]), (q, q, d, q, d, q, q, q)) for q, d, of_d in at.losses(a[2])
     ],
     "maxsim_soft_fwd": lambda at, a: [
-        (at.wanted((s, w), (True, a[8])), (q, d, q, d, q, at.replicated)) for s, w, q, d, _, _ in at.dense(a[1])
+        (at.place_needed((s, w), (True, a[8])), (q, d, q, d, q, at.replicated)) for s, w, q, d, _, _ in at.dense(a[1])
     ],
     "maxsim_soft_bwd": lambda at, a: [
-        (at.wanted((of_q, of_d, of_q, of_tau), a[10]), (s, q, d, w, q, d, q, at.replicated))
+        (at.place_needed((of_q, of_d, of_q, of_tau), a[10]), (s, q, d, w, q, d, q, at.replicated))
         for s, w, q, d, of_q, of_d, of_tau in at.heads(a[2])
     ],
     "maxsim_from_hidden_fwd": lambda at, a: [
-        (at.wanted((s, w), (True, a[8] is not None)), (q, h, at.replicated, at.replicated, q, h, q))
+        (at.place_needed((s, w), (True, a[8] is not None)), (q, h, at.replicated, at.replicated, q, h, q))
         for s, w, q, h, *_ in at.heads(a[1])
     ],
     "maxsim_from_hidden_bwd": lambda at, a: [
         (
-            at.wanted((of_q, of_h, of_head, of_head, of_q), a[10]),
+            at.place_needed((of_q, of_h, of_head, of_head, of_q), a[10]),
             (s, q, h, at.replicated, at.replicated, at.argmax(a[5], w), q, h, q),
         )
         for s, w, q, h, of_q, of_h, of_head in at.heads(a[2])
     ],
     "chamfer_fwd": lambda at, a: [((placement,) * 4, (placement,) * 4) for placement in at[:2]],
-    "chamfer_bwd": lambda at, a: [(at.wanted((placement, placement), a[7]), (placement,) * 6) for placement in at[:2]],
+    "chamfer_bwd": lambda at, a: [
+        (at.place_needed((placement, placement), a[7]), (placement,) * 6) for placement in at[:2]
+    ],
     "maxsim_topk": lambda at, a: [((q, q), (q, at.replicated, q, at.replicated, at.replicated, q)) for q in at[:2]],
     "maxsim_topk_codes": lambda at, a: [
         ((q, q), (q, at.replicated, at.replicated, q, at.replicated, at.replicated, q)) for q in at[:2]
     ],
     "maxsim_ragged_fwd": lambda at, a: [
-        (at.wanted((s, w), (True, a[10] is not None)), tensors) for s, w, tensors, _ in at.ragged(RaggedArgs(*a[:9]))
+        (at.place_needed((s, w), (True, a[10] is not None)), tensors)
+        for s, w, tensors, _ in at.ragged(RaggedArgs(*a[:9]))
     ],
     "maxsim_ragged_bwd": lambda at, a: [
-        (at.wanted((grad,) * 3, a[13]), (s, *x, w)) for s, w, x, grad in at.ragged(RaggedArgs(*a[1:10]))
+        (at.place_needed((grad,) * 3, a[13]), (s, *x, w)) for s, w, x, grad in at.ragged(RaggedArgs(*a[1:10]))
     ],
     "maxsim_quantized_fwd": lambda at, a: [
-        (at.wanted((s, w), (True, a[16] is not None)), (x.Q, *at.encoded(), *x[2:]))
+        (at.place_needed((s, w), (True, a[16] is not None)), (x.Q, *at.encoded(), *x[2:]))
         for s, w, x, _ in at.ragged(RaggedArgs(*a[:2], *a[8:15]))
     ],
     "maxsim_quantized_bwd": lambda at, a: [
-        (at.wanted((grad,) * 2, a[18]), (s, x.Q, *at.encoded(), *x[2:], w))
+        (at.place_needed((grad,) * 2, a[18]), (s, x.Q, *at.encoded(), *x[2:], w))
         for s, w, x, grad in at.ragged(RaggedArgs(*a[1:3], *a[9:16]))
     ],
 }

@@ -175,7 +175,7 @@ class _PackedBackward(DenseBackward):
 
     def _read(self, source: Tensor, rows: Tensor | slice) -> Tensor:
         """Return rows of `source`, decoded if they are encoded."""
-        return source[rows] if self.stored is None else self.stored.decoded(rows, self.d)
+        return source[rows] if self.stored is None else self.stored.decode(rows, self.d)
 
     def _add(
         self,

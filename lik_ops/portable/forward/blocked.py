@@ -210,7 +210,7 @@ def forward_blocked(
     start, plan = _make_initial_state(args, blocks, argmax_dtype), _make_loop_tensors(blocks, Q.device)
     loop_tensors, constant_tensors = [t for t in start if t is not None], [*plan, *(t for t in args if t is not None)]
 
-    def unpacked(tensors: tuple[Tensor, ...]) -> tuple[_LoopState, _LoopTensors, DenseArgs]:
+    def unpack(tensors: tuple[Tensor, ...]) -> tuple[_LoopState, _LoopTensors, DenseArgs]:
         """Rebuild the records from the flat tensors of the loop."""
         iterator = iter(tensors)
         return (
@@ -219,14 +219,15 @@ def forward_blocked(
             DenseArgs(*(None if t is None else next(iterator) for t in args)),  # type: ignore[arg-type]
         )
 
-    def goes_on(*tensors: Tensor) -> Tensor:
-        state, sizes, _ = unpacked(tensors)
+    def has_steps_left(*tensors: Tensor) -> Tensor:
+        state, sizes, _ = unpack(tensors)
         return state.n < sizes.steps
 
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t for t in _score_block(*unpacked(tensors), normalize) if t is not None)
+        return tuple(t for t in _score_block(*unpack(tensors), normalize) if t is not None)
 
-    end, *_ = unpacked((*while_loop_op(goes_on, step, tuple(loop_tensors), tuple(constant_tensors)), *constant_tensors))  # type: ignore[arg-type]
+    tensors = while_loop_op(has_steps_left, step, tuple(loop_tensors), tuple(constant_tensors))  # type: ignore[arg-type]
+    end, *_ = unpack((*tensors, *constant_tensors))
     return _fill_empty_documents(end, args)
 
 

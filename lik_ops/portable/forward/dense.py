@@ -70,9 +70,13 @@ def allocate_outputs(
 
 def run_forward(layout: BatchedArgs, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors must not be empty."""
-    kind: type[PortableForward] = InPlaceForward if InPlaceForward.takes(layout, normalize) else SliceForward
+    kind: type[PortableForward] = InPlaceForward if InPlaceForward.supports(layout, normalize) else SliceForward
     kind = next(
-        (candidate for candidate in (WideForward, FewQueriesForward, FewDocumentsForward) if candidate.takes(layout)),
+        (
+            candidate
+            for candidate in (WideForward, FewQueriesForward, FewDocumentsForward)
+            if candidate.supports(layout)
+        ),
         kind,
     )
     kind(layout, normalize).run()
@@ -89,7 +93,7 @@ class InPlaceForward(SliceForward):
     min_documents = MIN_ROWS
 
     @staticmethod
-    def takes(layout: BatchedArgs, normalize: bool) -> bool:
+    def supports(layout: BatchedArgs, normalize: bool) -> bool:
         """Return whether documents need no conversion and are enough for a slice.
 
         With argmax, whole documents are faster. Queries of several panels read whole documents from the cache.

@@ -139,7 +139,7 @@ class _NarrowForward(PortableForward):
         S = self.similarities[: n * self.rows * self.columns].view(n, self.rows, self.columns)
         return torch.bmm(narrow_slices, other_slices.mT, out=S)
 
-    def _joined(self, panels: Tensor, batches: int, count: int) -> Tensor:
+    def _join_panels(self, panels: Tensor, batches: int, count: int) -> Tensor:
         """Reshape ``[slices, n, columns]`` to ``[batches, n, count]`` by joining the panels of each batch."""
         n_panels = ceil_div(count, self.columns)
         batch_panels = panels[: batches * n_panels].view(batches, n_panels, *panels.shape[1:])
@@ -187,7 +187,7 @@ class FewDocumentsForward(_NarrowForward):
     """
 
     @staticmethod
-    def takes(layout: BatchedArgs) -> bool:
+    def supports(layout: BatchedArgs) -> bool:
         """Return whether the documents of a query fit one slice."""
         B, X, Ld, d = layout.D.shape
         tokens = X * Ld
@@ -221,11 +221,11 @@ class FewDocumentsForward(_NarrowForward):
             S = self._similarities(*part)
             if layout.argmax is None:
                 full_documents = S[:, : S.shape[1] // self.Ld * self.Ld]
-                self._place(full_documents.unflatten(1, (-1, self.Ld)).amax(2), best)
+                self._write(full_documents.unflatten(1, (-1, self.Ld)).amax(2), best)
                 continue
             value, index = reduce_maxima(S, self.Ld)
-            self._place(value, best)
-            self._place(index, layout.argmax[part[0], :, part[1], s])
+            self._write(value, best)
+            self._write(index, layout.argmax[part[0], :, part[1], s])
 
     def _narrow_side(self, b: slice) -> Tensor:
         return self.layout.D[b, : self.X, : self.Ld]
@@ -250,10 +250,10 @@ class FewDocumentsForward(_NarrowForward):
             target[:, : self.tokens].masked_fill_(is_masked, NEG_INF)
         return S
 
-    def _place(self, values: Tensor, target: Tensor) -> None:
+    def _write(self, values: Tensor, target: Tensor) -> None:
         """Write ``[slices, documents, columns]`` into ``[batches, documents, queries, tokens]``."""
         batches, X, queries, count = target.shape
-        values = values[:batches] if self.group > 1 else self._joined(values[:, :X], batches, queries * count)
+        values = values[:batches] if self.group > 1 else self._join_panels(values[:, :X], batches, queries * count)
         target.copy_(values.unflatten(-1, (queries, count)))
 
 
@@ -261,7 +261,7 @@ class FewQueriesForward(_NarrowForward):
     """The forward for calls with few query tokens."""
 
     @staticmethod
-    def takes(layout: BatchedArgs) -> bool:
+    def supports(layout: BatchedArgs) -> bool:
         """Return whether there are few query tokens and this machine allows such products."""
         _, Y, Lq, d = layout.Q.shape
         X, Ld = layout.D.shape[1:3]
@@ -285,7 +285,7 @@ class FewQueriesForward(_NarrowForward):
         argmax, sizes = self.layout.argmax, (b.stop - b.start, x.stop - x.start, self.Ld)
         item_multiple = self.columns // gcd(self.columns, self.Ld)
         for piece in cut_pieces(sizes, self.slices * self.columns, item_multiple=item_multiple, pad=self.columns):
-            part = piece.within(b, x)
+            part = piece.shift(b, x)
             S, best, start = self._similarities(*part), self.best[piece.batches, piece.items], piece.tokens.start
             if argmax is not None:
                 value, index = (self._reorder_axes(reduced_tensor) for reduced_tensor in S.max(-1))
@@ -302,7 +302,7 @@ class FewQueriesForward(_NarrowForward):
         """Return ``[batches, query tokens, documents, tokens]`` of a piece, with ``-inf`` for masked tokens."""
         layout, (batches, X, Ld) = self.layout, (s.stop - s.start for s in (b, x, t))
         S = self._products(b, layout.D[b, x, t], X * Ld)
-        S = self._joined(S[:, : self.tokens], batches, X * Ld).unflatten(2, (X, Ld))
+        S = self._join_panels(S[:, : self.tokens], batches, X * Ld).unflatten(2, (X, Ld))
         return S if layout.d_mask is None else S.masked_fill(~layout.d_mask[b, x, t].unsqueeze(1), NEG_INF)
 
     def _reorder_axes(self, values: Tensor) -> Tensor:

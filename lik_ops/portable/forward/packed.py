@@ -67,7 +67,7 @@ def forward_ragged(
 
 def _fill_empty_scores(cells: PairSegments, scores: Tensor) -> None:
     """Set the scores of documents and queries without tokens and of invalid segments."""
-    is_valid, has_tokens, q_valid = cells.valid, cells.keeps(), cells.q_valid
+    is_valid, has_tokens, q_valid = cells.valid, cells.has_kept_tokens(), cells.q_valid
     if cells.query is None:
         is_valid, has_tokens = is_valid & q_valid[:, None], has_tokens[:, None]
     else:

@@ -55,12 +55,18 @@ def _try_dense(r: RaggedArgs, stored: EncodedTokens) -> DenseArgs | None:
         return None
     if not (torch.equal(r.d_offsets.long(), torch.arange(0, Td, Ld)) and bool((r.d_lengths == Ld).all())):
         return None
-    D = stored.decoded(slice(None), d).to(r.Q.dtype)
+    D = stored.decode(slice(None), d).to(r.Q.dtype)
 
-    def cut(x: Tensor | None, L: int) -> Any:
+    def unflatten(x: Tensor | None, L: int) -> Any:
         return None if x is None else x.unflatten(0, (-1, L))
 
-    return DenseArgs(cut(r.Q, Lq), cut(D, Ld), cut(r.q_mask, Lq), cut(r.d_mask, Ld), cut(r.q_weight, Lq))
+    return DenseArgs(
+        unflatten(r.Q, Lq),
+        unflatten(D, Ld),
+        unflatten(r.q_mask, Lq),
+        unflatten(r.d_mask, Ld),
+        unflatten(r.q_weight, Lq),
+    )
 
 
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:

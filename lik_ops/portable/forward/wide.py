@@ -34,7 +34,7 @@ class WideForward(PortableForward):
     """The forward of wide tokens."""
 
     @staticmethod
-    def takes(layout: BatchedArgs) -> bool:
+    def supports(layout: BatchedArgs) -> bool:
         """Return whether tokens are wide."""
         return layout.Q.shape[3] * layout.pairs.dtype.itemsize > MIN_WIDE_BYTES and is_host_readable(layout.pairs)
 
@@ -49,7 +49,7 @@ class WideForward(PortableForward):
     def _fill(self, b: slice, x: slice, u: slice) -> None:
         argmax, sizes = self.layout.argmax, (1, u.stop - u.start, self.Lq)
         for query in cut_pieces(sizes, self.query_tokens):
-            _, y, s = query.within(b, u)
+            _, y, s = query.shift(b, u)
             for documents in split_range(x.start, x.stop, max(1, self.document_tokens // self.Ld)):
                 S = self._similarities(b, documents, y, s)
                 best = self.best[0, documents.start - x.start : documents.stop - x.start, query.items, s]

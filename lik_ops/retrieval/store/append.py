@@ -59,7 +59,7 @@ def commit_shard(
     if ids is not None:
         tensors[files.IDS] = torch.frombuffer(bytearray(ids), dtype=torch.uint8)
     shards, shard_slice = list(manifest.shards), slice(len(manifest.shards), None) if replaced is None else replaced
-    with writer.writing(shard_slice.start, [shard.file for shard in shards[shard_slice]]) as (directory, name):
+    with writer.reserve_file(shard_slice.start, [shard.file for shard in shards[shard_slice]]) as (directory, name):
         shards[shard_slice] = [files.write_shard(directory, name, tensors)] if len(counts) else []
         manifest = replace(manifest, has_ids=ids is not None, shards=tuple(shards))
         files.write_manifest(directory, manifest)

@@ -20,7 +20,7 @@ MERGED_BYTES = 256 << 20
 
 def commit_manifest(writer: files.Writer, manifest: Manifest) -> None:
     """Write a manifest that lists the same shards."""
-    with writer.writing(len(manifest.shards)) as (directory, _):
+    with writer.reserve_file(len(manifest.shards)) as (directory, _):
         files.write_manifest(directory, manifest)
 
 
@@ -53,7 +53,7 @@ def mark_deleted(op: str, snapshot: Snapshot, ids: list) -> Manifest:
             if shard.deleted is not None:
                 deleted |= shard.deleted.mask(shard.documents)
             deleted[snapshot.shard_rows(i, torch.tensor(positions, device="cpu"))] = True
-            shard = shard._replace(deleted=Tombstones.of(deleted, snapshot.shard_file(i).lengths))
+            shard = shard._replace(deleted=Tombstones.from_mask(deleted, snapshot.shard_file(i).lengths))
         shards.append(shard)
     if missing:
         first, *more = missing
@@ -107,4 +107,4 @@ def _group_shards(manifest: Manifest) -> Iterator[tuple[int, int]]:
 def _count_bytes(manifest: Manifest, shard: ShardEntry) -> int:
     """Return the bytes of the documents of a shard that are not deleted, without their ids."""
     layout = manifest.layout
-    return shard.tokens_left * layout.nbytes(True) + shard.left * (layout.nbytes(False) + files.LENGTH_BYTES)
+    return shard.tokens_left * layout.nbytes(True) + shard.documents_left * (layout.nbytes(False) + files.LENGTH_BYTES)

@@ -26,7 +26,7 @@ class CodecFile:
     path: Path | None = None
 
     @classmethod
-    def of(cls, codec: ResidualCodec) -> CodecFile:
+    def from_codec(cls, codec: ResidualCodec) -> CodecFile:
         """Return the entry of a codec that is not written yet."""
         codec = codec.to("cpu")
         text = serialize_codec(codec)
@@ -64,7 +64,7 @@ class CodecFile:
     def _device_copies(self) -> dict[torch.device, ResidualCodec]:
         return {}
 
-    def on(self, device: torch.device) -> ResidualCodec:
+    def copy_to(self, device: torch.device) -> ResidualCodec:
         """Return the codec on a device.
 
         The copy is cached.

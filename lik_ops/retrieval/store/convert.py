@@ -22,7 +22,7 @@ class Pooling(NamedTuple):
     pool: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # packed tokens and bounds to pooled tokens and bounds
     num_protected: int
 
-    def is_same(self, expected: Tensor, actual: Tensor) -> bool:
+    def agrees(self, expected: Tensor, actual: Tensor) -> bool:
         """Return whether two results for one document agree in the parts that no tie of distances changes."""
         prefix = slice(self.num_protected)
         return expected.shape == actual.shape and torch.equal(expected[prefix], actual[prefix])
@@ -100,7 +100,7 @@ def _has_same_tokens(source: Snapshot, converted: Snapshot, index: int, pooling:
     (target_tokens,), _ = converted.pieces(index, index + 1)
     assert isinstance(tokens, Tensor)
     if pooling is not None:
-        return isinstance(target_tokens, Tensor) and pooling.is_same(pooling.pool(tokens, cu_seqlens)[0], target_tokens)
+        return isinstance(target_tokens, Tensor) and pooling.agrees(pooling.pool(tokens, cu_seqlens)[0], target_tokens)
     assert not isinstance(target_tokens, Tensor)
     expected = layout.encoded("", tokens, cu_seqlens.diff())
     return all(

@@ -123,7 +123,7 @@ class Corpus:
         with files.lock_corpus(path) as writer:
             writer.remove_leftovers()  # from a call that was killed
             files.check_empty(path, writer)
-            with writer.writing(0 if manifest.codec is None else None) as (directory, name):
+            with writer.reserve_file(0 if manifest.codec is None else None) as (directory, name):
                 if manifest.codec is not None:
                     manifest = replace(manifest, codec=files.write_codec(directory, name, manifest.codec))
                 files.write_manifest(directory, manifest)

@@ -105,7 +105,7 @@ class Writer:
         return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
 
     @contextmanager
-    def writing(self, number: int | None, replaced: Sequence[str] = ()) -> Iterator[tuple[Path, str]]:
+    def reserve_file(self, number: int | None, replaced: Sequence[str] = ()) -> Iterator[tuple[Path, str]]:
         """Yield a directory to write in and a file name.
 
         Remove both afterwards, except for a committed file.

@@ -61,7 +61,7 @@ class EncodedDocuments(NamedTuple):
                     tensors[name] = tensors[name].repeat_interleave(lengths, output_size=len(data))
         tensors["data"] = data.view(ALL_FORMATS[layout.format].dtype)
         if layout.codec is not None:
-            tensors["codec"] = layout.codec.on(data.device)
+            tensors["codec"] = layout.codec.copy_to(data.device)
         return Quantized(**tensors, format=layout.format, d=layout.d, dtype=layout.dtype)
 
 
@@ -157,7 +157,7 @@ class StorageLayout:
         if self.codec is not None:
             codes, count = tensors["codes"], len(self.codec.codec.centroids)
             tensors["codes"] = torch.where((codes >= 0) & (codes < count), codes, -1).int()
-        for name, x in zip(_SCALES, packed.stored()[1:3], strict=True):
+        for name, x in zip(_SCALES, packed.to_flat_encoded()[1:3], strict=True):
             if x is not None:
                 tensors[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
         # Cloned, because safetensors rejects tensors that share memory.

@@ -49,7 +49,7 @@ class Tombstones:
     rows: str  # bytes of 8 documents, the first in the lowest bit, compressed by zlib, in base64
 
     @classmethod
-    def of(cls, deleted: Tensor, lengths: Tensor) -> Tombstones:
+    def from_mask(cls, deleted: Tensor, lengths: Tensor) -> Tombstones:
         """Return the tombstones of a mask ``[n]`` of documents with these numbers of tokens."""
         bits = torch.nn.functional.pad(deleted.to(torch.uint8), (0, -len(deleted) % 8)).view(-1, 8)
         packed = (bits << _BITS).sum(1, dtype=torch.uint8).numpy().tobytes()
@@ -86,7 +86,7 @@ class ShardEntry(NamedTuple):
     deleted: Tombstones | None = None
 
     @property
-    def left(self) -> int:
+    def documents_left(self) -> int:
         """The number of documents that are not deleted."""
         return self.documents - (0 if self.deleted is None else self.deleted.documents)
 
@@ -147,7 +147,7 @@ class Manifest:
             return cls(d, dtype, format=format, scale=None if format is None else scale)
         if format.d != d:
             raise ValueError(f"{op}: format: expected a codec of d={d}, got {format}")
-        return cls(d, dtype, format=format.format, scale=scale, codec=CodecFile.of(format))
+        return cls(d, dtype, format=format.format, scale=scale, codec=CodecFile.from_codec(format))
 
     @cached_property
     def layout(self) -> StorageLayout:

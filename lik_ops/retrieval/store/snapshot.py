@@ -102,7 +102,7 @@ class Snapshot:
     @cached_property
     def starts(self) -> list[int]:
         """The first document of each shard, and the number of documents."""
-        return [0, *accumulate(shard.left for shard in self.manifest.shards)]
+        return [0, *accumulate(shard.documents_left for shard in self.manifest.shards)]
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -155,7 +155,7 @@ class Snapshot:
         live_rows = self._live_rows(i)
         return documents if live_rows is None else live_rows.rows[documents]
 
-    def _places(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
+    def _iterate_runs(self, begin: int, end: int) -> Iterator[tuple[int, dict[bool, slice]]]:
         """Yield each run of rows that has documents of ``[begin, end)``: its shard, and its rows.
 
         There are rows of tokens (True) and of documents (False). Deleted documents divide a shard into several runs.
@@ -185,7 +185,7 @@ class Snapshot:
             ``(pieces, offsets)``. Offsets are ``[end - begin + 1]`` and begin with 0.
         """
         layout = self.manifest.layout
-        ranges = list(islice(self._places(begin, end), _MAX_PIECES + 1))
+        ranges = list(islice(self._iterate_runs(begin, end), _MAX_PIECES + 1))
         if 0 < len(ranges) <= _MAX_PIECES:
             parts = [_slice_tensors(self.shard_file(i).tensors(), rows, layout.scored) for i, rows in ranges]
         else:
@@ -204,7 +204,7 @@ class Snapshot:
         Returns:
             ``(packed, cu_seqlens)``: a tensor or a `Quantized`, and the bounds.
         """
-        ranges, layout = list(islice(self._places(begin, end), 2)), self.manifest.layout
+        ranges, layout = list(islice(self._iterate_runs(begin, end), 2)), self.manifest.layout
         if len(ranges) == 1:
             ((i, rows),) = ranges
             tensors = _slice_tensors(self.shard_file(i).map().tensors, rows, layout.tensors)

@@ -310,7 +310,7 @@ def test_gradients_of_dense_sides_match_packed_rows(place, mode, unified):
     scores, argmax = won(p, True)
     upstream = torch.randn(scores.shape, device=scores.device)
     expected = gradients(p, upstream, argmax, True, unified=unified)
-    whole = PackedArgs.of(p.r, 5)
+    whole = PackedArgs.from_tensors(p.r, 5)
     Q, D = whole.Q.view(4, 5, -1), whole.D.view(3, 9, -1)
     cuts = [whole._replace(Q=Q, cu_seqlens_q=None)]
     if mode != "candidates":  # candidates name documents
@@ -372,7 +372,7 @@ def test_row_to_query_lookup_follows_bounds(place, bounds):
     for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if 0 <= begin < end <= 7:
             expected[begin:end] = [i] * (end - begin)
-    cut = PackedArgs.of(RaggedArgs(Q, Q, cu, none, none, None, None, None, None), 7)
+    cut = PackedArgs.from_tensors(RaggedArgs(Q, Q, cu, none, none, None, None, None, None), 7)
     assert cuda_ragged_backward.PairLookup(cut, 7, (1, 1)).query.tolist() == expected
 
 

@@ -24,7 +24,7 @@ at_places = pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotated_rows_are_the_rows_that_pytorch_rotates(place, shape):
     torch.manual_seed(0)
-    stored = lik_ops.quantize(torch.randn(4, shape[-1]), "rq4").to(place.device).stored()
+    stored = lik_ops.quantize(torch.randn(4, shape[-1]), "rq4").to(place.device).to_flat_encoded()
     for dtype in place.dtypes:
         for strides in ("contiguous", "sliced"):
             Q = torch.randn(*shape[:-1], 2 * shape[-1], device=place.device).to(dtype)
@@ -39,7 +39,7 @@ def test_rotated_rows_are_the_rows_that_pytorch_rotates(place, shape):
 
 @at_places
 def test_nan_and_infinity_stay_in_their_row(place):
-    stored = lik_ops.quantize(torch.randn(4, 64), "rq2").to(place.device).stored()
+    stored = lik_ops.quantize(torch.randn(4, 64), "rq2").to(place.device).to_flat_encoded()
     Q = torch.randn(1, 5, 64, device=place.device)
     Q[0, 1, 3], Q[0, 3, 7] = float("nan"), float("inf")
     with place.use():
@@ -51,9 +51,9 @@ def test_nan_and_infinity_stay_in_their_row(place):
 def test_other_formats_and_many_rows_use_pytorch(monkeypatch):
     monkeypatch.setattr(query_rotation.launcher, "launch", None)
     Q = torch.randn(2, 3, 16)
-    stored = lik_ops.quantize(torch.randn(4, 16), "int8").stored()
+    stored = lik_ops.quantize(torch.randn(4, 16), "int8").to_flat_encoded()
     assert query_rotation.transform_queries(stored, Q) is Q
-    many, rotated = torch.randn(1, 300, 16), lik_ops.quantize(torch.randn(4, 16), "rq1").stored()
+    many, rotated = torch.randn(1, 300, 16), lik_ops.quantize(torch.randn(4, 16), "rq1").to_flat_encoded()
     assert torch.equal(query_rotation.transform_queries(rotated, many), rotate(many))
 
 

@@ -139,8 +139,8 @@ def test_vmap_of_the_functions(device):
 
 def test_a_batch_that_copies_too_much_is_computed_one_by_one(monkeypatch):
     calls = []
-    real = batching._VmapBatch.one_by_one
-    monkeypatch.setattr(batching._VmapBatch, "one_by_one", lambda *a: calls.append(1) or real(*a))
+    real = batching._VmapBatch.run_samples
+    monkeypatch.setattr(batching._VmapBatch, "run_samples", lambda *a: calls.append(1) or real(*a))
     monkeypatch.setattr(batching, "MAX_COPIED_BYTES", 100)
 
     def call(*tensors):

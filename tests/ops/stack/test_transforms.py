@@ -118,8 +118,8 @@ def test_vmapped_gradients(layout, recompute):
 def test_a_batch_that_copies_too_much_is_computed_one_by_one(monkeypatch):
     """The bits are equal, and the tensors are not copied."""
     calls = []
-    real = batching._VmapBatch.one_by_one
-    monkeypatch.setattr(batching._VmapBatch, "one_by_one", lambda *a: calls.append(1) or real(*a))
+    real = batching._VmapBatch.run_samples
+    monkeypatch.setattr(batching._VmapBatch, "run_samples", lambda *a: calls.append(1) or real(*a))
     monkeypatch.setattr(batching, "MAX_COPIED_BYTES", 100)
     for layout, batched in (("cross", (0, 1)), ("cross", (3,)), ("candidates", (0,))):
         args, in_dims = arguments(layout, batched)

@@ -372,13 +372,13 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
     """Copies to a device, simulated by a CPU, go from the mapped files to the staging buffer and are never joined."""
 
     def on_device(parts, device, nbytes):
-        return copying.DoubleBuffer(device, nbytes, copying.CopyLanes()).copied(parts)
+        return copying.DoubleBuffer(device, nbytes, copying.CopyLanes()).copy(parts)
 
     def joined(part):
         raise AssertionError("joined in memory")
 
     monkeypatch.setattr("lik_ops.retrieval._streamed.iterate_on_device", on_device)
-    monkeypatch.setattr(sources.DocumentPart, "whole", joined)
+    monkeypatch.setattr(sources.DocumentPart, "join_pieces", joined)
     documents = draw([i % 9 for i in range(60)], 16)
     corpus = Corpus.create(tmp_path, 16, torch.float32)
     for first in range(0, 60, 7):

@@ -308,7 +308,7 @@ def test_a_change_needs_the_lock(tmp_path):
 @given(deleted=st.lists(st.booleans(), min_size=1, max_size=70), more=st.integers(1, 9))
 def test_tombstones_round_trip_any_mask(deleted, more):
     mask, lengths = torch.tensor(deleted), torch.arange(len(deleted))
-    found = Tombstones.of(mask, lengths)
+    found = Tombstones.from_mask(mask, lengths)
     assert torch.equal(found.mask(len(deleted)), mask)
     assert (found.documents, found.tokens) == (sum(deleted), int(lengths[mask].sum()))
     if -(-len(deleted) // 8) != -(-(len(deleted) + more) // 8):

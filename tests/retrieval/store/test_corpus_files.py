@@ -203,7 +203,7 @@ def test_exit_of_forked_child_keeps_files_of_its_parent(tmp_path):
     Corpus.create(tmp_path, 8, torch.float32)
     parent = os.getpid()
     try:
-        with files.lock_corpus(tmp_path) as writer, writer.writing(0) as (directory, name):
+        with files.lock_corpus(tmp_path) as writer, writer.reserve_file(0) as (directory, name):
             if (child := os.fork()) == 0:
                 raise SystemExit
             os.waitpid(child, 0)

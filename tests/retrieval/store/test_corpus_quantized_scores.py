@@ -91,10 +91,10 @@ def test_parts_of_several_shards_are_copied_once(tmp_path, monkeypatch):
             super().copy(slot, pairs)
 
     def on_device(parts, device, nbytes):
-        return copying.DoubleBuffer(device, nbytes, Counting()).copied(parts)
+        return copying.DoubleBuffer(device, nbytes, Counting()).copy(parts)
 
     monkeypatch.setattr("lik_ops.retrieval._streamed.iterate_on_device", on_device)
-    monkeypatch.setattr(sources.DocumentPart, "whole", joined)
+    monkeypatch.setattr(sources.DocumentPart, "join_pieces", joined)
     lengths = [i % 9 for i in range(60)]
     Q = torch.randn(3, 5, 20)
     for format, scale in itertools.product(FORMATS, SCALES):

@@ -65,7 +65,7 @@ def test_decoded_features_match_query_feature_order(operand, format, nbits):
     x = x.permute(0, 2, 1, 3) if operand else x
     q = torch.arange(128).view(1, 4, nbits, 4, 8 // nbits)
     order = q.permute((0, 2, 4, 1, 3) if operand else (0, 1, 2, 4, 3)).flatten()
-    expected = D.stored().decoded(slice(None), 128) / D.scale.float()[:, None]
+    expected = D.to_flat_encoded().decode(slice(None), 128) / D.scale.float()[:, None]
     assert torch.equal(
         x.reshape(64, 128).double(), (expected[:, order].round() * get_code_factor(f"bits{nbits}")).double()
     )
@@ -95,7 +95,7 @@ def documents(Nd, Ld, scale, seed=0, query="int8", d=128):
 
 def bound(Q, D, *rest):
     """Return fp64 scores of dequantized tokens, and the error bound for kernels."""
-    return dense.bound(D.stored().transform_queries(Q), D, *rest)
+    return dense.bound(D.to_flat_encoded().transform_queries(Q), D, *rest)
 
 
 CASES = [
@@ -158,7 +158,7 @@ def test_rotated_scores_match_packed_kernel_bit_for_bit(Nq, Nd, Lq, Ld, scale, f
         Q[0, 1] = 0
         scores = fast(Q, D)
         assert torch.equal(scores, packed(Q, D))
-        rotated = D.stored().transform_queries(Q)
+        rotated = D.to_flat_encoded().transform_queries(Q)
         numbers = FORMATS[format].decode(D.data, 128)[0]
         same = lik_ops.Quantized(numbers, D.scale.float(), "int8", 128, D.dtype)
         assert torch.equal(scores, packed(rotated, same))

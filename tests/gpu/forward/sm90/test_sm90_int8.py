@@ -109,7 +109,7 @@ def test_find_plan_returns_false_on_cpu_if_cache_drops_it(monkeypatch):
     monkeypatch.setattr(sm90_quantized, "plans", Dropping(8))
     D = lik_ops.quantize(torch.randn(3, 70, 32), "int8")
     c = PackedArgs(torch.randn(2, 4, 32), D.data, *[None] * 8, 2, 3, False, 8, 210, 4)
-    assert sm90_quantized.find_plan(c, D.kept()) is False  # a CPU has no plan
+    assert sm90_quantized.find_plan(c, D.to_encoded()) is False  # a CPU has no plan
 
 
 def documents(Nd, Ld, d, scale, seed=0, query="half"):
@@ -124,8 +124,8 @@ def fast(Q, D, q_mask=None, q_weight=None):
 
     (Nq, Lq, _), (Nd, Ld, _) = Q.shape, D.shape
     c = PackedArgs(Q, D.data, *[None] * 5, q_mask, None, q_weight, Nq, Nd, False, Nq * Lq, Nd * Ld, Lq)
-    plan = sm90_quantized.find_plan(c, D.kept())
-    found = plan.forward(Q, D.kept(), q_mask, q_weight) if plan else None
+    plan = sm90_quantized.find_plan(c, D.to_encoded())
+    found = plan.forward(Q, D.to_encoded(), q_mask, q_weight) if plan else None
     assert found is not None
     return found
 
@@ -135,8 +135,8 @@ def packed(Q, D, q_mask=None, q_weight=None):
     from lik_ops.gpu.forward import quantized
 
     stand_in = torch.empty((), dtype=Q.dtype, device=Q.device).expand(D.shape)
-    r = RaggedArgs.of((Q, stand_in, None, None, None, None, q_mask, None, q_weight))
-    return quantized.forward_quantized(r, D.stored(), False, None, 0)[0]
+    r = RaggedArgs.from_tensors((Q, stand_in, None, None, None, None, q_mask, None, q_weight))
+    return quantized.forward_quantized(r, D.to_flat_encoded(), False, None, 0)[0]
 
 
 def bound(Q, D, q_mask, q_weight):

@@ -63,7 +63,7 @@ def test_query_mask_stride_is_passed_to_the_kernel(mask, monkeypatch):
     monkeypatch.setattr(cuda_rows.launcher, "launch", lambda kernel, grid, args, options: found.append((grid, args)))
     tokens, bounds = torch.randn(40, 16), torch.tensor([0, 12, 40])
     r = RaggedArgs(tokens, tokens, bounds, bounds[:-1], bounds.diff(), None, mask, None, None)
-    cuda_rows._mask_gaps(PackedArgs.of(r, 0), cuda_ragged.make_packed_query_args(r))
+    cuda_rows._mask_gaps(PackedArgs.from_tensors(r, 0), cuda_ragged.make_packed_query_args(r))
     [(grid, (_, given, covered, rows, stride, _))] = found
     assert grid == (2,) and rows == covered.numel() == 40 and given is mask
     assert stride == (1 if mask is None else mask.stride(0))
@@ -218,7 +218,7 @@ def test_packed_scores_match_generic_kernel_bits(sizes, values, monkeypatch):
 
     r = packed(*sizes, seed=sum(sizes), values=values)
     r.d_lengths[3], r.d_offsets[5] = -1, r.D.shape[0] + 1
-    c = PackedArgs.of(r, 0)
+    c = PackedArgs.from_tensors(r, 0)
     assert isinstance(cuda_ragged.PackedPlan(c, False, None, "")._choose_fast(c), sm90_configs.RowMaximaChoice)
     scores, argmax = cuda_ragged.forward_ragged(r, False, torch.int32, 0)
     assert torch.equal(cuda_ragged.forward_ragged(r, False, None, 0)[0].nan_to_num(7), scores.nan_to_num(7))

@@ -234,14 +234,15 @@ def score_slices(
         argmax_dtype: an integer dtype, or None for no argmax.
 
     Returns:
-        The argmax ``[Nd, Nq, Lq]``, or ``[0]`` if `argmax_dtype` is None, and the scores ``[Nq, documents]`` of each
-        slice, which `join_slices` accepts.
+        The argmax ``[Nd, Nq, Lq]``, or ``[0]`` if `argmax_dtype` is None, memory for the scores ``[Nq, Nd]``, and the
+        scores ``[Nq, documents]`` of each slice. Without slices, the scores are complete. See `join_slices`.
     """
     dtype = torch.int32 if argmax_dtype is None else argmax_dtype
     scores, argmax, is_trivial = allocate_outputs(x.Q, x.H, x.q_mask, dtype, argmax_dtype is not None, -1)
+    outputs = [argmax, scores]
     if is_trivial:
-        return argmax, scores
-    head, (Nd, Ld, _), outputs = HeadArgs(x.W, x.b, normalize), x.H.shape, [argmax]
+        return tuple(outputs)
+    head, (Nd, Ld, _) = HeadArgs(x.W, x.b, normalize), x.H.shape
     for documents in split_to_fit(Nd, Ld * x.W.shape[0] * x.H.element_size(), parts.token_bytes):
         H, d_mask = x.documents(documents)
         D, _ = parts.tokens(H, head)
@@ -250,9 +251,11 @@ def score_slices(
     return tuple(outputs)
 
 
-def join_slices(argmax: Tensor, *scores: Tensor) -> tuple[Tensor, Tensor]:
+def join_slices(argmax: Tensor, scores: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scores ``[Nq, Nd]`` and the argmax of the results of `score_slices`."""
-    return scores[0] if len(scores) == 1 else torch.cat(scores, 1), argmax
+    if len(parts) > 1:
+        torch.cat(parts, 1, out=scores)
+    return parts[0] if len(parts) == 1 else scores, argmax
 
 
 class HeadBackward:

@@ -82,7 +82,7 @@ class GradientCall(NamedTuple):
     def write_query_gradients(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
         """Launch the gradients of the queries and of their weights."""
         call, kind = self, self.kind
-        if rounded := self.tf32 and self._reads_documents_often():
+        if rounded := self._should_round_documents():
             call, kind = self._round_documents(), kind._replace(dtype=torch.float16)
         scaled = self.up.scale is not None
         launch = backward_configs.configure_gather(
@@ -91,11 +91,13 @@ class GradientCall(NamedTuple):
         args = (*call.groups, self.counts, grad_Q, grad_weight, self.d)
         self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
 
-    def _reads_documents_often(self) -> bool:
-        """Return whether the query gradient takes less time with rounded documents."""
+    def _should_round_documents(self) -> bool:
+        """Return whether the query gradient takes less time with rounded documents, and these need little memory."""
+        if not self.tf32 or self.candidates or self.packed:
+            return False
         up = self.up
-        is_often = up.Nq * up.Lq >= _MIN_READS_PER_TOKEN * up.Ld
-        return is_often and not (self.candidates or self.packed) and 2 * up.K * up.Ld * self.d <= _MAX_ROUNDED_BYTES
+        is_read_often = up.Nq * up.Lq >= _MIN_READS_PER_TOKEN * up.Ld
+        return is_read_often and 2 * up.K * up.Ld * self.d <= _MAX_ROUNDED_BYTES
 
     def _round_documents(self) -> GradientCall:
         """Return the call with documents rounded to fp16, and their scales."""

@@ -1,6 +1,5 @@
 """Test that fp32 inputs are multiplied as fp32: the terms of a similarity bound its error, for any range."""
 
-import contextlib
 import math
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from torch import Tensor
 import lik_ops
 from lik_ops import reference
 
-from ..support.common import INTERPRETING, PLACES
+from ..support.common import INTERPRETING, PLACES, override_setting
 
 N, d = (40, 128) if not INTERPRETING else (2, 20)
 LONG = 150 if not INTERPRETING else 22
@@ -161,16 +160,6 @@ def test_one_query_or_many_give_equal_bits(with_argmax):
             assert torch.equal(one[0], all_[i])
 
 
-@contextlib.contextmanager
-def _set(setting, name: str, value):
-    before = getattr(setting, name)
-    setattr(setting, name, value)
-    try:
-        yield
-    finally:
-        setattr(setting, name, before)
-
-
 SETTINGS = """
 import lik_ops, torch
 from torch.backends.cuda import matmul
@@ -219,7 +208,7 @@ def test_tf32_is_used_only_if_torch_allows_it(place):
 
     assert error() < 1e-6
     for setting in (torch.backends.cuda.matmul, torch.backends):
-        with _set(setting, "fp32_precision", "tf32"):
+        with override_setting(setting, "fp32_precision", "tf32"):
             assert 1e-5 < error() < 1e-2
     assert error() < 1e-6
 
@@ -239,7 +228,7 @@ def test_tf32_rounds_to_nearest(place, features, layout):
         "varlen": lambda: lik_ops.maxsim_varlen(Q, D.flatten(0, 1), None, bounds),
     }
     expected = reference.maxsim(Q.double(), D.double(), normalize=layout == "normalize")
-    with place.use(), _set(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+    with place.use(), override_setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
         error = (calls[layout]().double() - expected) / expected
     assert 1e-6 < float(error.abs().max()) < 2.0**-11
     assert abs(float(error.mean())) < 2.0**-15
@@ -256,7 +245,7 @@ def test_tf32_error_is_comparable_to_torch(d):
         return torch.einsum("qsd,ktd->qkst", Q, D).amax(-1).sum(-1)
 
     expected = einsum(Q.double(), D.double())
-    with _set(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+    with override_setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
         ours, theirs = (((f(Q, D).double() - expected) / expected) for f in (lik_ops.maxsim, einsum))
     for norm in (lambda x: float(x.abs().max()), lambda x: float(x.square().mean().sqrt())):
         assert 1e-6 < norm(ours) <= 1.2 * norm(theirs)
@@ -268,6 +257,6 @@ def test_tf32_keeps_nan_and_infinity(place):
     D = torch.ones(5, 1, 16)
     D[:4, 0, 0] = odd
     D[4] = torch.finfo(torch.float32).max / 64  # rounds up, to a finite number
-    with place.use(), _set(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+    with place.use(), override_setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
         scores = lik_ops.maxsim(torch.ones(1, 1, 16, device=place.device), D.to(place.device))[0]
     assert bool(scores[:3].isnan().all()) and float(scores[3]) == math.inf and bool(scores[4].isfinite())

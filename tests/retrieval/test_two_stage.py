@@ -13,6 +13,7 @@ from lik_ops.ops.topk import SearchArgs
 from lik_ops.retrieval import two_stage
 
 from ..formats.test_quantized import DEVICES, tokens
+from ..support.common import override_setting
 
 SCALES = ("token", "document", "tensor")
 
@@ -132,13 +133,8 @@ def test_tf32_matmul_widens_the_intervals(backend):
     s, coarse = SearchArgs(Q, D, None, None, None, None, False, 1, None), quantize(D)
     scores = two_stage._score_coarse(Q, coarse, 0, len(D), s)
     exact = two_stage._compute_intervals(s, coarse, scores)
-    matmul = getattr(torch.backends, backend).matmul
-    before = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = "tf32"
+    with override_setting(getattr(torch.backends, backend).matmul, "fp32_precision", "tf32"):
         rough = two_stage._compute_intervals(s, coarse, scores)
-    finally:
-        matmul.fp32_precision = before
     assert (rough.upper > exact.upper).all() and (rough.lower < exact.lower).all()
 
 

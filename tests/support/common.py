@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -47,6 +47,17 @@ INTERPRETER = Place("interpreter", "cpu", "triton", (torch.float32, torch.float1
 CUDA = Place("cuda", "cuda", "auto", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
 PLACES = [INTERPRETER] if INTERPRETING else [PORTABLE, pytest.param(CUDA, marks=pytest.mark.gpu)]
 PLACE_IDS = str
+
+
+@contextlib.contextmanager
+def override_setting(owner: object, name: str, value: object) -> Iterator[None]:
+    """Change a setting of torch. pytest's `monkeypatch` cannot restore the attributes of `torch.backends`."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def thin_out(cases: Iterable, divisor: int, *, applies: bool = INTERPRETING) -> list:

@@ -1,12 +1,10 @@
 """Test gradients of fp32 tokens if PyTorch allows TF32: rows are rounded to fp16, with a scale for each row."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import Tensor
 
-from ...support.common import CUDA, INTERPRETER, INTERPRETING
+from ...support.common import CUDA, INTERPRETER, INTERPRETING, override_setting
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.gpu.backward import call as gradient_call
@@ -17,16 +15,6 @@ on_places = pytest.mark.parametrize("place", PLACES, ids=str)
 ROUNDING = 2.0**-11  # of a feature of 11 bits
 NARROW = 2.0**-25  # of the largest feature of a row, for features that fp16 holds with fewer bits
 SHARED = 2.0**-38  # of the largest coefficient of a tile, whose coefficients share one power of two
-
-
-@contextlib.contextmanager
-def precision(value):
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, value
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def draw(place, Nq, K, Lq, Ld, d, candidates=False, spread=0):
@@ -45,7 +33,7 @@ def draw(place, Nq, K, Lq, Ld, d, candidates=False, spread=0):
 
 def gradients(place, given, value, normalize=False):
     grad_scores, Q, D, argmax, weight = given
-    with precision(value), place.use():
+    with override_setting(torch.backends.cuda.matmul, "fp32_precision", value), place.use():
         return backward_lowmem(grad_scores, Q, D, argmax, None, None, weight, normalize, [True, True, True])
 
 

@@ -16,6 +16,7 @@ from lik_ops.api import inputs, ragged, score
 from lik_ops.core.plan_cache import plans
 from lik_ops.ops.fast_path import cuts, eager
 
+from ...support.common import override_setting
 from .test_eager import FunctionSeen, Seen, Wrapped
 
 
@@ -176,12 +177,8 @@ def test_settings_are_part_of_the_plan_key(layout):
     known = make_known(layout)
     with lik_ops.use_backend("portable"):
         assert find_serving_plan(layout) is None
-    before = torch.backends.cuda.matmul.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with override_setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
         assert find_serving_plan(layout) is None
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
     assert find_serving_plan(layout) is known
     with torch.no_grad():  # nothing to record anyway
         assert find_serving_plan(layout) is known

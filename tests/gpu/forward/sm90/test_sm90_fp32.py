@@ -8,7 +8,7 @@ import torch
 import lik_ops
 from lik_ops import reference
 
-from ....support.common import CUDA, INTERPRETER, INTERPRETING
+from ....support.common import CUDA, INTERPRETER, INTERPRETING, override_setting
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
 from lik_ops.csrc_triton.common.fp32 import RESCORE_BITS
@@ -143,7 +143,7 @@ ROWS = [(16, 1000, 32, 300), (1, 200, 1024, 1024), (64, 64, 1024, 1024), (256, 2
 @pytest.mark.gpu
 @pytest.mark.parametrize("terms", ["tf32", "ieee"])
 @pytest.mark.parametrize(("Nq", "Nd", "Lq", "Ld"), ROWS)
-def test_accuracy_of_tokens_of_unit_norm(Nq, Nd, Lq, Ld, terms, monkeypatch):
+def test_accuracy_of_tokens_of_unit_norm(Nq, Nd, Lq, Ld, terms):
     """TF32 is as accurate as the einsum of torch with TF32, and fp32 to 4e-7 of the largest score."""
 
     def einsum(Q, D):
@@ -154,8 +154,7 @@ def test_accuracy_of_tokens_of_unit_norm(Nq, Nd, Lq, Ld, terms, monkeypatch):
     Q, D = (torch.nn.functional.normalize(x, dim=-1) for x in tokens)
     some = Q[:4], D[:64]
     exact = einsum(*(x.double() for x in some))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.cuda.matmul, "fp32_precision", terms)
+    with override_setting(torch.backends.cuda.matmul, "fp32_precision", terms):
         found, theirs = lik_ops.maxsim(Q, D)[:4, :64], einsum(*some)
     ours, theirs = ((x.double() - exact).abs() / exact.max() for x in (found, theirs))
     if terms == "tf32":

@@ -460,6 +460,17 @@ _PACKED_OVERRIDES = (
     ),
     Override(
         when=lambda call, x: (
+            call.has_codes
+            and not has_words(call.encoding)
+            and call.unit == "mma"
+            and x.config.BM == _MAX_PACKED_TILE_ROWS
+            and x.num_stages > 2
+        ),
+        change={"num_stages": 2},
+        reason="three stages of 8-bit codes need 105 KiB, and an sm_89 program has 99. With 4 bits, ptxas 3.6 spills",
+    ),
+    Override(
+        when=lambda call, x: (
             x.config.FP32_TERMS > 0
             and call.argmax
             and call.spills(x)

@@ -72,7 +72,7 @@ def configure_scatter(kind: KernelKey, *, ragged: bool = False) -> LaunchConfig:
     Its products are as large as the rows of a step, so a step has fewer documents.
     """
     launch = configure_gather(kind, ragged=ragged)
-    spills = ragged or kind.arch.name.startswith("sm_8")
+    spills = ragged or kind.arch.name.startswith(("sm_8", "sm_12"))
     return launch.change(BN=max(launch.config.BN // 4, 1), max_registers=255 if spills else launch.max_registers)
 
 
@@ -245,6 +245,11 @@ _PACKED_DOCUMENTS_OVERRIDES = (
         when=lambda call, x: call.shared and not call.listed and call.kind.arch.name.startswith("sm_8"),
         change={"BN": at_most("BN", 32)},
         reason="ptxas spills with the tiles of fp32",
+    ),
+    Override(
+        when=lambda call, x: call.shared and call.kind.half and call.kind.arch.is_amd,
+        change={"BN": 32},
+        reason="Triton 3.9 multiplies 16 rows by 32 features without MFMA",
     ),
 )
 

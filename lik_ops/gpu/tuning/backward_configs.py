@@ -49,10 +49,11 @@ def configure_gather(
     if rounded or (ragged and (encoding != "" or not (is_short and kind.half and not kind.normalize))):
         rows //= 2  # the addresses of the argmax tokens cost registers too
     config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee", ENCODING=encoding)
+    is_blackwell = kind.arch.name in ("sm_100", "sm_120")
     spills = (
         encoding != ""
         or not is_short
-        or (ragged and kind.candidates and not kind.half)
+        or (ragged and kind.candidates and (not kind.half or (kind.normalize and is_blackwell)))
         or ((scaled or rounded) and kind.normalize)
     )
     return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)

@@ -113,7 +113,7 @@ class _PackedBackward(DenseBackward):
                     yield chunk.repeat_interleave(part.numel()), part.repeat(chunk.numel())
 
     def _entries(self, query: Tensor, item: Tensor, max_tokens: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield cells repeated for each token of their query, and at most `max_tokens` tokens, or those of one cell.
+        """Yield cells repeated for each token of their query, and at most `max_tokens` tokens, or one cell.
 
         If the host may not read values, every query has the maximum number of tokens.
         """

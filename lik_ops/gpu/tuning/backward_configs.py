@@ -181,7 +181,7 @@ def configure_documents(kind: KernelKey, *, flat: bool, pieces: bool, long: bool
 def configure_long_documents(kind: KernelKey, *, flat: bool) -> LaunchConfig:
     """Return the launch of `maxsim_grad_long_documents`.
 
-    Products are those of `maxsim_grad_documents` without lists and with ``long=False``, so sums have the same bits. The
+    Products are as in `maxsim_grad_documents` without lists and with ``long=False``, so sums have the same bits. The
     slots of a tile need registers in addition: with the limit for three CTAs per SM, Triton 3.9 spills.
     """
     launch = configure_documents(kind, flat=flat, pieces=False).change(max_registers=255)
@@ -250,7 +250,7 @@ _PACKED_DOCUMENTS_OVERRIDES = (
         reason="ptxas spills with the tiles of fp32",
     ),
     Override(
-        when=lambda call, x: call.shared and call.kind.half and call.kind.arch.is_amd,
+        when=lambda call, x: call.shared and call.kind.half and call.kind.arch.is_amd and x.config.BD <= 32,
         change={"BN": 32},
         reason="Triton 3.9 multiplies 16 rows by 32 features without MFMA",
     ),

@@ -461,7 +461,7 @@ _PACKED_OVERRIDES = (
     Override(
         when=lambda call, x: (
             call.has_codes
-            and not has_words(call.encoding)
+            and not (has_words(call.encoding) or call.shares_registers)  # whose tiles are smaller
             and call.unit == "mma"
             and x.config.BM == _MAX_PACKED_TILE_ROWS
             and x.num_stages > 2

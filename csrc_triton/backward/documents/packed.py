@@ -252,8 +252,8 @@ def _fold_steps(
     With AHEAD, pairs are loaded two steps ahead and their argmax one step ahead. No load then waits for its own
     address.
     """
-    ROWS_PER_QUERY: tl.constexpr = min(C.ROWS_PER_QUERY, STEP)
     pair_range = s.tile
+    ROWS_PER_QUERY: tl.constexpr = min(C.ROWS_PER_QUERY, STEP) if pair_range.lists is None else STEP
     up = s.up
     items = load_step_pairs(pair_range, up, pair_range.lo, STEP, ROWS_PER_QUERY, C)
     items_ahead = load_step_pairs(pair_range, up, pair_range.lo + STEP // ROWS_PER_QUERY, STEP, ROWS_PER_QUERY, C)

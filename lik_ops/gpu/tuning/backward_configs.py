@@ -158,6 +158,18 @@ _DOCUMENTS_OVERRIDES = (
         change={"max_registers": THREE_CTA_REGISTERS},
         reason="three CTAs of four warps share an SM",
     ),
+    Override(
+        when=lambda call, x: (
+            call.kind.dtype == torch.float16
+            and not call.kind.normalize
+            and call.kind.arch.unit == "wgmma"
+            and call.flat
+            and x.config.SINGLE_STEP
+            and not call.pieces
+        ),
+        change={"BM": 128, "num_stages": 2, "max_registers": THREE_CTA_REGISTERS},
+        reason="the same. With three stages ptxas spills if the gradient is fp32",
+    ),
 )
 
 
@@ -184,7 +196,7 @@ def configure_long_documents(kind: KernelKey, *, flat: bool) -> LaunchConfig:
     Products are as in `maxsim_grad_documents` without lists and with ``long=False``, so sums have the same bits. The
     slots of a tile need registers in addition: with the limit for three CTAs per SM, Triton 3.9 spills.
     """
-    launch = configure_documents(kind, flat=flat, pieces=False).change(max_registers=255)
+    launch = configure_documents(kind, flat=flat, pieces=True).change(max_registers=255)  # not the steps of three CTAs
     if kind.normalize and kind.half and not kind.has_vector_loads:
         # Triton 3.9 spills with the addresses of 64 rows. The norms that the products contain have other bits anyway.
         launch = launch.change(BM=min(launch.config.BM, 32))

@@ -34,14 +34,16 @@ def maxsim_round_rows(X, norms, out, scales, rows, L, d, C: tl.constexpr):
     r = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     ok = r < rows
     pointers = X.ptr + (r // L).to(tl.int64) * X.stride_doc + (r % L).to(tl.int64) * X.stride_l
-    largest = tl.full((C.BM,), 0, tl.float32)
-    for c0 in range(0, d, C.BD):
+    x = load_rows(pointers, ok, tl.arange(0, C.BD), d, X.stride_d, C.WIDE_OFFSETS)
+    largest = tl.max(finite_abs(x), axis=1)
+    for c0 in range(C.BD, d, C.BD):
         x = load_rows(pointers, ok, c0 + tl.arange(0, C.BD), d, X.stride_d, C.WIDE_OFFSETS)
         largest = tl.maximum(largest, tl.max(finite_abs(x), axis=1))
     scale, unscale = compute_scales(largest)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
-        x = load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS)
+        if not C.SINGLE_STEP:
+            x = load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS)
         targets = out + r.to(tl.int64)[:, None] * d + columns[None, :]
         tl.store(targets, (x * scale[:, None]).to(tl.float16), mask=ok[:, None] & (columns < d)[None, :])
     if norms is not None:

@@ -46,7 +46,8 @@ def configure_gather(
     BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else step_features
     rows = select_for(_GATHER_TABLE, kind)
     is_short = kind.has_vector_loads and kind.d <= 128
-    if rounded or (ragged and (encoding != "" or not (is_short and kind.half and not kind.normalize))):
+    is_plain = encoding == "" and is_short and kind.half and not kind.normalize
+    if (ragged and not is_plain) or (rounded and kind.normalize):
         rows //= 2  # the addresses of the argmax tokens cost registers too
     config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee", ENCODING=encoding)
     is_blackwell = kind.arch.name in ("sm_100", "sm_120")
@@ -56,7 +57,9 @@ def configure_gather(
         or (ragged and kind.candidates and (not kind.half or (kind.normalize and is_blackwell)))
         or ((scaled or rounded) and kind.normalize)
     )
-    return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
+    # With 128 registers, ptxas spills up to 8 values of scaled fp16 rows on these GPUs.
+    max_registers = THREE_CTA_REGISTERS if rounded and kind.arch.name in ("sm_80", "sm_120") else 128
+    return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else max_registers)
 
 
 @_cached

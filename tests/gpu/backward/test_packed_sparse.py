@@ -137,6 +137,7 @@ def test_tiles_shared_by_documents_are_listed(place, case, monkeypatch):
 
 @pytest.mark.parametrize("too_many", [False, True])
 def test_documents_of_long_queries_are_not_summed_as_disjoint(place, too_many, monkeypatch):
+    monkeypatch.setenv("LIK_OPS_REHEARSAL", "0")
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     marks = shared_tiles(monkeypatch)
     rows = backward_configs.MAX_DISJOINT_ROWS + too_many, 3

@@ -61,7 +61,7 @@ def sum_gradients(given) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 @on_places
-@pytest.mark.parametrize("spread", [0, 40, 120])
+@pytest.mark.parametrize("spread", [0, 40, 100])  # exact sums lose terms of coefficients below 2^-104
 @pytest.mark.parametrize("d", [16, 40, 300])
 def test_error_is_the_rounding_of_rows(place, d, spread):
     """Other products, as in the exact sums, have far smaller errors."""

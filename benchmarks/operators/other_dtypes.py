@@ -106,6 +106,7 @@ def fp32_calls(sizes: tuple[int, ...], training: bool) -> Calls:
     if training:
         return {
             "bf16": step(*half),
+            "fp16": step(*(x.to(torch.float16) for x in half)),
             "tf32": with_precision("tf32", step(Q, D)),
             "fp32": with_precision("ieee", step(Q, D)),
         }

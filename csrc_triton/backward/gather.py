@@ -66,16 +66,6 @@ def dequantize_rows(x, scale, rows, ok):
 
 
 @triton.jit
-def _sum_row_squares(pointers, scale, rows, ok, d, stride_d, C: tl.constexpr):
-    """Return the sums of squares of dequantized rows. See `dequantize_rows`."""
-    squares = sum_row_squares(pointers, ok, d, stride_d, C.BD, C.WIDE_OFFSETS)
-    if scale is not None:
-        s = tl.load(scale + rows, mask=ok, other=0.0)
-        squares *= s * s
-    return squares
-
-
-@triton.jit
 def _scatter_rows(targets, values, has_argmax, columns, d):
     """Add rows to fp32 sums with atomics, if they have an argmax."""
     mask = has_argmax[:, None] & (columns < d)[None, :]
@@ -127,20 +117,19 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
             x = load_dequantized_tokens(token, c0, d, D, counts, C)
             x = (x.to(tl.int32, bitcast=True) & -has_argmax.to(tl.int32)[:, None]).to(tl.float32, bitcast=True)
         else:
-            x = dequantize_rows(
-                load_rows(pointers, has_argmax, columns, d, D.stride_d, C.WIDE_OFFSETS),
-                up.scale,
-                token_rows,
-                has_argmax,
-            )
+            x = load_rows(pointers, has_argmax, columns, d, D.stride_d, C.WIDE_OFFSETS).to(tl.float32)
+        scale = 1.0
+        if up.scale is not None:
+            scale = tl.load(up.scale + token_rows, mask=has_argmax, other=0.0)
         if C.NORMALIZE:
             if C.SINGLE_STEP:
                 squares = tl.sum(x * x, axis=1)
             elif C.ENCODING != "":
                 squares = sum_dequantized_squares(token, d, D, counts, C)
             else:
-                squares = _sum_row_squares(pointers, up.scale, token_rows, has_argmax, d, D.stride_d, C)
-            g = tl.where(has_argmax, g * compute_inverse_norm(squares), 0.0)
+                squares = sum_row_squares(pointers, has_argmax, d, D.stride_d, C.BD, C.WIDE_OFFSETS)
+            g = tl.where(has_argmax, g * compute_inverse_norm(squares * scale * scale), 0.0)
+        g *= scale  # one product for each row
         # Both factors are zero without an argmax. A select would prevent fused multiply-adds.
         acc += tl.sum(tl.reshape(g[:, None] * x, (C.BN, C.BM, C.BD)), axis=0)
         live = live | tl.max(tl.reshape(has_argmax.to(tl.int32), (C.BN, C.BM)), axis=0)

@@ -69,7 +69,6 @@ def maxsim_grad_queries(Q, D, up, counts, grad_Q, grad_weight, d, C: tl.constexp
     i, s, row_ok = locate_query_tile(up, C)
     row = i.to(tl.int64) * up.Lq + s
     ok = load_query_mask(Q, i, s, row_ok)
-    w = load_query_weight(Q, i, s, ok)
     pointers = locate_rows(Q, i, s)
     squares = tl.full((C.BM,), 0, tl.float32)
     if C.NORMALIZE:
@@ -88,6 +87,7 @@ def maxsim_grad_queries(Q, D, up, counts, grad_Q, grad_weight, d, C: tl.constexp
             alive = live.to(tl.int32)
             if not TWICE:
                 dot += tl.sum(q * acc, axis=1)
+            w = load_query_weight(Q, i, s, ok)  # not before the gather, which needs all registers
             G = acc * w[:, None]
             if C.NORMALIZE:
                 G = backprop_normalize(G, q, squares, dot * compute_inverse_norm(squares) * w)

@@ -274,11 +274,12 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
         return backward_configs.configure_buckets(arch, documents, case.Nq * case.Lq)
     if case.kernel == "maxsim_scan_counts":
         return replace(backward_configs.configure_buckets(arch, documents, 2**20), num_stages=3)  # default of Triton
-    of_queries = case.kernel == "maxsim_grad_queries"
-    choices: dict = {"scaled": of_queries and bool(case.stored), "rounded": _rounds(case, "maxsim_grad_queries")}
-    if case.ragged and of_queries:
+    if case.kernel != "maxsim_grad_queries":
+        return backward_configs.configure_gather(kind, ragged=case.ragged)
+    choices: dict = {"scaled": bool(case.stored), "rounded": _rounds(case, "maxsim_grad_queries")}
+    if case.ragged:
         choices = {"encoding": _stored(case)}
-    return backward_configs.configure_gather(kind, ragged=case.ragged, **choices)
+    return backward_configs.configure_query_gradients(kind, ragged=case.ragged, **choices)
 
 
 def _uses_lists(case: Case) -> bool:

@@ -207,11 +207,9 @@ def sum_rows(each_step: tl.constexpr, tile, up, Q, columns, d, C: tl.constexpr):
     unscale = 1.0
     if Q.ptr.dtype.element_ty == tl.float16:
         s = TileSum(tile, up, Q, columns, 1.0, d)
-        if C.NORMALIZE and up.norms is None:
-            largest = each_step(_update_largest, tl.full((C.BM,), 0, tl.float32), s, C.BM, False, None, C)
-        else:
-            STEP: tl.constexpr = LARGEST_STEPS * C.BM
-            largest = each_step(_update_largest, tl.full((STEP,), 0, tl.float32), s, STEP, False, None, C)
+        # A step that computes norms holds features of its rows.
+        STEP: tl.constexpr = C.BM if C.NORMALIZE and up.norms is None else LARGEST_STEPS * C.BM
+        largest = each_step(_update_largest, tl.full((STEP,), 0, tl.float32), s, STEP, False, None, C)
         scale, unscale = compute_scales(tl.max(largest, axis=0))
     s = TileSum(tile, up, Q, columns, scale, d)
     G = _sum_products(each_step, _add_product, s, C.BM, C) * unscale

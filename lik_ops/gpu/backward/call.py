@@ -85,7 +85,7 @@ class GradientCall(NamedTuple):
         if rounded := self._should_round_documents():
             call, kind = self._round_documents(), kind._replace(dtype=torch.float16)
         scaled = self.up.scale is not None
-        launch = backward_configs.configure_gather(
+        launch = backward_configs.configure_query_gradients(
             kind, ragged=self.packed, scaled=scaled, rounded=rounded, encoding=self.encoding
         )
         args = (*call.groups, self.counts, grad_Q, grad_weight, self.d)

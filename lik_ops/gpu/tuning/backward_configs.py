@@ -15,6 +15,9 @@ from .tables import HALF_DTYPES, Override, StepConfig, TableRow, apply_overrides
 # A training step asks for the same few configurations each time, and each costs microseconds.
 _cached = functools.lru_cache(maxsize=1024)
 
+# Registers of a thread with which three CTAs of four warps share an SM.
+THREE_CTA_REGISTERS = 168
+
 
 # Rows of a step, if a row has at most 128 features. Filling the registers with rows keeps many loads in flight.
 _GATHER_TABLE = (
@@ -27,15 +30,7 @@ _GATHER_TABLE = (
 
 
 @_cached
-def configure_gather(
-    kind: KernelKey,
-    *,
-    ragged: bool = False,
-    scaled: bool = False,
-    rounded: bool = False,
-    scatters: bool = False,
-    encoding: Any = "",
-) -> LaunchConfig:
+def configure_gather(kind: KernelKey, *, ragged: bool = False, encoding: Any = "") -> LaunchConfig:
     """Return the launch of kernels that read whole rows.
 
     A step has BM tokens of a query and the argmax tokens of BN documents.
@@ -43,37 +38,86 @@ def configure_gather(
     Args:
         kind: properties of the call.
         ragged: whether tokens are packed.
-        scaled: whether rows are int8 with a scale, which costs registers.
-        rounded: whether rows are fp16 with a scale and their gradient is fp32, which costs more registers.
-        scatters: whether rows are also added to sums of documents.
-        encoding: `KernelConfig.ENCODING` of documents that are dequantized, which costs registers too.
+        encoding: `KernelConfig.ENCODING` of documents that are dequantized, which costs registers.
     """
     # With 128 features, decoded codes spill on sm_80 (Triton 3.6).
     step_features = 128 if encoding == "" else 64
     BD = max(next_power_of_2(kind.d), 16) if kind.d <= 256 else step_features
     rows = select_for(_GATHER_TABLE, kind)
     is_short = kind.has_vector_loads and kind.d <= 128
-    is_plain = encoding == "" and is_short and kind.half and not kind.normalize
-    if (ragged and not is_plain) or (rounded and kind.normalize):
+    if ragged and (encoding != "" or not (is_short and kind.half and not kind.normalize)):
         rows //= 2  # the addresses of the argmax tokens cost registers too
-    # Half the steps with as many rows in flight on an SM, as two CTAs: .184 ms in place of .277 (256 x 256, H200).
-    is_exact = not (kind.half or kind.normalize or ragged or scatters)
-    has_long_steps = kind.arch.unit == "wgmma" and is_exact and is_short and BD == 128
-    if has_long_steps:
-        rows *= 2
     config = kind.config(8, max(rows * min(128, BD) // BD // 8, 1), BD, PRECISION="ieee", ENCODING=encoding)
     is_blackwell = kind.arch.name in ("sm_100", "sm_120")
     spills = (
         encoding != ""
         or not is_short
         or (ragged and kind.candidates and (not kind.half or (kind.normalize and is_blackwell)))
-        or ((scaled or rounded) and (kind.normalize or kind.arch.name == "sm_120"))
-        or has_long_steps
     )
-    # With 128 registers, ptxas spills up to 8 values of scaled rows on these GPUs.
-    needs_more = (scaled or rounded) and kind.arch.name in ("sm_80", "sm_100")
-    max_registers = THREE_CTA_REGISTERS if needs_more else 128
-    return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else max_registers)
+    return LaunchConfig(config, num_warps=4, num_stages=2, max_registers=255 if spills else 128)
+
+
+class _QueriesCall(NamedTuple):
+    """The properties of a query gradient that its overrides read, see `configure_query_gradients`."""
+
+    kind: KernelKey
+    ragged: bool
+    scaled: bool
+    rounded: bool
+
+    @property
+    def has_exact_rows(self) -> bool:
+        """Return whether rows are fp32, dense and not normalized."""
+        return not (self.kind.half or self.kind.normalize or self.ragged)
+
+
+_QUERIES_OVERRIDES = (
+    Override(
+        when=lambda call, x: (
+            call.has_exact_rows
+            and call.kind.arch.unit == "wgmma"
+            and call.kind.has_vector_loads
+            and x.config.SINGLE_STEP
+            and x.config.BD == 128
+        ),
+        change={"BN": lambda call, x: 2 * x.config.BN, "max_registers": 255},
+        reason="half the steps with as many rows in flight on an SM: .184 ms in place of .277 (256 x 256, H200)",
+    ),
+    Override(
+        when=lambda call, x: call.rounded and call.kind.normalize,
+        change={"BN": lambda call, x: max(x.config.BN // 2, 1)},
+        reason="fp16 rows with fp32 gradients and norms need more registers",
+    ),
+    Override(
+        when=lambda call, x: (call.scaled or call.rounded) and (call.kind.normalize or call.kind.arch.name == "sm_120"),
+        change={"max_registers": 255},
+        reason="scales and norms need registers",
+    ),
+    Override(
+        when=lambda call, x: (
+            (call.scaled or call.rounded) and x.max_registers == 128 and call.kind.arch.name in ("sm_80", "sm_100")
+        ),
+        change={"max_registers": THREE_CTA_REGISTERS},
+        reason="with 128 registers, ptxas spills up to 8 values",
+    ),
+)
+
+
+@_cached
+def configure_query_gradients(
+    kind: KernelKey, *, ragged: bool = False, scaled: bool = False, rounded: bool = False, encoding: Any = ""
+) -> LaunchConfig:
+    """Return the launch of `maxsim_grad_queries`.
+
+    Args:
+        kind: properties of the call.
+        ragged: see `configure_gather`.
+        scaled: whether rows are int8 with a scale.
+        rounded: whether rows are fp16 with a scale and their gradient is fp32.
+        encoding: see `configure_gather`.
+    """
+    launch = configure_gather(kind, ragged=ragged, encoding=encoding)
+    return apply_overrides(_QUERIES_OVERRIDES, _QueriesCall(kind, ragged, scaled, rounded), launch)
 
 
 @_cached
@@ -89,15 +133,13 @@ def configure_scatter(kind: KernelKey, *, ragged: bool = False) -> LaunchConfig:
 
     Its products are as large as the rows of a step, so a step has fewer documents.
     """
-    launch = configure_gather(kind, ragged=ragged, scatters=True)
+    launch = configure_gather(kind, ragged=ragged)
     spills = ragged or kind.arch.name.startswith(("sm_8", "sm_12"))
     fraction = 8 if kind.arch.name == "sm_80" and kind.normalize else 4  # ptxas of Triton 3.9 spills for int8 documents
     documents = max(launch.config.BN // fraction, 1)
     return launch.change(BN=documents, max_registers=255 if spills else launch.max_registers)
 
 
-# Registers of a thread with which three CTAs of four warps share an SM.
-THREE_CTA_REGISTERS = 168
 # Query rows of a document whose argmax values are listed. Fewer rows are quick to scan, and more need too much memory.
 MIN_BUCKETED_ROWS, MAX_BUCKETED_ROWS = 1024, 2**20
 # For longer documents, lists of many small tiles are slower than the sums.
@@ -151,6 +193,13 @@ class _DocumentsCall(NamedTuple):
         """Return whether rows are bf16 and not normalized, which needs the fewest registers."""
         return self.kind.dtype == torch.bfloat16 and not self.kind.normalize
 
+    @property
+    def fits_three_ctas(self) -> bool:
+        """Return whether rows that take one feature step need few enough registers for three CTAs on an SM."""
+        units = _WGMMA if self.is_plain else ("wgmma",)
+        is_few = self.kind.half and not self.kind.normalize and self.kind.arch.unit in units
+        return is_few and self.flat and not self.pieces
+
 
 _DOCUMENTS_OVERRIDES = (
     Override(
@@ -169,23 +218,14 @@ _DOCUMENTS_OVERRIDES = (
         reason="registers hold larger tiles of few features",
     ),
     Override(
-        when=lambda call, x: (
-            call.is_plain and call.kind.arch.unit in _WGMMA and call.flat and x.config.SINGLE_STEP and not call.pieces
-        ),
+        when=lambda call, x: call.fits_three_ctas and x.config.SINGLE_STEP,
         change={"max_registers": THREE_CTA_REGISTERS},
         reason="three CTAs of four warps share an SM",
     ),
     Override(
-        when=lambda call, x: (
-            call.kind.dtype == torch.float16
-            and not call.kind.normalize
-            and call.kind.arch.unit == "wgmma"
-            and call.flat
-            and x.config.SINGLE_STEP
-            and not call.pieces
-        ),
-        change={"BM": 128, "num_stages": 2, "max_registers": THREE_CTA_REGISTERS},
-        reason="the same. With three stages ptxas spills if the gradient is fp32",
+        when=lambda call, x: x.max_registers == THREE_CTA_REGISTERS and call.kind.dtype == torch.float16,
+        change={"BM": 128, "num_stages": 2},
+        reason="with three stages ptxas spills if the gradient is fp32",
     ),
 )
 

@@ -85,7 +85,8 @@ def test_gradients_match_fp64_reference(place, case, normalize, monkeypatch):
 
 
 def shared_tiles(monkeypatch):
-    """Return the marks argument of each launch of the kernel that lists shared tiles."""
+    """Return the marks argument of each launch of the kernel that lists shared tiles. Nothing is rehearsed."""
+    monkeypatch.setenv("LIK_OPS_REHEARSAL", "0")
     marks, launch = [], cuda_ragged_backward.launcher.launch
 
     def watched(kernel, grid, args, options):
@@ -120,7 +121,6 @@ SHARED = {
 
 @pytest.mark.parametrize("case", SHARED)
 def test_tiles_shared_by_documents_are_listed(place, case, monkeypatch):
-    monkeypatch.setenv("LIK_OPS_REHEARSAL", "0")
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     marks = shared_tiles(monkeypatch)
     documents, met, together = SHARED[case]
@@ -137,7 +137,6 @@ def test_tiles_shared_by_documents_are_listed(place, case, monkeypatch):
 
 @pytest.mark.parametrize("too_many", [False, True])
 def test_documents_of_long_queries_are_not_summed_as_disjoint(place, too_many, monkeypatch):
-    monkeypatch.setenv("LIK_OPS_REHEARSAL", "0")
     monkeypatch.setattr(cuda_ragged_backward, "_MIN_SPARSE_RATIO", 0)
     marks = shared_tiles(monkeypatch)
     rows = backward_configs.MAX_DISJOINT_ROWS + too_many, 3

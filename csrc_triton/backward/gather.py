@@ -43,17 +43,29 @@ def locate_query_tile(up, C: tl.constexpr):
 @triton.jit
 def load_argmax(up, owner, k, i, s, ok, C: tl.constexpr):
     """Return the argmax of query tokens (i, s) in document k, whether there is one, and the gradient of its score."""
+    token = _load_tokens(up, owner, k, i, s, ok, C)
+    has_argmax, g = _load_gradient(up, token, k, i, s, C)
+    return token, has_argmax, g
+
+
+@triton.jit
+def _load_tokens(up, owner, k, i, s, ok, C: tl.constexpr):
+    """Return the argmax of query tokens (i, s) in document k, or -1."""
     k = k.to(tl.int64)
     if C.CANDIDATES:
         offsets = (owner.to(tl.int64) * up.K + k) * up.Lq + s
     else:
         offsets = (k * up.Nq + i) * up.Lq + s
-    token = tl.load(up.argmax + offsets, mask=ok, other=-1).to(tl.int32)
-    has_argmax = ok & (token >= 0)
+    return tl.load(up.argmax + offsets, mask=ok, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _load_gradient(up, token, k, i, s, C: tl.constexpr):
+    """Return whether there is an argmax, and the gradient of its score."""
+    has_argmax = token >= 0
     # One offset for each row, even if i is a scalar.
-    pair = i.to(tl.int64) * up.stride_q + k * up.stride_k + 0 * s
-    g = tl.load(up.grad_scores + pair, mask=has_argmax, other=0.0)
-    return token, has_argmax, g
+    pair = i.to(tl.int64) * up.stride_q + k.to(tl.int64) * up.stride_k + 0 * s
+    return has_argmax, tl.load(up.grad_scores + pair, mask=has_argmax, other=0.0)
 
 
 @triton.jit
@@ -93,6 +105,9 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     if up.query is not None:
         query_pairs = find_query_pairs(up, s_pair, ok_pair, C)
+    else:
+        k = to_int64(k_begin) + n
+        ahead = _load_tokens(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
     for k0 in range(k_begin, k_end, C.BN):
         k = to_int64(k0) + n
         if up.query is not None:
@@ -100,7 +115,9 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
             pointers = D.ptr + token * D.stride_l
             document = k * 0
         else:
-            token, has_argmax, g = load_argmax(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
+            token = ahead
+            ahead = _load_tokens(up, i, k + C.BN, i, s_pair, ok_pair & (k + C.BN < k_end), C)
+            has_argmax, g = _load_gradient(up, token, k, i, s_pair, C)
             pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
             document = k
             if C.CANDIDATES:

@@ -19,6 +19,7 @@ from ..support.aot_cases import (
     MORE_STORED,
     MORE_TERMS,
     PACKED,
+    QUERIES,
     RAGGED,
     SECTIONS,
     SHARED,
@@ -69,11 +70,22 @@ SPILLED = {
     }
 }
 
+# Spills of any release in gradients that take longer on an H200 without them, with more registers or fewer rows in
+# flight: docs/lab-book.md, "Gradients with TF32 allowed".
+FASTER_WITH_SPILLS = {
+    (Case(QUERIES, normalize=True), "sm_90"): 22,
+    (Case(QUERIES, normalize=True, options=True), "sm_90"): 20,
+    (Case(QUERIES, torch.float32), "sm_90"): 2,
+    (Case(DOCUMENTS, torch.float32), "sm_90"): 2,
+    (Case(DOCUMENTS, torch.float32, options=True), "sm_90"): 16,
+}
+
 
 def _check(case: Case, name: str) -> Compiled:
     arch = ARCHITECTURES[name]
     compiled = compile_for(case, arch)
-    assert compiled.spills <= SPILLED.get(get_triton_release(), {}).get((case, name), 0), (
+    allowed = FASTER_WITH_SPILLS | SPILLED.get(get_triton_release(), {})
+    assert compiled.spills <= allowed.get((case, name), 0), (
         f"{case} on {name}: {compiled.spills} spill instructions, {compiled.registers} registers"
     )
     assert compiled.shared <= arch.shared_memory_bytes, f"{case} on {name}: {compiled.shared} bytes of shared memory"

@@ -66,6 +66,8 @@ COMMON = [
         for pieces in (False, True)
     ),
     Case(JOIN, _FP32, 3, int32=True, long=True),
+    *(Case(kernel, _FP32, options=options) for kernel in (QUERIES, DOCUMENTS) for options in (False, True)),
+    *(Case(QUERIES, normalize=True, options=options) for options in (False, True)),
     *(
         Case(kernel, _FP32, tf32=True, normalize=normalize, options=True)
         for kernel in (QUERIES, DOCUMENTS, ROUND)

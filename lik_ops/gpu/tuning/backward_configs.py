@@ -70,6 +70,12 @@ class _QueriesCall(NamedTuple):
         """Return whether rows are fp32, dense and not normalized."""
         return not (self.kind.half or self.kind.normalize or self.ragged)
 
+    @property
+    def has_half_norms(self) -> bool:
+        """Return whether rows are dense, in half precision, and normalized, and the GPU is NVIDIA's and not sm_90."""
+        kind = self.kind
+        return kind.half and kind.normalize and not self.ragged and kind.arch.unit == "mma"
+
 
 _QUERIES_OVERRIDES = (
     Override(
@@ -80,22 +86,28 @@ _QUERIES_OVERRIDES = (
             and x.config.SINGLE_STEP
             and x.config.BD == 128
         ),
-        change={"BN": lambda call, x: 2 * x.config.BN, "max_registers": 255},
-        reason="half the steps with as many rows in flight on an SM: .184 ms in place of .277 (256 x 256, H200)",
+        change={"BN": lambda call, x: 2 * x.config.BN, "max_registers": THREE_CTA_REGISTERS},
+        reason="half the steps with more rows in flight on an SM: .123 ms in place of .277 (256 x 256, H200)",
     ),
     Override(
-        when=lambda call, x: call.rounded and call.kind.normalize,
+        when=lambda call, x: (call.rounded and call.kind.normalize) or call.has_half_norms,
         change={"BN": lambda call, x: max(x.config.BN // 2, 1)},
-        reason="fp16 rows with fp32 gradients and norms need more registers",
-    ),
-    Override(
-        when=lambda call, x: (call.scaled or call.rounded) and (call.kind.normalize or call.kind.arch.name == "sm_120"),
-        change={"max_registers": 255},
-        reason="scales and norms need registers",
+        reason="norms need registers. On sm_90, few spills of half-precision rows cost less than half the rows",
     ),
     Override(
         when=lambda call, x: (
-            (call.scaled or call.rounded) and x.max_registers == 128 and call.kind.arch.name in ("sm_80", "sm_100")
+            ((call.scaled or call.rounded) and (call.kind.normalize or call.kind.arch.name == "sm_120"))
+            or call.has_half_norms
+            or (call.has_exact_rows and call.kind.arch.unit == "mma")
+        ),
+        change={"max_registers": 255},
+        reason="scales, norms, and fp32 rows need registers",
+    ),
+    Override(
+        when=lambda call, x: (
+            (call.scaled or call.rounded)
+            and x.max_registers == 128
+            and call.kind.arch.name.startswith(("sm_8", "sm_100"))
         ),
         change={"max_registers": THREE_CTA_REGISTERS},
         reason="with 128 registers, ptxas spills up to 8 values",
@@ -196,8 +208,7 @@ class _DocumentsCall(NamedTuple):
     @property
     def fits_three_ctas(self) -> bool:
         """Return whether rows that take one feature step need few enough registers for three CTAs on an SM."""
-        units = _WGMMA if self.is_plain else ("wgmma",)
-        is_few = self.kind.half and not self.kind.normalize and self.kind.arch.unit in units
+        is_few = not (self.kind.normalize or self.has_large_tiles) and self.kind.arch.unit == "wgmma"
         return is_few and self.flat and not self.pieces
 
 
@@ -218,14 +229,14 @@ _DOCUMENTS_OVERRIDES = (
         reason="registers hold larger tiles of few features",
     ),
     Override(
-        when=lambda call, x: call.fits_three_ctas and x.config.SINGLE_STEP,
+        when=lambda call, x: call.fits_three_ctas and x.config.SINGLE_STEP and x.num_warps == 4,
         change={"max_registers": THREE_CTA_REGISTERS},
         reason="three CTAs of four warps share an SM",
     ),
     Override(
-        when=lambda call, x: x.max_registers == THREE_CTA_REGISTERS and call.kind.dtype == torch.float16,
+        when=lambda call, x: x.max_registers == THREE_CTA_REGISTERS and call.kind.half,
         change={"BM": 128, "num_stages": 2},
-        reason="with three stages ptxas spills if the gradient is fp32",
+        reason="three CTAs per SM hide latency, so long steps with fewer barriers for each row beat stages",
     ),
 )
 
@@ -288,11 +299,6 @@ def choose_shared_tile_rows(arch: Architecture) -> int:
 
 
 _PACKED_DOCUMENTS_OVERRIDES = (
-    Override(
-        when=lambda call, x: call.listed and x.max_registers == THREE_CTA_REGISTERS,
-        change={"BM": 128, "num_stages": 2},
-        reason="three CTAs per SM hide latency, so long steps with fewer barriers for each row beat stages",
-    ),
     Override(when=lambda call, x: not call.listed, change={"num_stages": 1}),
     Override(
         when=lambda call, x: call.has_vector_rows,

@@ -222,6 +222,27 @@ def test_non_finite_rows_on_every_gradient_path(place, way, value, monkeypatch):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_overflow_reaches_only_its_argmax_on_every_gradient_path(place, way, monkeypatch):
+    """A finite token times a finite upstream gradient may leave the range of fp32. Other tokens keep their sums."""
+    _patch_constants(monkeypatch, **WAYS[way])
+    for dtype in set(place.dtypes) - {torch.float16}:
+        Q, D = (torch.randn(n, L, 8, device=place.device).to(dtype) for n, L in ((4, 10), (2, 20)))
+        Q[1, 2, 4] = large = 2.0**640 if dtype == torch.float64 else 2.0**100
+        D.requires_grad_()
+        with place.use():
+            _, argmax = lik_ops.maxsim_with_argmax(Q, D)
+            scores = lik_ops.maxsim(Q, D, backward="lowmem")
+            upstream = torch.ones_like(scores)
+            upstream[1] = large
+            (grad,) = torch.autograd.grad(scores, D, upstream)
+        overflows = torch.zeros(2, 20, dtype=torch.bool)
+        for j in range(2):
+            overflows[j, argmax[1, j, 2]] = True
+        assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), overflows), dtype
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize(
     ("way", "scale"),
     [*itertools.product(WAYS, (1e-6, 65536.0))] if not INTERPRETING else [("few", 65536.0), ("lists", 1e-6)],

@@ -111,7 +111,7 @@ def _choose_dense_splits(a: DenseChoiceArgs) -> SplitChoice | str:
     if not all(x is None or has_even_stride(x) for x in (Q, D, a.d_mask)):
         return "rows of Q, D, or the document mask are not evenly spaced"
     cut = generic_choices.make_cut(Q, D, None, a.d_mask)
-    if not has_long_documents(cut):
+    if not has_long_documents(cut, a.normalize):
         return SHORT_DOCUMENTS_REASON
     choice: Sm90Choice | RowMaximaChoice | str = choose_sm90(a)
     if isinstance(choice, str):
@@ -264,7 +264,7 @@ def _choose_packed_splits(a: PackedChoiceArgs) -> SplitChoice | str:
     c = a.c
     if reason := supports_packed_splits(a):
         return reason
-    if not has_long_documents(c):
+    if not has_long_documents(c, a.normalize):
         return SHORT_DOCUMENTS_REASON
     choice = _choose_packed_row_maxima(a)
     mean = c.Tq // max(c.queries, 1), c.Td // max(c.columns, 1)

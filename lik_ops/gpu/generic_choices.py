@@ -24,13 +24,17 @@ from .tuning import architectures, forward_configs, sm90_configs
 from .tuning.architectures import Architecture, KernelKey, LaunchConfig
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
-# Minimum mean length of documents that are split if there are few of them.
-_MIN_LONG_DOCUMENT_TOKENS = 2048
-# Number of (row tile, document) pairs per SM up to which splitting documents is faster. BUSY is for programs with much
-# arithmetic. LARGE and SMALL are for memory-bound programs, whose mean document has at least or less than
-# `_MIN_LARGE_DOCUMENT_BYTES`. GLUON is for calls that a Gluon kernel could serve.
-# Measured on H100 and H200, 2026-11-26: `benchmarks/results/sweep_pairs.json`.
-_MAX_BUSY_PAIRS_PER_SM, _MAX_LARGE_PAIRS_PER_SM, _MAX_SMALL_PAIRS_PER_SM, _MAX_GLUON_PAIRS_PER_SM = 1.0, 0.6, 0.4, 0.25
+# Minimum mean length of documents that are split if there are few of them, and of normalized documents with at least
+# `_MIN_WIDE_FEATURES`.
+_MIN_LONG_DOCUMENT_TOKENS, _MIN_WIDE_DOCUMENT_TOKENS = 2048, 1024
+_MIN_WIDE_FEATURES = 1024
+# Number of (row tile, document) pairs per SM up to which splitting documents is faster. WIDE is for programs that
+# normalize many features, and BUSY for others with much arithmetic. LARGE and SMALL are for memory-bound programs,
+# whose mean document has at least or less than `_MIN_LARGE_DOCUMENT_BYTES`. GLUON is for calls that a Gluon kernel
+# could serve. Measured on H100 and H200: `benchmarks/results/sweep_pairs.json`, and WIDE: docs/lab-book.md, "masks with
+# many features".
+_MAX_WIDE_PAIRS_PER_SM, _MAX_BUSY_PAIRS_PER_SM, _MAX_LARGE_PAIRS_PER_SM, _MAX_SMALL_PAIRS_PER_SM = 2.5, 1.0, 0.6, 0.4
+_MAX_GLUON_PAIRS_PER_SM = 0.25
 _MIN_LARGE_DOCUMENT_BYTES = 2**20
 _MIN_SPLIT_TOKENS = 128
 # If splits would be longer, there are more splits than run at a time.
@@ -115,9 +119,15 @@ def make_cut(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None)
     return PackedArgs(Q, D, *(None,) * 5, q_mask, d_mask, None, Nq, K, False, Nq * Lq, K * Ld, Lq)
 
 
-def has_long_documents(c: PackedArgs) -> bool:
+def _normalizes_many_features(c: PackedArgs, normalize: bool) -> bool:
+    """Return whether a call normalizes at least `_MIN_WIDE_FEATURES` features."""
+    return normalize and c.D.shape[-1] >= _MIN_WIDE_FEATURES
+
+
+def has_long_documents(c: PackedArgs, normalize: bool) -> bool:
     """Return whether the mean document is long enough for `choose_document_splits`."""
-    return c.Td >= _MIN_LONG_DOCUMENT_TOKENS * c.columns
+    is_wide = _normalizes_many_features(c, normalize)
+    return c.Td >= (_MIN_WIDE_DOCUMENT_TOKENS if is_wide else _MIN_LONG_DOCUMENT_TOKENS) * c.columns
 
 
 def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: Architecture) -> SplitChoice | str:
@@ -125,8 +135,10 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
 
     All kernels give the same bits, so the choice may depend on the number of documents and on their mean length.
     """
-    if not has_long_documents(c) or 0 in (c.queries, c.columns, c.Tq):
-        return SHORT_DOCUMENTS_REASON if not has_long_documents(c) else "there are no queries or no documents"
+    if not has_long_documents(c, normalize):
+        return SHORT_DOCUMENTS_REASON
+    if 0 in (c.queries, c.columns, c.Tq):
+        return "there are no queries or no documents"
     Lq, d = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
     span, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
     wide = 2 if choose_row_offset_width(span) == 2 else int((c.Td + 64) * row + span >= 2**31)
@@ -134,9 +146,7 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     config = launch.config
     row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns
     # A memory-bound program that is alone on an SM reads 60 GB/s, so 80 programs saturate the memory.
-    is_busy = normalize or c.d_mask is not None or config.BM > 64
-    is_large = c.Td * d * c.D.element_size() >= K * _MIN_LARGE_DOCUMENT_BYTES
-    share = _MAX_BUSY_PAIRS_PER_SM if is_busy else _MAX_LARGE_PAIRS_PER_SM if is_large else _MAX_SMALL_PAIRS_PER_SM
+    share = _choose_max_pairs_per_sm(c, normalize, normalize or c.d_mask is not None or config.BM > 64)
     if row_tiles * K > arch.processors * share:
         return f"more than {share} (row tile, document) pairs per SM"
     max_splits = min(
@@ -159,6 +169,16 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     return SplitChoice(launch, arch, reads_tiles, levels, max_splits, split_tokens, max_splits * row_tiles, sums)
 
 
+def _choose_max_pairs_per_sm(c: PackedArgs, normalize: bool, is_busy: bool) -> float:
+    """Return the number of (row tile, document) pairs per SM up to which splitting documents is faster."""
+    if _normalizes_many_features(c, normalize):
+        return _MAX_WIDE_PAIRS_PER_SM
+    if is_busy:
+        return _MAX_BUSY_PAIRS_PER_SM
+    is_large = c.Td * c.D.shape[-1] * c.D.element_size() >= c.columns * _MIN_LARGE_DOCUMENT_BYTES
+    return _MAX_LARGE_PAIRS_PER_SM if is_large else _MAX_SMALL_PAIRS_PER_SM
+
+
 def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arch: Architecture) -> int:
     """Return the number of splits: as many as run at a time, or a multiple if the splits would be too long.
 
@@ -169,7 +189,9 @@ def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arc
     resident_splits = (
         max(min(_MAX_CTAS_PER_SM, arch.shared_memory_bytes // shared_bytes), 1) * arch.processors // row_tiles
     )
-    waves = min(architectures.cdiv(architectures.cdiv(c.Td, resident_splits), _MAX_SPLIT_TOKENS), c.columns)
+    # More documents than SMs are split for balance, which needs many splits.
+    max_tokens = _MIN_SPLIT_TOKENS if c.columns > arch.processors else _MAX_SPLIT_TOKENS
+    waves = min(architectures.cdiv(architectures.cdiv(c.Td, resident_splits), max_tokens), c.columns)
     return min(waves * resident_splits, c.columns + min(c.Td // _MIN_SPLIT_TOKENS, _MAX_DOCUMENT_SPLITS * c.columns))
 
 

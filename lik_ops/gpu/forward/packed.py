@@ -131,7 +131,7 @@ class PackedPlan(Plan):
     def _choose_fast(self, c: PackedArgs) -> RowMaximaChoice | SplitChoice | None:
         """Return the row maxima or split choice of a call, or None, cached by the sizes that it depends on."""
         by_rows = self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15
-        is_long = self.in_sections and choose.has_long_documents(c)
+        is_long = self.in_sections and choose.has_long_documents(c, self.normalize)
         if not (by_rows or is_long or self.forced == "sm90"):
             return None
         # Without long documents, `c.Td` is irrelevant.

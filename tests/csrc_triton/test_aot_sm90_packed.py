@@ -37,8 +37,10 @@ def constants_of(group: tuple, at: int) -> dict:
 
 
 def segments_of(layout: str) -> SegmentArgs:
-    """Return the argument types of a layout: "packed", "even" dense, "masked", or "kept" tokens first."""
+    """Return the argument types of a layout: "packed", "even" dense, "masked", "kept" tokens first, or a "subset"."""
     none = "constexpr"
+    if layout == "subset":
+        return SegmentArgs(none, "*i64", "*i64", none, none, "i32", none)
     if layout == "even":
         return SegmentArgs(*(none,) * 5, "i32", "i32")
     if layout != "packed":
@@ -87,6 +89,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
         (torch.bfloat16, 128, "masked", True, True),
         (torch.bfloat16, 128, "packed", False, True),
         (torch.bfloat16, 128, "kept", True, True),
+        (torch.bfloat16, 128, "subset", False, True),
         pytest.param(torch.bfloat16, 128, "masked", False, True, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 128, "packed", True, True, marks=pytest.mark.slow),
         pytest.param(torch.float16, 128, "masked", True, False, marks=pytest.mark.slow),

@@ -32,9 +32,11 @@ from .schedule import (
     DocumentSegments,
     compiler_barrier_value,
     estimate_costs,
+    find_end,
     list_block_documents,
     load_segment_bounds,
     partition_pairs,
+    store_empty_scores,
 )
 
 WARP_LANES = gl.constexpr(32)
@@ -60,8 +62,15 @@ def maxsim_row_maxima_sm90(Q, D, segments, patches, tiles, out, Nq, K, Lq, Td, d
         d: Number of features.
         C: `Sm90Config`.
     """
-    sizes = SizeArgs(Nq, K, Lq, None)
     spans = DocumentSegments(segments, patches, tiles, Td)
+    HAS_ENDS: gl.constexpr = (
+        C.SUM_ROWS and not C.ARGMAX and segments.offsets is not None and segments.lengths is not None
+    )
+    if HAS_ENDS:
+        end = find_end(segments, K)
+        store_empty_scores(Q, spans, out, end, K, SizeArgs(Nq, K, Lq, None), C)
+        K = end
+    sizes = SizeArgs(Nq, K, Lq, None)
     x = QueryOperands(Q, None, 1 if C.SUM_ROWS else None, d)
     row_tiles = gl.cdiv(Nq * (C.ROWS_PER_QUERY if C.SUM_ROWS else Lq), ACCUMULATORS * C.MMA_ROWS)
     k = list_block_documents(0)

@@ -4,6 +4,9 @@ The kernels are persistent. Each program scores a contiguous range of the (row t
 tile. Even documents, which all have sizes.Ld tokens, are split into ranges of equal size. Other documents have
 different lengths, so programs get ranges of nearly equal cost. The cost of a document is its number of tiles plus a
 measured constant. Every program computes its own range from the lengths, because the host does not know them.
+
+The search of a subset on a GPU pads the list of documents with many empty ones, because the host does not know how many
+documents the subset has. `find_end` and `store_empty_scores` take them out of the ranges.
 """
 
 from typing import Any, NamedTuple
@@ -11,9 +14,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...common.primitives import load_query_mask
 from ...common.segments import clamp_document_segment, load_document_bounds
 
 SCHEDULE_BLOCK_DOCUMENTS = gl.constexpr(1024)
+END_BLOCK_DOCUMENTS = gl.constexpr(8192)  # lengths that are loaded at once to find empty documents at the end
 # A longer document costs the same as one of this length, so that the cost of a block fits 32 bits.
 MAX_COSTED_TOKENS = gl.constexpr(2**24)
 MASK_WORD_TOKENS = gl.constexpr(32)  # bits of a mask word of `MaskPatchArgs`
@@ -183,6 +188,42 @@ def partition_pairs(spans, first, row_tiles, K, C: gl.constexpr):
             earlier_cost += gl.sum(costs, axis=0)
             costs = estimate_block_costs(spans, k0 + SCHEDULE_BLOCK_DOCUMENTS, K, C)
     return x // programs * K + documents_x, y // programs * K + documents_y
+
+
+@gluon.jit
+def find_end(segments, K):
+    """Return the number of documents without blocks of END_BLOCK_DOCUMENTS empty documents at the end, at least 1."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    end = K
+    is_empty = K > END_BLOCK_DOCUMENTS
+    while is_empty:
+        k = end - END_BLOCK_DOCUMENTS + gl.arange(0, END_BLOCK_DOCUMENTS, layout=LAYOUT)
+        is_empty = gl.max((gl.load(segments.lengths + k) != 0).to(gl.int32), axis=0) == 0
+        end = gl.where(is_empty, end - END_BLOCK_DOCUMENTS, end)
+        is_empty = is_empty & (end > END_BLOCK_DOCUMENTS)
+    return end
+
+
+@gluon.jit
+def store_empty_scores(Q, spans, out, k0, K, sizes, C: gl.constexpr):
+    """Store the scores of empty documents `k0` to `K` - 1, a share of them in each program.
+
+    They are -inf, or 0 for a query without tokens. A document that is not inside D scores NaN.
+    """
+    BLOCK: gl.constexpr = SCHEDULE_BLOCK_DOCUMENTS
+    share = gl.cdiv(K - k0, gl.num_programs(0))
+    begin = k0 + share * gl.program_id(0)
+    end = gl.minimum(begin + share, K)
+    tokens = gl.arange(0, C.ROWS_PER_QUERY, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    for block in range(begin, end, BLOCK):
+        k = list_block_documents(block)
+        ok = k < end
+        _, _, is_inside = clamp_document_segment(spans.segments, load_segment_bounds(spans, k, end), k, ok, spans.Td)
+        for i in range(0, sizes.Nq):
+            is_kept = load_query_mask(Q, i + 0 * tokens, tokens, tokens < sizes.Lq)
+            score = gl.where(gl.max(is_kept.to(gl.int32), axis=0) > 0, float("-inf"), 0.0)
+            scores = out.scores + (k * 0 + i).to(gl.int64) * out.stride + k
+            gl.store(scores, gl.where(is_inside, score, float("nan")), mask=ok)
 
 
 @gluon.jit

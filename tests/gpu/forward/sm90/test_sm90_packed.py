@@ -268,6 +268,32 @@ def test_dense_queries_with_packed_documents_match_generic_kernel(Nq, Lq, Nd, Ld
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("full", [0, 1, 700, 8191, 12_000, 24_580])
+@pytest.mark.parametrize("masked", [False, True])
+def test_many_empty_documents_at_the_end_match_generic_kernel(full, masked, monkeypatch):
+    """Empty documents have no tiles, as in the search of a subset. Some are outside D, and one query has no tokens."""
+    from lik_ops.gpu.forward import packed as cuda_ragged
+
+    draw = torch.Generator("cuda").manual_seed(full)
+    Q, D = (torch.randn(*n, 64, generator=draw, device="cuda").bfloat16() for n in ((17, 30), (5000,)))
+    K = 3 * 8192 + 5
+    offsets = torch.randint(0, 4900, (K,), generator=draw, device="cuda")
+    lengths = torch.randint(0, 100, (K,), generator=draw, device="cuda")
+    lengths[full:] = 0
+    offsets[full + 2 :: 1000] = 5001
+    q_mask = torch.rand(17, 30, generator=draw, device="cuda") < 0.7 if masked else None
+    if masked:
+        q_mask[3] = False
+    c = PackedArgs(Q, D, None, offsets, lengths, None, None, q_mask, None, None, 17, K, False, 510, 5000, 30)
+    plan = cuda_ragged.PackedPlan(c, False, None, "")
+    assert plan._choose_fast(c).config.SUM_ROWS
+    scores, _ = plan.forward(c)
+    expected, _ = plan._run_generic(c)
+    same_bits(scores, expected)
+    assert bool(scores[:, full + 2 :: 1000].isnan().all())
+
+
+@pytest.mark.gpu
 def test_document_chunks_do_not_change_results(way, monkeypatch):
     from lik_ops.gpu.forward import packed as cuda_ragged
     from lik_ops.gpu.forward import sm90_packed as cuda_rows

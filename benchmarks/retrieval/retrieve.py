@@ -10,7 +10,8 @@ Documents have 180 unit tokens of d 128 in bf16, drawn on the GPU in seeded part
   with the same clock and alternating with the contenders. Calls of 16 or more queries are long enough to reach the
   power limit, which the short product of the ceilings does not. ``sustained`` covers this: plain bf16 products of 8192
   rows with the operations of the case, also alternating with the contenders.
-- ``subset``: a search of a tenth of the resident corpus, as a random mask (``scattered``) and as a range (``range``).
+- ``subset``: a search of a tenth of the resident corpus, of random documents (``scattered``) and of a range
+  (``range``), as a mask and as indices.
   ``full`` is a search of the whole corpus, timed alternating, and the goal is a fifth of its time. Results must have
   the bits of a search of these documents alone.
 - ``streamed``: the corpus is in pinned or pageable host memory, or a `lik_ops.Corpus` on disk (in the page cache after
@@ -338,8 +339,9 @@ def subset(Q: Tensor, D: Tensor, ceiling: dict[str, float], rounds: int, end: fl
             same = same_bits(tuple(x[:, : best[0].shape[1]] for x in found), best)  # type: ignore[arg-type]
             return {"exact": True} if same else {"failed": "wrong: not the bits of a search of these documents"}
 
-        found[f"lik_ops {name}"] = partial(lik_ops.retrieve, Q, D, k, subset=chosen)
-        check[f"lik_ops {name}"] = bits
+        for given, which in {name: chosen, f"{name}, indices": rows}.items():
+            found[f"lik_ops {given}"] = partial(lik_ops.retrieve, Q, D, k, subset=which)
+            check[f"lik_ops {given}"] = bits
     check[""] = bits
     return measure(record, found, check, rounds, end, {"full": lambda: lik_ops.retrieve(Q, D, k)})
 

@@ -215,7 +215,8 @@ def test_a_record_of_subsets(monkeypatch):
     Q, D = retrieve.draw_queries(2, "cpu"), retrieve.draw(200, "cpu")
     end, ceiling = time.monotonic() + 60, {"tflops": 1.0, "gbs": 1.0}
     record = retrieve.subset(Q, D, ceiling, 2, end)
-    assert record["case"]["Nd"] == 20 and set(record["contenders"]) == {"lik_ops scattered", "lik_ops range"}
+    named = {f"lik_ops {name}{given}" for name in ("scattered", "range") for given in ("", ", indices")}
+    assert record["case"]["Nd"] == 20 and set(record["contenders"]) == named
     for ours in record["contenders"].values():
         assert ours["exact"] and ours["share_of_full"] == ours["ms"] / record["full_ms"]
     search = retrieve.lik_ops.retrieve

@@ -210,11 +210,13 @@ def choose_packed(
     argmax: bool,
     arch: Architecture,
     stored: Any = "",
+    may_be_empty: bool = False,
 ) -> tuple[LaunchConfig, int]:
     """Return the launch of `maxsim_forward_packed` for a mean query length, and the tree levels of its sums.
 
     Longer queries use several steps, so the host need not know the longest query. The only size read from `c` is the
-    number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, and `has_few_documents`.
+    number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, `has_few_documents`, and
+    `may_be_empty`.
 
     Args:
         c: the packed call.
@@ -225,6 +227,7 @@ def choose_packed(
         argmax: whether the call returns an argmax.
         arch: architecture that runs the kernel.
         stored: `KernelConfig.ENCODING`.
+        may_be_empty: whether most of many documents may be empty.
     """
     return forward_configs.configure_packed_forward(
         KernelKey(arch, c.Q.dtype, c.Q.shape[-1], c.candidates or c.pairs is not None, normalize, wide),
@@ -236,6 +239,7 @@ def choose_packed(
         has_few_documents=has_few_documents,
         has_no_options=all(x is None for x in (c.q_mask, c.d_mask, c.q_weight, c.q_lengths)),
         stored=stored,
+        may_be_empty=may_be_empty,
     )
 
 

@@ -95,6 +95,7 @@ class Case:
     pairs: bool = False  # ragged layout with a list of pairs
     bounds: bool = False  # document bounds in place of offsets and lengths
     padded: bool = False  # evenly spaced queries and documents, with lengths
+    empty: bool = False  # ragged forward: many documents may be empty
     short: bool = False  # forward: documents shorter than a tile
     long: bool = False  # backward: documents of many tokens
     chunks: bool = False  # of argmax lists
@@ -119,7 +120,7 @@ class Case:
             "int32",
             "parts",
         )
-        named += ("bounds", "padded", "chunks", "short", "long", "sections", "fp32_centroids")
+        named += ("bounds", "padded", "chunks", "empty", "short", "long", "sections", "fp32_centroids")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
         flags += [self.stored.removeprefix("*")] if self.stored else []
@@ -206,6 +207,7 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
                 "argmax": case.argmax,
                 "stored": _stored(case),
                 "has_few_documents": case.sections,
+                "may_be_empty": case.empty,
             }
             choices["has_no_options"] = not (case.options or case.padded)
             launch = forward_configs.configure_packed_forward(kind, case.Nq, case.Lq, **choices)[0]

@@ -105,6 +105,8 @@ RAGGED = [
     Case(FORWARD, Nq=4, ragged=True, padded=True, candidates=True),
     Case(FORWARD, Nq=1, ragged=True),
     Case(FORWARD, Nq=256, Lq=1024, ragged=True),
+    *(Case(FORWARD, Nq=Nq, ragged=True, options=Nq > 1, empty=True) for Nq in (1, 4)),
+    Case(FORWARD, Nq=1, ragged=True, normalize=True, empty=True),
     Case(FORWARD, Nq=4, ragged=True, candidates=True, options=True),
     Case(FORWARD, ragged=True, normalize=True, **_EVERYTHING),
     Case(FORWARD, _FP32, ragged=True, **_EVERYTHING),

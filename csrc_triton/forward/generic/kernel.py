@@ -35,10 +35,10 @@ These constexprs select a variant. Code of other variants is not compiled.
 - SPLIT_DOCUMENTS: the program scores one split of a document and stores row maxima. `maxsim_row_sums` merges the splits
   and sums the rows. Splits of soft maxima are dense, and `maxsim_soft_splits` merges them.
 - ENCODING: the format of encoded documents, which only `compute_tile` reads.
-- PERSISTENT: a program scores its row tile against every `step`-th document, and one loop covers the tiles of all these
-  documents. Dense tokens need a tensor descriptor (`_score_tiles_persistent`), and packed tokens are residual codes in
-  words (`_score_codes_persistent`, which loads codes two tiles ahead). If a packed query does not fit, the program
-  scores one document after the other.
+- PERSISTENT: a program scores its row tile against every `step`-th document. One loop covers the tiles of all these
+  documents if tokens are dense and have a tensor descriptor (`_score_tiles_persistent`), or if they are residual codes
+  in words (`_score_codes_persistent`, which loads codes two tiles ahead) and the queries fit. Otherwise the program
+  scores one packed document after the other, and passes over empty ones, 32 at a time (`_score_documents_persistent`).
 
 ```text
 tile = query rows and their weights                   # _score_row_tile, once
@@ -89,6 +89,8 @@ from .row_maxima import (
     normalize_maxima,
 )
 from .splits import locate_split
+
+EMPTY_DOCUMENTS = tl.constexpr(32)  # documents of a persistent program whose lengths are loaded at once
 
 
 @triton.jit
@@ -575,6 +577,44 @@ def _score_row_tile(x, segments, queries, fits, first, step, out, sizes, PACKED:
 
 
 @triton.jit
+def _store_empty_scores(x, queries, fits, k, is_inside, out, sizes, C: tl.constexpr):
+    """Store the scores of the queries of a persistent program for empty documents k."""
+    has_rows = fits.to(tl.int32) * 0
+    for s0 in range(0, tl.max(queries[2], axis=0), C.ROWS_PER_QUERY):
+        i, s, ok, _ = _locate_block(queries, s0, sizes, True, C)
+        has_rows = has_rows | has_kept_row(load_query_mask(x.Q, i, s, ok), C)
+    i = _locate_first_query(sizes, C) + tl.arange(0, C.BM // C.ROWS_PER_QUERY)
+    score = tl.where(fits[:, None] & is_inside[None, :], choose_score(0.0, has_rows, 0)[:, None], float("nan"))
+    offsets = i.to(tl.int64)[:, None] * sizes.K + k[None, :]
+    tl.store(out.scores + offsets, score, mask=(i < sizes.Nq)[:, None] & (k < sizes.K)[None, :])
+
+
+@triton.jit
+def _score_documents_persistent(
+    x, queries, fits, first, step, segments, out, sizes, LEVELS: tl.constexpr, C: tl.constexpr
+):
+    """Score the queries of a row tile against every `step`-th packed document.
+
+    The lengths of several documents are loaded at once, so that empty documents cost little.
+    """
+    count = tl.cdiv(sizes.K - first, step)
+    for n0 in range(0, count, EMPTY_DOCUMENTS):
+        block = first + (n0 + tl.arange(0, EMPTY_DOCUMENTS)).to(tl.int64) * step
+        _, length, are_inside = locate_document_segment(segments, block, block < sizes.K, sizes.Td)
+        if tl.max(length, axis=0) > 0:
+            for n in range(n0, tl.minimum(n0 + EMPTY_DOCUMENTS, count)):
+                k = first + to_int64(n) * step
+                document, is_inside = _locate_packed_document(x.D, segments, k, k >= 0, sizes, C)
+                if C.LONG_QUERIES:
+                    sums, has_rows, any_kept = _sum_blocks(x, queries, document, 0, out, sizes, LEVELS, True, C)
+                else:
+                    sums, has_rows, any_kept = score_rows(x, queries, 0, document, 0, out, sizes, True, C)
+                _store_persistent(sums, has_rows, any_kept, fits & is_inside, k, out, sizes, C)
+        else:
+            _store_empty_scores(x, queries, fits, block, are_inside, out, sizes, C)
+
+
+@triton.jit
 def _score_persistent(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.constexpr, C: tl.constexpr):
     """Score the queries of a row tile against every `step`-th document, without argmax.
 
@@ -590,14 +630,10 @@ def _score_persistent(x, segments, out, sizes, LEVELS: tl.constexpr, PACKED: tl.
     if PACKED:
         i = first_query + tl.arange(0, C.BM // C.ROWS_PER_QUERY)
         _, _, fits = _locate_queries(segments, i, i < sizes.Nq, sizes, PACKED)
-        if tl.max(length, axis=0) <= C.ROWS_PER_QUERY:
+        if has_words(C.ENCODING) and tl.max(length, axis=0) <= C.ROWS_PER_QUERY:
             _score_row_tile(x, segments, queries, fits, first, step, out, sizes, PACKED, C)
         else:
-            for k in range(first, sizes.K, step):
-                n = to_int64(k)
-                document, is_inside = _locate_packed_document(x.D, segments, n, n >= 0, sizes, C)
-                sums, has_rows, any_kept = _sum_blocks(x, queries, document, 0, out, sizes, LEVELS, PACKED, C)
-                _store_persistent(sums, has_rows, any_kept, fits & is_inside, k, out, sizes, C)
+            _score_documents_persistent(x, queries, fits, first, step, segments, out, sizes, LEVELS, C)
     else:
         _score_row_tile(x, segments, queries, None, first, step, out, sizes, PACKED, C)
 

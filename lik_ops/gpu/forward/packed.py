@@ -58,6 +58,8 @@ _MAX_DESCRIPTORS = 64  # cached for each plan
 # Values of `KernelConfig.ENCODING` whose documents descriptors can read.
 _DESCRIPTOR_ENCODINGS = ("", "int8", INT8_QUERIES, "number", "fp8", "e4m3", "e5m2", "fp8_fp8", "e4m3_fp8")
 _TERM_ROWS = 16  # rows of a program of `maxsim_query_terms`
+# Documents with lengths from which on many may be empty, as in the search of a subset that is a mask.
+_MIN_EMPTY_DOCUMENTS = 2**19
 
 
 class _CompiledTile:
@@ -93,6 +95,8 @@ class PackedPlan(Plan):
         super().__init__(c.Q, argmax_dtype)
         self.arch, self.normalize, self.stored = architecture(c.Q.device), normalize, stored
         self.pairs, self.single = c.pairs is not None, c.candidates or c.pairs is not None  # one query per program
+        has_lengths = c.offsets is not None and c.lengths is not None
+        self.may_be_empty = has_lengths and not (self.single or argmax_dtype is not None)
         self.present_positions = [n for n, x in enumerate(c.tensors) if x is not None]
         self.query_strides = (0, *c.Q.stride()[-2:]), get_row_args(c.q_mask)[1:], get_row_args(c.q_weight)[1:]
         mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
@@ -178,15 +182,17 @@ class PackedPlan(Plan):
             return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device).fill_(-1)
 
-    def _get_tile(self, c: PackedArgs, Lq: int, wide: int, has_few_documents: bool) -> _CompiledTile:
+    def _get_tile(
+        self, c: PackedArgs, Lq: int, wide: int, has_few_documents: bool, may_be_empty: bool
+    ) -> _CompiledTile:
         """Return the tile for sizes that are not cached yet."""
         argmax = self.argmax_dtype is not None
         launch, levels = generic_choices.choose_packed(
-            c, Lq, wide, has_few_documents, self.normalize, argmax, self.arch, self.stored
+            c, Lq, wide, has_few_documents, self.normalize, argmax, self.arch, self.stored, may_be_empty
         )
         _log.debug("maxsim_forward_packed for %s: %s", c.scores_shape(), launch)
         return self.tiles.store(
-            (c.queries, Lq, wide, has_few_documents), _CompiledTile(launch, levels, self.d, self.arch)
+            (c.queries, Lq, wide, has_few_documents, may_be_empty), _CompiledTile(launch, levels, self.d, self.arch)
         )
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
@@ -198,7 +204,9 @@ class PackedPlan(Plan):
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
         has_few_documents = documents <= forward_configs.MAX_RESIDENT_DOCUMENTS
-        tile = self.tiles.get((queries, Lq, wide, has_few_documents)) or self._get_tile(c, Lq, wide, has_few_documents)
+        may_be_empty = self.may_be_empty and columns >= _MIN_EMPTY_DOCUMENTS
+        key = queries, Lq, wide, has_few_documents, may_be_empty
+        tile = self.tiles.get(key) or self._get_tile(c, *key[1:])
         shape: tuple[int, ...]
         strides: tuple[int, ...]
         if self.pairs:

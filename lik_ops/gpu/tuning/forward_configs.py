@@ -41,6 +41,8 @@ FP32_SPLIT_UNITS = ("wgmma", "interpreter")
 _MAX_FEW_DOCUMENTS = 3_000  # with more documents of one query, an H100 is busy for a long time
 # Maximum number of packed documents that all run at a time. The longest one determines the time, so pipelines are deep.
 MAX_RESIDENT_DOCUMENTS = 8 * MEASURED_SMS
+# Persistent programs of documents that may be empty: more than run at a time, so that the last do not run alone.
+_SUBSET_PROGRAMS_PER_SM = 32
 MIN_ROWS_PER_QUERY = 16  # for packed layouts
 _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
@@ -544,6 +546,7 @@ def configure_packed_forward(
     has_few_documents: bool = False,
     has_no_options: bool = False,
     stored: Any = "",
+    may_be_empty: bool = False,
 ) -> tuple[LaunchConfig, int]:
     """Return the launch for packed layouts, and the levels of the trees of its sums.
 
@@ -560,6 +563,7 @@ def configure_packed_forward(
         has_few_documents: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
         has_no_options: whether the call has no mask, no weight, and no query lengths.
         stored: `KernelConfig.ENCODING`.
+        may_be_empty: whether most of many documents may be empty. Persistent programs pass over these.
     """
     dense = kind._replace(normalize=_needs_squares(kind, stored))
     launch = configure_forward(dense, Nq, Lq, tf32=tf32, argmax=argmax).make_non_persistent()
@@ -567,6 +571,8 @@ def configure_packed_forward(
     launch = apply_overrides(
         _PACKED_OVERRIDES, _PackedCall(kind, Nq, argmax, has_few_documents, has_no_options, stored), launch
     )
+    if may_be_empty and not (launch.config.PERSISTENT or launch.config.FP32_TERMS):
+        launch = launch.change(PERSISTENT=True, walkers=_SUBSET_PROGRAMS_PER_SM * kind.arch.processors)
     config = launch.config
     # Set for the same reason as in `configure_forward` even if it is not needed.
     is_long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.FP32_TERMS > 0

@@ -480,3 +480,36 @@ def test_items_are_sorted_and_found_by_tile(place, most, monkeypatch):
         lo, hi = int(starts[1, t]), int(starts[0, t + 1])
         assert not met[:lo].any() and not met[hi:].any() and hi <= count
         assert lo == int((reach <= t * tile).sum())
+
+
+@pytest.mark.parametrize(
+    ("Nq", "Lq", "normalize"), [(1, 9, False), (3, 20, True), (2, 70 if INTERPRETING else 300, False)]
+)
+def test_persistent_programs_skip_empty_documents(place, Nq, Lq, normalize, monkeypatch):
+    """Persistent programs give the bits of one program for each document, empty or not, inside D or not."""
+    K, Td, d = (90 if INTERPRETING else 40_000), 200, 24
+    draw = torch.Generator().manual_seed(Lq)
+    lengths = torch.randint(0, 12, (K,), generator=draw) * (torch.rand(K, generator=draw) < 0.2)
+    offsets = torch.randint(0, Td - 12, (K,), generator=draw)
+    lengths[K // 3 :] = 0
+    offsets[::17] = Td + 1
+    q_mask = torch.rand(Nq, Lq, generator=draw) < 0.6
+    q_mask[-1] = False
+    launches = []
+    make = cuda_ragged._CompiledTile
+    monkeypatch.setattr(cuda_ragged, "_CompiledTile", lambda x, *args: launches.append(x) or make(x, *args))
+    for dtype in half_or_fp32(place):
+        tensors = *(torch.randn(*n, d, generator=draw).to(dtype) for n in ((Nq, Lq), (Td,))), offsets, lengths, q_mask
+        Q, D, at, count, keep = (x.to(place.device) for x in tensors)
+        c = PackedArgs(Q, D, None, at, count, None, None, keep, None, None, Nq, K, False, Nq * Lq, Td, Lq)
+        results = []
+        with place.use():
+            for least in (2**31, 0):
+                monkeypatch.setattr(cuda_ragged, "_MIN_EMPTY_DOCUMENTS", least)
+                results.append(cuda_ragged.PackedPlan(c, normalize, None, "")._run_generic(c)[0].cpu())
+        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+        assert bool(results[0][:, ::17].isnan().all()) and bool((results[0][-1] == 0).any())
+        assert Nq == 1 or bool((results[0][0] == -torch.inf).any())
+    assert [launch.config.PERSISTENT for launch in launches[::2]] == [False] * (len(launches) // 2)
+    assert all(launch.config.PERSISTENT or launch.config.FP32_TERMS for launch in launches[1::2])
+    assert any(launch.config.PERSISTENT for launch in launches)

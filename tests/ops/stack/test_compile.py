@@ -289,10 +289,10 @@ def test_an_edited_backward_is_not_served_from_the_cache(tmp_path):
     assert run_step(tmp_path) == [3 * 2 * 5 * 3 * 4, 30, 0]
 
 
-def test_cache_key_tag_is_added_once_and_keeps_the_old_tag(monkeypatch):
+def test_cache_key_tag_is_added_once_and_keeps_the_old_tag():
     digest = compile_cache.hash_sources()
     assert config.cache_key_tag == f"lik_ops={digest}" and len(digest) == 16  # the import of lik_ops added it
-    monkeypatch.setattr(config, "cache_key_tag", "mine")
-    for _ in range(2):
-        compile_cache.tag_cache_key()
-        assert config.cache_key_tag == f"mine;lik_ops={digest}"
+    with config.patch(cache_key_tag="mine"):  # monkeypatch would hide the option at the end
+        for _ in range(2):
+            compile_cache.tag_cache_key()
+            assert config.cache_key_tag == f"mine;lik_ops={digest}"

@@ -103,11 +103,13 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
     n = tl.arange(0, C.BN * C.BM) // C.BM
     s_pair = tl.reshape(tl.broadcast_to(s[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
     ok_pair = tl.reshape(tl.broadcast_to(ok[None, :], (C.BN, C.BM)), (C.BN * C.BM,))
+    # Argmax values are loaded one step ahead, so that a step need not wait for them. Atomic sums need these registers.
+    AHEAD: tl.constexpr = up.query is None and sum_D is None
     if up.query is not None:
         query_pairs = find_query_pairs(up, s_pair, ok_pair, C)
-    else:
+    elif AHEAD:
         k = to_int64(k_begin) + n
-        ahead = _load_tokens(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
+        next_token = _load_tokens(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
     for k0 in range(k_begin, k_end, C.BN):
         k = to_int64(k0) + n
         if up.query is not None:
@@ -115,8 +117,11 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
             pointers = D.ptr + token * D.stride_l
             document = k * 0
         else:
-            token = ahead
-            ahead = _load_tokens(up, i, k + C.BN, i, s_pair, ok_pair & (k + C.BN < k_end), C)
+            if AHEAD:
+                token = next_token
+                next_token = _load_tokens(up, i, k + C.BN, i, s_pair, ok_pair & (k + C.BN < k_end), C)
+            else:
+                token = _load_tokens(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
             has_argmax, g = _load_gradient(up, token, k, i, s_pair, C)
             pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
             document = k

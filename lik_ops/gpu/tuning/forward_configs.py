@@ -41,8 +41,7 @@ FP32_SPLIT_UNITS = ("wgmma", "interpreter")
 _MAX_FEW_DOCUMENTS = 3_000  # with more documents of one query, an H100 is busy for a long time
 # Maximum number of packed documents that all run at a time. The longest one determines the time, so pipelines are deep.
 MAX_RESIDENT_DOCUMENTS = 8 * MEASURED_SMS
-# Persistent programs of documents that may be empty: more than run at a time, so that the last do not run alone.
-_SUBSET_PROGRAMS_PER_SM = 32
+_SUBSET_PROGRAMS_PER_SM = 32  # of documents that may be empty
 MIN_ROWS_PER_QUERY = 16  # for packed layouts
 _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
@@ -319,6 +318,7 @@ class _PackedCall(NamedTuple):
     has_few_documents: bool
     has_no_options: bool  # no option that costs registers
     encoding: Any
+    may_be_empty: bool  # most of many documents
 
     @property
     def unit(self) -> str:
@@ -513,6 +513,12 @@ _PACKED_OVERRIDES = (
     Override(
         when=lambda call, x: call.unit == "mma" and (call.converts_to_fp32 or call.shares_registers), change={"BN": 16}
     ),
+    # Empty documents.
+    Override(
+        when=lambda call, x: call.may_be_empty and not (x.config.PERSISTENT or x.config.FP32_TERMS),
+        change={"PERSISTENT": True, "walkers": lambda call, x: _SUBSET_PROGRAMS_PER_SM * call.kind.arch.processors},
+        reason="persistent programs pass over empty documents. With more than run at a time, the last do not run alone",
+    ),
 )
 
 
@@ -568,11 +574,8 @@ def configure_packed_forward(
     dense = kind._replace(normalize=_needs_squares(kind, stored))
     launch = configure_forward(dense, Nq, Lq, tf32=tf32, argmax=argmax).make_non_persistent()
     has_no_options = has_no_options and not (argmax or kind.normalize) and kind.has_vector_loads
-    launch = apply_overrides(
-        _PACKED_OVERRIDES, _PackedCall(kind, Nq, argmax, has_few_documents, has_no_options, stored), launch
-    )
-    if may_be_empty and not (launch.config.PERSISTENT or launch.config.FP32_TERMS):
-        launch = launch.change(PERSISTENT=True, walkers=_SUBSET_PROGRAMS_PER_SM * kind.arch.processors)
+    call = _PackedCall(kind, Nq, argmax, has_few_documents, has_no_options, stored, may_be_empty)
+    launch = apply_overrides(_PACKED_OVERRIDES, call, launch)
     config = launch.config
     # Set for the same reason as in `configure_forward` even if it is not needed.
     is_long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.FP32_TERMS > 0

@@ -44,7 +44,7 @@ def locate_query_tile(up, C: tl.constexpr):
 def load_argmax(up, owner, k, i, s, ok, C: tl.constexpr):
     """Return the argmax of query tokens (i, s) in document k, whether there is one, and the gradient of its score."""
     token = _load_tokens(up, owner, k, i, s, ok, C)
-    has_argmax, g = _load_gradient(up, token, k, i, s, C)
+    has_argmax, g = _load_gradient(up, token, k, i, s)
     return token, has_argmax, g
 
 
@@ -60,7 +60,7 @@ def _load_tokens(up, owner, k, i, s, ok, C: tl.constexpr):
 
 
 @triton.jit
-def _load_gradient(up, token, k, i, s, C: tl.constexpr):
+def _load_gradient(up, token, k, i, s):
     """Return whether there is an argmax, and the gradient of its score."""
     has_argmax = token >= 0
     # One offset for each row, even if i is a scalar.
@@ -122,7 +122,7 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
                 next_token = _load_tokens(up, i, k + C.BN, i, s_pair, ok_pair & (k + C.BN < k_end), C)
             else:
                 token = _load_tokens(up, i, k, i, s_pair, ok_pair & (k < k_end), C)
-            has_argmax, g = _load_gradient(up, token, k, i, s_pair, C)
+            has_argmax, g = _load_gradient(up, token, k, i, s_pair)
             pointers = D.ptr + k * D.stride_doc + token.to(tl.int64) * D.stride_l
             document = k
             if C.CANDIDATES:
@@ -132,7 +132,6 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
             values = tl.reshape(g, (C.BN, C.BM))[:, :, None] * rows[None, :, :]
             targets = sum_D + (document * up.Ld + token) * d
             _scatter_rows(targets, tl.reshape(values, (C.BN * C.BM, C.BD)), has_argmax, columns, d)
-        token_rows = document * up.Ld + token
         if C.ENCODING != "":
             # Token 0 is read without an argmax, and may be NaN. Its bits are cleared, because Triton 3.6 gives the
             # operands of a select different layouts.
@@ -142,7 +141,7 @@ def gather_gradients(up, i, s, ok, k_begin, k_end, c0, columns, rows, sum_D, D, 
             x = load_rows(pointers, has_argmax, columns, d, D.stride_d, C.WIDE_OFFSETS).to(tl.float32)
         scale = 1.0
         if up.scale is not None:
-            scale = tl.load(up.scale + token_rows, mask=has_argmax, other=0.0)
+            scale = tl.load(up.scale + document * up.Ld + token, mask=has_argmax, other=0.0)
         if C.NORMALIZE:
             if C.SINGLE_STEP:
                 squares = tl.sum(x * x, axis=1)

@@ -107,6 +107,14 @@ def test_gradients_are_accurate_at_every_scale(place, backward, layout, options)
                 assert error < bound, f"{p}, recompute {recompute}, at {scale}: {error}, rounded {rounded}"
 
 
+def _mark_argmax(argmax, Ld):
+    """Return which tokens of two documents are the argmax of token 2 of query 1."""
+    found = torch.zeros(2, Ld, dtype=torch.bool)
+    for j in range(2):
+        found[j, argmax[1, j, 2]] = True
+    return found
+
+
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("backward", ["lowmem", "unified"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -118,10 +126,7 @@ def test_non_finite_tokens_affect_only_their_argmax_gradients(place, backward, v
     with place.use():
         _, argmax = lik_ops.maxsim_with_argmax(Q, D)
         (grad,) = torch.autograd.grad(lik_ops.maxsim(Q, D, backward=backward).sum(), D)
-    spoilt = torch.zeros(2, 6, dtype=torch.bool)
-    for j in range(2):
-        spoilt[j, argmax[1, j, 2]] = True
-    assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), spoilt)
+    assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), _mark_argmax(argmax, 6))
 
 
 def _patch_constants(monkeypatch, **constants):
@@ -208,9 +213,7 @@ def test_non_finite_rows_on_every_gradient_path(place, way, value, monkeypatch):
         with place.use():
             _, argmax = lik_ops.maxsim_with_argmax(Q, D)
             (grad,) = torch.autograd.grad(lik_ops.maxsim(Q, D, backward="lowmem").sum(), D)
-        spoilt = torch.zeros(2, 20, dtype=torch.bool)
-        for j in range(2):
-            spoilt[j, argmax[1, j, 2]] = True
+        spoilt = _mark_argmax(argmax, 20)
         assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), spoilt)
         others = Q.detach().clone()
         others[1, 2] = 0
@@ -236,10 +239,7 @@ def test_overflow_reaches_only_its_argmax_on_every_gradient_path(place, way, mon
             upstream = torch.ones_like(scores)
             upstream[1] = large
             (grad,) = torch.autograd.grad(scores, D, upstream)
-        overflows = torch.zeros(2, 20, dtype=torch.bool)
-        for j in range(2):
-            overflows[j, argmax[1, j, 2]] = True
-        assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), overflows), dtype
+        assert torch.equal((~torch.isfinite(grad)).any(-1).cpu(), _mark_argmax(argmax, 20)), dtype
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)

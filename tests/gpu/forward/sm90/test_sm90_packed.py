@@ -270,7 +270,7 @@ def test_dense_queries_with_packed_documents_match_generic_kernel(Nq, Lq, Nd, Ld
 @pytest.mark.gpu
 @pytest.mark.parametrize("full", [0, 1, 700, 8191, 12_000, 24_580])
 @pytest.mark.parametrize("masked", [False, True])
-def test_many_empty_documents_at_the_end_match_generic_kernel(full, masked, monkeypatch):
+def test_many_empty_documents_at_the_end_match_generic_kernel(full, masked):
     """Empty documents have no tiles, as in the search of a subset. Some are outside D, and one query has no tokens."""
     from lik_ops.gpu.forward import packed as cuda_ragged
 

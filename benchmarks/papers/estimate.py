@@ -1,23 +1,23 @@
-"""Estimates of the memory and the time of a measurement on an H100, for planning only."""
+"""Estimates of the memory and the time of a measurement on an H100 or H200, for planning only."""
 
 from __future__ import annotations
 
-from . import plan
+from . import others, plan
 from .problem import is_peer
 
 OPERATIONS_PER_SECOND = {"ours": 5e14, "peer": 3.5e14, "eager": 1.2e14, "TF32": 9e13, "fp32": 2.5e13}
 BYTES_PER_SECOND = 2.5e12
 DRAW_BYTES_PER_SECOND = 4e10
-HOST_BYTES_PER_SECOND = 6e9
+HOST_BYTES_PER_SECOND = 8e9
 UNIT_SECONDS, CONTENDER_SECONDS, TUNING_SECONDS = 0.5, 0.15, 0.8
 COMPILE_SECONDS = {plan.COMPILED_MAX: 9.0, plan.COMPILED_NO_GRAPHS: 9.0}
 OTHER_COMPILE_SECONDS = 5.0
 DEVICE_BYTES = 79e9
 BLOCK_BYTES = 6 * 10**9
-STREAMED_CALLS, HOST_DEVICE_BYTES = 4, 128e9
+STREAMED_CALLS = 4
 CALL_OVERHEAD_SECONDS = 0.8e-3  # the device idles, and the cache is flushed
 FIRST_CALLS = 7  # the first call, the check, the peak, and the warm-up
-FIXED_SECONDS = {"residual": 25.0, "parity": 45.0, "correctness": 0.5}
+FIXED_SECONDS = {"residual": 25.0, "parity": 225.0, "correctness": 0.5}
 SCALE = {"step": 3.5, "backward": 2.5, "training forward": 1.2}
 MATERIALIZED = (plan.EAGER, "compiled", plan.DEQUANTIZED, plan.PADDED_FP32)
 
@@ -80,7 +80,8 @@ def seconds(spec: plan.Spec, names: tuple[str, ...], rounds: int = 50, budget: f
         return 0.0
     if spec.kind == "streamed":
         copies = 1 + STREAMED_CALLS * len(names)
-        return copies * input_bytes(spec) / HOST_BYTES_PER_SECOND if 1.25 * input_bytes(spec) < HOST_DEVICE_BYTES else 1
+        is_run = others.HOST_MARGIN * input_bytes(spec) < others.host_bytes()
+        return copies * input_bytes(spec) / HOST_BYTES_PER_SECOND if is_run else 1
     total = FIXED_SECONDS.get(spec.kind, UNIT_SECONDS) + input_bytes(spec) / DRAW_BYTES_PER_SECOND
     for name in (name for name in names if fits(spec, name)):
         total += CONTENDER_SECONDS + (TUNING_SECONDS if is_peer(name) else 0)

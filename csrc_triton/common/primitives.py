@@ -179,6 +179,12 @@ def load_query_mask(Q, i, s, ok):
 
 
 @triton.jit
+def choose_empty_score(has_rows):
+    """Return the score of a document without tokens: -inf, or 0 for a query without tokens."""
+    return tl.where(has_rows > 0, float("-inf"), 0.0)
+
+
+@triton.jit
 def load_query_weight(Q, i, s, ok):
     """Return the weight of each query token, 1 without weights and 0 if not `ok`."""
     if Q.weight is not None:

@@ -67,6 +67,7 @@ from ...common.arguments import CodecDequantArgs, Operands
 from ...common.maxima import expand_tokens, fill_lanes, merge_lane_maxima, reduce_lane_maxima
 from ...common.primitives import (
     NO_TOKEN,
+    choose_empty_score,
     import_args_class,
     load_query_mask,
     load_query_weight,
@@ -254,8 +255,8 @@ def _sum_rows(best, weight, keep, C: tl.constexpr):
 
 @triton.jit
 def choose_score(sums, keeps, any_kept):
-    """Return `sums`, or for a document that keeps no token -inf, or 0 for a query that keeps no token either."""
-    return tl.where(any_kept > 0, sums, tl.where(keeps > 0, float("-inf"), 0.0))
+    """Return `sums`, or the score of an empty document if a document keeps no token."""
+    return tl.where(any_kept > 0, sums, choose_empty_score(keeps))
 
 
 @triton.jit
@@ -584,7 +585,7 @@ def _store_empty_scores(x, queries, fits, k, is_inside, out, sizes, C: tl.conste
         i, s, ok, _ = _locate_block(queries, s0, sizes, True, C)
         has_rows = has_rows | has_kept_row(load_query_mask(x.Q, i, s, ok), C)
     i = _locate_first_query(sizes, C) + tl.arange(0, C.BM // C.ROWS_PER_QUERY)
-    score = tl.where(fits[:, None] & is_inside[None, :], choose_score(0.0, has_rows, 0)[:, None], float("nan"))
+    score = tl.where(fits[:, None] & is_inside[None, :], choose_empty_score(has_rows)[:, None], float("nan"))
     offsets = i.to(tl.int64)[:, None] * sizes.K + k[None, :]
     tl.store(out.scores + offsets, score, mask=(i < sizes.Nq)[:, None] & (k < sizes.K)[None, :])
 

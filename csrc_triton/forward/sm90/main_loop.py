@@ -123,7 +123,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.fp32 import FP16_LOW_SCALE, RESCORE_BITS, split_rows
-from ...common.primitives import NO_TOKEN, UNRESOLVED, load_query_mask, load_query_weight, nan_max
+from ...common.primitives import NO_TOKEN, UNRESOLVED, choose_empty_score, load_query_mask, load_query_weight, nan_max
 from ...formats.bits import get_code_bits
 from ...formats.encoded import is_fp8, needs_power_scaling
 from .accumulators import (
@@ -470,14 +470,13 @@ def _load_row_mask(x, first, H: gl.constexpr, sizes, layout: gl.constexpr, C: gl
 def _replace_empty_scores(total, x, first, length, sizes, layout: gl.constexpr, C: gl.constexpr):
     """Return the scores `total` of a document, replaced if it has no tokens.
 
-    An empty document scores -inf, or 0 for a query without tokens. A document that is not inside D scores NaN.
+    A document that is not inside D scores NaN.
     """
     if length <= 0:
         rows = sum_accumulators(
             _load_row_mask(x, first, 0, sizes, layout, C), _load_row_mask(x, first, 1, sizes, layout, C), C
         )
-        total = gl.where(rows > 0, float("-inf"), 0.0)
-        total = gl.where(length < 0, float("nan"), total)
+        total = gl.where(length < 0, float("nan"), choose_empty_score(rows))
     return total
 
 

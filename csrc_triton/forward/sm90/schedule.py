@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...common.primitives import load_query_mask
+from ...common.primitives import choose_empty_score, load_query_mask
 from ...common.segments import clamp_document_segment, load_document_bounds
 
 SCHEDULE_BLOCK_DOCUMENTS = gl.constexpr(1024)
@@ -208,7 +208,7 @@ def find_end(segments, K):
 def store_empty_scores(Q, spans, out, k0, K, sizes, C: gl.constexpr):
     """Store the scores of empty documents `k0` to `K` - 1, a share of them in each program.
 
-    They are -inf, or 0 for a query without tokens. A document that is not inside D scores NaN.
+    A document that is not inside D scores NaN.
     """
     BLOCK: gl.constexpr = SCHEDULE_BLOCK_DOCUMENTS
     share = gl.cdiv(K - k0, gl.num_programs(0))
@@ -221,7 +221,7 @@ def store_empty_scores(Q, spans, out, k0, K, sizes, C: gl.constexpr):
         _, _, is_inside = clamp_document_segment(spans.segments, load_segment_bounds(spans, k, end), k, ok, spans.Td)
         for i in range(0, sizes.Nq):
             is_kept = load_query_mask(Q, i + 0 * tokens, tokens, tokens < sizes.Lq)
-            score = gl.where(gl.max(is_kept.to(gl.int32), axis=0) > 0, float("-inf"), 0.0)
+            score = choose_empty_score(gl.max(is_kept.to(gl.int32), axis=0))
             scores = out.scores + (k * 0 + i).to(gl.int64) * out.stride + k
             gl.store(scores, gl.where(is_inside, score, float("nan")), mask=ok)
 

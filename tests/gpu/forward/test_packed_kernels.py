@@ -511,5 +511,6 @@ def test_persistent_programs_skip_empty_documents(place, Nq, Lq, normalize, monk
         assert bool(results[0][:, ::17].isnan().all()) and bool((results[0][-1] == 0).any())
         assert Nq == 1 or bool((results[0][0] == -torch.inf).any())
     assert [launch.config.PERSISTENT for launch in launches[::2]] == [False] * (len(launches) // 2)
-    assert all(launch.config.PERSISTENT or launch.config.FP32_TERMS for launch in launches[1::2])
-    assert any(launch.config.PERSISTENT for launch in launches)
+    is_measured = cuda_ragged.architecture(torch.device(place.device)).unit in ("wgmma", "interpreter")
+    assert all(launch.config.PERSISTENT or launch.config.FP32_TERMS for launch in launches[1::2]) or not is_measured
+    assert any(launch.config.PERSISTENT for launch in launches) is is_measured

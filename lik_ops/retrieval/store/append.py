@@ -32,25 +32,13 @@ def commit_shard(
     ids: bytes | None,
     replaced: slice | None = None,
 ) -> Manifest:
-    """Write one shard and the manifest that contains it.
+    """Write one shard and the manifest that contains it, and return the manifest. Both are on the disk then.
 
-    Without documents, only the manifest is written.
-
-    Args:
-        op: the name of the function, for error messages.
-        writer: the holder of the lock.
-        manifest: the current manifest.
-        tensors: the tensors of the layout.
-        counts: int64 ``[n]``: the number of tokens of each document.
-        ids: the encoded ids, or None.
-        replaced: the shards that the new one replaces, whose files are removed after the commit. None appends.
-
-    Returns:
-        The new manifest. The shard and the manifest are on the disk.
+    The shard replaces the shards `replaced`, whose files are removed after the commit. None appends. Without documents,
+    only the manifest is written. `counts` is int64 ``[n]``, the number of tokens of each document.
 
     Raises:
         ValueError: ids are missing or unexpected.
-        OSError: an error of the disk.
     """
     if manifest.shards and manifest.has_ids != (ids is not None):
         expected = f"{len(counts)} of them, as before" if manifest.has_ids else "None, as before"
@@ -67,20 +55,9 @@ def commit_shard(
 
 
 def pack_documents(op: str, layout: StorageLayout, documents: Any, lengths: Any) -> tuple[Tensor | Quantized, Tensor]:
-    """Return the documents packed on the CPU, and the length of each.
+    """Return the documents of `Corpus.append` packed on the CPU, and the length of each as int64 ``[n]``.
 
-    Args:
-        op: the name of the function, for error messages.
-        layout: the layout of the corpus.
-        documents: a list of ``[L_i, d]``, packed ``[T, d]``, or a packed `Quantized`.
-        lengths: the lengths of packed documents, else None.
-
-    Returns:
-        ``(packed, counts)``: the documents, and int64 ``[n]``.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a size is wrong, or `lengths` is missing or unexpected.
+    Raise TypeError or ValueError, naming the argument, unless they fit the layout.
     """
     if isinstance(documents, Quantized):
         _check_quantized(op, layout, documents)
@@ -168,15 +145,7 @@ def _as_list(op: str, name: str, item_kind: str, x: Any) -> list:
 
 
 def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
-    """Return ids in the encoding of shards, which is JSON in UTF-8, or None.
-
-    Args:
-        op: the name of the function, for error messages.
-        ids: a list of str or of int, or None.
-        count: the number of documents.
-
-    Returns:
-        The encoded ids, or None.
+    """Return the ids of `count` documents in the encoding of shards, which is JSON in UTF-8, or None.
 
     Raises:
         TypeError: the ids are not all str or all int.

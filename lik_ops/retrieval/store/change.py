@@ -25,15 +25,7 @@ def commit_manifest(writer: files.Writer, manifest: Manifest) -> None:
 
 
 def mark_deleted(op: str, snapshot: Snapshot, ids: list) -> Manifest:
-    """Return the manifest without the documents that have one of these ids.
-
-    Args:
-        op: the name of the function, for error messages.
-        snapshot: the corpus.
-        ids: the ids. All documents that share an id are deleted.
-
-    Returns:
-        The new manifest, which is not written yet.
+    """Return the manifest without all documents that have one of these ids. It is not written yet.
 
     Raises:
         ValueError: no document has one of the ids, or documents have no ids.
@@ -65,17 +57,10 @@ def mark_deleted(op: str, snapshot: Snapshot, ids: list) -> Manifest:
 def compact(op: str, writer: files.Writer, snapshot: Snapshot) -> Manifest:
     """Write the documents of shards with deleted documents, and of small shards, to new shards.
 
-    Args:
-        op: the name of the function, for error messages.
-        writer: the holder of the lock.
-        snapshot: the corpus.
+    After the commit of each new shard, the files that it replaces are removed. Committed shards stay after an error.
 
     Returns:
-        The new manifest. Each new shard was committed, and the files that it replaces were removed.
-
-    Raises:
-        OSError: an error of the disk. Shards that were committed stay.
-        ValueError: a shard is corrupt.
+        The new manifest, which is on the disk.
     """
     manifest, layout, position = snapshot.manifest, snapshot.manifest.layout, 0
     writer.remove_leftovers()  # even if there is nothing to write

@@ -29,21 +29,13 @@ class Pooling(NamedTuple):
 
 
 def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Pooling | None = None) -> Snapshot:
-    """Append the documents of `source` that the corpus at `path` lacks, in the format of `target`.
+    """Append the documents of `source` that the corpus at `path` lacks, in the layout of the manifest `target`.
 
-    Args:
-        op: the name of the function, for error messages.
-        source: the corpus to convert.
-        path: the directory of the new corpus.
-        target: the manifest of an empty corpus in the new format.
-        pooling: pools the documents; None keeps their tokens.
-
-    Returns:
-        A snapshot of the corpus at `path`.
+    With `pooling`, the documents are pooled first. Return a snapshot of the corpus at `path`.
 
     Raises:
         RuntimeError: another process or thread is writing there.
-        ValueError: the corpus at `path` does not begin with the documents of `source` in that format.
+        ValueError: the corpus at `path` does not begin with the documents of `source` in that layout.
     """
     snapshot = Snapshot.open_current(path)
     _check_prefix(op, source, snapshot, target, pooling)

@@ -106,16 +106,11 @@ class Writer:
 
     @contextmanager
     def reserve_file(self, number: int | None, replaced: Sequence[str] = ()) -> Iterator[tuple[Path, str]]:
-        """Yield a directory to write in and a file name.
-
-        Remove both afterwards, except for a committed file.
+        """Yield a directory to write in and a file name. Remove both afterwards, except for a committed file.
 
         Args:
             number: the number of the shard, or None for the codec of a new corpus.
             replaced: the names of the shards that the new manifest does not list. They are removed after the commit.
-
-        Yields:
-            ``(directory, name)``.
         """
         self.remove_leftovers()
         token = secrets.token_hex(8)
@@ -167,15 +162,9 @@ class Writer:
 
 @contextmanager
 def lock_corpus(path: Path) -> Iterator[Writer]:
-    """Hold the lock of a corpus until the block or the process ends.
+    """Hold the lock of a corpus until the block or the process ends, and yield its holder.
 
     Without ``fcntl`` (Windows), nothing is locked.
-
-    Args:
-        path: the directory of the corpus.
-
-    Yields:
-        The writer that holds the lock.
 
     Raises:
         FileNotFoundError: there is no directory.

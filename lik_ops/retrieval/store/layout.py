@@ -43,14 +43,7 @@ class EncodedDocuments(NamedTuple):
     tensors: dict[str, Tensor]  # some tensors of the layout
 
     def quantized(self, cu_seqlens: Tensor) -> Quantized:
-        """Return the documents as a `Quantized`, without waiting for the device.
-
-        Args:
-            cu_seqlens: the bounds of the documents.
-
-        Returns:
-            The quantized documents, with one scale for each token.
-        """
+        """Return the documents with these bounds, with one scale for each token, without waiting for the device."""
         layout, tensors = self.layout, dict[str, Any](self.tensors)
         assert layout.format is not None
         data = tensors["data"]
@@ -69,15 +62,7 @@ Tokens: TypeAlias = Tensor | EncodedDocuments
 
 
 def join_pieces(pieces: Sequence[Tokens], join: Callable[[list[Tensor]], Tensor]) -> Tokens:
-    """Return tokens that are in several pieces as one.
-
-    Args:
-        pieces: the pieces, all tensors or all encoded.
-        join: concatenates tensors.
-
-    Returns:
-        The joined tokens.
-    """
+    """Return pieces, all tensors or all encoded, as one. `join` concatenates tensors."""
     first = pieces[0]
     if isinstance(first, Tensor):
         return join([x for x in pieces if isinstance(x, Tensor)])
@@ -136,15 +121,9 @@ class StorageLayout:
         return tensors[TOKENS] if self.format is None else EncodedDocuments(self, tensors)
 
     def encoded(self, op: str, packed: Tensor | Quantized, lengths: Tensor) -> dict[str, Tensor]:
-        """Encode packed documents on the CPU as the tensors of a shard.
+        """Encode packed documents on the CPU, or documents in the format of this layout, as the tensors of a shard.
 
-        Args:
-            op: the name of the function, for error messages.
-            packed: tokens, or documents in the format of this layout.
-            lengths: int64 ``[n]``: the number of tokens of each document.
-
-        Returns:
-            The tensors of the layout.
+        `lengths` is int64 ``[n]``, the number of tokens of each document.
 
         Raises:
             ValueError: documents in the format do not have one scale for each document, as this layout requires.

@@ -126,19 +126,7 @@ class Manifest:
 
     @classmethod
     def new(cls, op: str, d: int, dtype: torch.dtype, format: Any, scale: Scale) -> Manifest:
-        """Return the manifest of an empty corpus.
-
-        Its codec, if any, is not written yet.
-
-        Args:
-            op: the name of the function, for error messages.
-            d: the number of features of a token.
-            dtype: the dtype of the tokens.
-            format: the format of `Corpus.create`.
-            scale: ``"token"`` or ``"document"``.
-
-        Returns:
-            The manifest.
+        """Return the manifest of an empty corpus for the arguments of `Corpus.create`. Its codec is not written yet.
 
         Raises:
             ValueError: the codec has another d.
@@ -181,14 +169,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path, cached: Manifest | None = None) -> Manifest:
-        """Read the manifest in the directory `path`.
-
-        Args:
-            path: the directory of the corpus.
-            cached: a manifest that is returned if the file still has its content.
-
-        Returns:
-            The manifest.
+        """Read the manifest in the directory `path`. Return `cached` if the file still has its content.
 
         Raises:
             FileNotFoundError: there is no manifest.

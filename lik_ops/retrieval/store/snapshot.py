@@ -175,15 +175,7 @@ class Snapshot:
                 yield i, {True: token_rows, False: slice(int(rows[c]), int(rows[e - 1]) + 1)}
 
     def pieces(self, begin: int, end: int) -> tuple[list[Tokens], Tensor]:
-        """Return the tokens of the documents ``[begin, end)`` as mapped pieces, and their offsets.
-
-        Args:
-            begin: the first document.
-            end: one past the last document.
-
-        Returns:
-            ``(pieces, offsets)``. Offsets are ``[end - begin + 1]`` and begin with 0.
-        """
+        """Return the tokens of the documents ``[begin, end)`` as mapped pieces, and their bounds, from 0 on."""
         layout = self.manifest.layout
         ranges = list(islice(self._iterate_runs(begin, end), _MAX_PIECES + 1))
         if 0 < len(ranges) <= _MAX_PIECES:
@@ -193,16 +185,9 @@ class Snapshot:
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
 
     def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
-        """Return the documents ``[begin, end)`` in memory that the caller owns.
+        """Return the documents ``[begin, end)`` in memory that the caller owns, packed, and their bounds.
 
         A range within one shard is mapped again. Other ranges are copied.
-
-        Args:
-            begin: the first document.
-            end: one past the last document.
-
-        Returns:
-            ``(packed, cu_seqlens)``: a tensor or a `Quantized`, and the bounds.
         """
         ranges, layout = list(islice(self._iterate_runs(begin, end), 2)), self.manifest.layout
         if len(ranges) == 1:
@@ -217,18 +202,9 @@ class Snapshot:
         return tokens, cu_seqlens
 
     def copy_document(self, index: int) -> Tensor:
-        """Return the tokens ``[L, d]`` of one document, dequantized.
+        """Return a copy of the tokens ``[L, d]`` of one document, dequantized.
 
-        A negative index counts from the end.
-
-        Args:
-            index: the index of the document.
-
-        Returns:
-            A copy of the tokens.
-
-        Raises:
-            IndexError: there is no such document.
+        A negative index counts from the end. IndexError is raised if there is no such document.
         """
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
@@ -239,26 +215,15 @@ class Snapshot:
     def gather_documents(self, chosen: Tensor, pinned: bool = False) -> tuple[Tokens, Tensor]:
         """Return the tokens of the documents ``chosen [n]``, packed, and their bounds ``[n + 1]``.
 
-        Args:
-            chosen: ascending indices of documents, int64 on the CPU.
-            pinned: allocate pinned memory.
-
-        Returns:
-            ``(tokens, cu_seqlens)``.
+        `chosen` is ascending, int64 on the CPU.
         """
         layout = self.manifest.layout
         return layout.tokens(self.copy_rows(chosen, layout.scored, pinned)), compute_offsets(self.lengths[chosen])
 
     def copy_rows(self, chosen: Tensor, specs: dict[str, TensorSpec], pinned: bool = False) -> dict[str, Tensor]:
-        """Copy the rows of some documents to memory, one shard at a time.
+        """Copy the rows of some documents to memory, in the order of the documents, one shard at a time.
 
-        Args:
-            chosen: ascending indices of documents, int64 on the CPU.
-            specs: the tensors to copy, by name.
-            pinned: allocate pinned memory.
-
-        Returns:
-            The rows of each tensor, in the order of the documents.
+        `chosen` has ascending indices, int64 on the CPU. `specs` are the tensors to copy, by name.
         """
         bounds = torch.searchsorted(chosen, torch.tensor(self.starts, device="cpu")).tolist()
         n_copied = dict.fromkeys((True, False), 0)

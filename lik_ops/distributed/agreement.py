@@ -61,16 +61,10 @@ def _supports_device(device: torch.device, group: Any) -> bool:
 
 
 def choose_wire_device(group: Any, device: torch.device, everywhere: bool) -> torch.device:
-    """Return the device from which the group sends tensors that were computed on `device`.
+    """Return the device from which the group sends tensors that were computed on `device`: that, the CPU, or the GPU.
 
-    Args:
-        group: the processes.
-        device: the device of the tensors.
-        everywhere: whether the tensors of all ranks are on devices of this type. Otherwise ranks of a group with a
-            backend for each device type would use different backends.
-
-    Returns:
-        `device`, the CPU, or the current GPU.
+    `everywhere` says whether the tensors of all ranks are on devices of this type. Otherwise ranks of a group with a
+    backend for each device type would use different backends.
     """
     if _supports_device(device, group) and (everywhere or not is_host_group(group)):
         return device

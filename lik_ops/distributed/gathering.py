@@ -29,14 +29,7 @@ NO_QUERIES = [0] * 7
 
 
 def describe_queries(queries: SearchQueries) -> list[int]:
-    """Return the shape, dtype and optional tensors of queries as integers.
-
-    Args:
-        queries: the queries.
-
-    Returns:
-        As many integers as in `NO_QUERIES`. `broadcast_queries` computes the size of its message from them.
-    """
+    """Return the shape, dtype and optional tensors of queries as integers, as many as in `NO_QUERIES`."""
     Q, q_mask, q_weight = queries
     shape = [*Q.shape, 0][:3]
     return [Q.dim(), *shape, DTYPES.index(Q.dtype), int(q_mask is not None), int(q_weight is not None)]
@@ -49,7 +42,7 @@ def broadcast_queries(
 
     Args:
         queries: the queries on rank 0, else None.
-        about: the result of `describe_queries` on rank 0.
+        about: the result of `describe_queries` on rank 0. It determines the size of the message.
         group: the processes.
         device: the device on which this rank needs the queries.
         everywhere: whether all ranks send from or receive to devices of this type.

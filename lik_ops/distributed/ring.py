@@ -96,13 +96,7 @@ class RingPass:
         return self.ring.shift(block, [shape, shape[:2]][: len(block)])
 
     def visit(self, D: Tensor, d_mask: Tensor | None, block_at: Callable[[int, Tensor, Tensor | None], None]) -> None:
-        """Call ``block_at(step, D, d_mask)`` for the documents of each process.
-
-        Args:
-            D: the documents of this process.
-            d_mask: their mask, or None.
-            block_at: the function to call for each block.
-        """
+        """Call ``block_at(step, D, d_mask)`` for the documents and the mask of each process, this one first."""
         block = [D] if d_mask is None else [D, d_mask]
         for step in range(self.ring.world):
             exchange = self._next_block(step, block)
@@ -110,18 +104,16 @@ class RingPass:
             block = exchange.wait() if exchange is not None else []
 
     def gradients(self, like: tuple, d_mask: Tensor | None, needs: list[bool], of_block: Callable) -> tuple:
-        """Return the gradients of Q, D and `q_weight` from the gradients of each block.
+        """Return the gradients of Q, D and `q_weight` from the gradients of each block, or None if not needed.
 
-        The gradients of documents are passed around with them, and arrive at their owner at the end.
+        The gradients of documents are passed around with them, and arrive at their owner at the end. They are rounded
+        to the dtypes of the inputs there.
 
         Args:
             like: ``(Q, D, q_weight)``.
             d_mask: the mask of the documents, or None.
-            needs: the inputs that need a gradient.
+            needs: whether each input needs a gradient.
             of_block: a function ``of_block(step, D, d_mask)`` that returns the gradients of a block.
-
-        Returns:
-            The gradients in the dtypes of `like`, or None for inputs that need none.
         """
         sums: list[Tensor | None] = [None, None, None]
         carried = None  # the gradient of the current block so far, from the previous processes

@@ -172,15 +172,7 @@ class DocumentBounds:
         self.owner = torch.searchsorted(ends, token_indices, right=True).clamp_(max=self.count - 1)
 
     def reduce_tokens(self, x: Tensor, reduce: str) -> Tensor:
-        """Reduce the values of each document's tokens to their largest or smallest.
-
-        Args:
-            x: one value for each token, ``[Td]``.
-            reduce: ``"amax"`` or ``"amin"``.
-
-        Returns:
-            ``[Nd]``, 0 for a document without tokens.
-        """
+        """Return the ``"amax"`` or ``"amin"`` of ``x [Td]`` over each document, 0 for a document without tokens."""
         out = x.new_zeros(self.count)
         return out.scatter_reduce_(0, self.owner, x, reduce, include_self=False)
 

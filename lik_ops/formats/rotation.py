@@ -22,15 +22,7 @@ _cached: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def rotate(x: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate tokens in fp64, then round them to their dtype, by way of fp32 if that is half precision.
-
-    Args:
-        x: ``[..., d]`` of any floating-point dtype.
-        inverse: apply the inverse rotation.
-
-    Returns:
-        Rotated tokens, in the shape and dtype of x.
-    """
+    """Rotate tokens ``[..., d]`` in fp64, then round them to their dtype, by way of fp32 if that is half precision."""
     matrix = make_rotation(x.shape[-1], x.device)
     return (x.double() @ (matrix.T if inverse else matrix)).to(x.dtype)
 

@@ -90,16 +90,9 @@ def _unpack_odd(nbits: int, data: Tensor, d: int) -> DecodedFeatures:
 
 
 def convert_fp8(data: Tensor, format: str) -> DecodedFeatures:
-    """Convert FP8 numbers to fp16 and the factor that restores them.
+    """Convert FP8 numbers, or their bytes, to fp16 and the factor that restores them.
 
     The bits are shifted, because a CPU converts FP8 one number at a time.
-
-    Args:
-        data: FP8 numbers, or their bytes.
-        format: ``"fp8_e4m3"`` or ``"fp8_e5m2"``.
-
-    Returns:
-        fp16 numbers in the shape of `data`, and the factor that they have to be multiplied by.
     """
     bits = data.view(torch.int8).to(torch.int16)
     if format == "fp8_e5m2":  # the upper half of fp16
@@ -204,15 +197,9 @@ class EncodedTokens(NamedTuple):
         return EncodedTokens(*flat, self.format, None if codes is None else codes.reshape(-1), *self[5:])
 
     def decode(self, rows: Tensor | slice, d: int, out: Tensor | None = None) -> Tensor:
-        """Dequantize some tokens to fp32.
+        """Dequantize some tokens to fp32 ``[n, d]``, still rotated for a rotated format.
 
-        Args:
-            rows: the tokens to decode.
-            d: features of a token.
-            out: fp32 ``[n, d]`` to write to; None allocates it.
-
-        Returns:
-            fp32 ``[n, d]``, still rotated for a rotated format. A token whose code is not a centroid is NaN.
+        A token whose code is not a centroid is NaN.
         """
         data, scale = self.data[rows], select_rows(self.scale, rows)
         if self.codes is None or self.centroids is None or self.weights is None:
@@ -236,15 +223,10 @@ class EncodedTokens(NamedTuple):
 
 
 def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Compute the values that determine the minimum and scale of each token.
+    """Compute the values ``low`` and ``high`` that determine the minimum and the scale of each token, fp32 ``[n]``.
 
-    Args:
-        x: tokens ``[n, d]``, fp32 or fp64, rotated for a rotated format.
-        format: a name of `FORMATS`.
-
-    Returns:
-        fp32 ``low`` and ``high``, each ``[n]``, NaN for a token with NaN or infinity. ``low`` is 0 unless the format is
-        affine.
+    They are NaN for a token with NaN or infinity. ``low`` is 0 unless the format is affine. `x` are tokens ``[n, d]``,
+    fp32 or fp64, rotated for a rotated format.
     """
     if x.shape[-1] == 0 or not x.numel():
         return x.new_zeros(len(x)), x.new_zeros(len(x))
@@ -265,16 +247,13 @@ def compute_scales(low: Tensor, high: Tensor, format: str) -> Tensor:
 
 
 def encode_tokens(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str) -> Tensor:
-    """Encode tokens in a format of `FORMATS`.
+    """Encode tokens in a format of `FORMATS`, which may pack several features into a byte.
 
     Args:
         x: tokens ``[n, d]``, fp32 or fp64, rotated for a rotated format.
         scale: ``[n]`` or ``[1]`` in the dtype of the format's scales.
         minimum: fp32 ``[n]`` or ``[1]`` for affine formats, else None.
         format: a name of `FORMATS`.
-
-    Returns:
-        ``[n, d]``, or fewer elements if the format packs several features into a byte, in the dtype of the format.
     """
     spec = FORMATS[format]
     # A token with a NaN scale stores 0. The division is in fp64, see `compute_scales`.
@@ -291,18 +270,10 @@ def encode_tokens(x: Tensor, scale: Tensor, minimum: Tensor | None, format: str)
 def decode_tokens(
     data: Tensor, scale: Tensor, minimum: Tensor | None, format: str, d: int, out: Tensor | None = None
 ) -> Tensor:
-    """Dequantize tokens to fp32 ``[n, d]``.
+    """Dequantize tokens ``[n, ...]`` to fp32 ``[n, d]``, written to `out` if given.
 
-    Args:
-        data: encoded tokens ``[n, ...]``; FP8 may be given as bytes.
-        scale: ``[n]`` or ``[1]`` in the dtype of the format's scales.
-        minimum: fp32 ``[n]`` or ``[1]`` for affine formats, else None.
-        format: a name of `OPERAND_FORMATS`, except the residual formats.
-        d: features of a token.
-        out: fp32 ``[n, d]`` to write to; None allocates it.
-
-    Returns:
-        fp32 ``[n, d]``.
+    FP8 data may be bytes. `scale` and `minimum` are as in `encode_tokens`. `format` is a name of `OPERAND_FORMATS`,
+    except the residual formats.
     """
     spec = OPERAND_FORMATS[format]
     numbers, factor = (data.view(spec.dtype), 1.0) if spec.decode is None else spec.decode(data, d)

@@ -41,19 +41,12 @@ def as_mask(name: str, mask: Any) -> Any:
 
 
 def as_tokens(x: Any, name: str) -> Tokens:
-    """Return embeddings in tensors: `x` as one tensor, or its items if `x` is a list.
+    """Return embeddings in tensors: `x` as one tensor, or its items if `x` is a list. Integers become fp32.
 
-    Integers become fp32.
-
-    Args:
-        x: a tensor, an array or a list of ``[L_i, d]``, each a tensor, an array or lists of numbers.
-        name: the name of the argument, for error messages.
-
-    Returns:
-        A tensor, or a list of tensors.
+    `x` is a tensor, an array or a list of ``[L_i, d]``, each a tensor, an array or lists of numbers.
 
     Raises:
-        ValueError: the items of a list are not ``[L_i, d]`` of one d.
+        ValueError: the items of a list are not ``[L_i, d]`` of one d. The message begins with `name`.
         TypeError: `x` or an item has no numbers.
     """
     if not isinstance(x, (list, tuple)):
@@ -97,13 +90,6 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
         x: a tensor, an array or lists of numbers. If it is empty, of any shape, it has no vectors.
         d: the number of features. None accepts any number.
         rows: the name of the number of vectors in error messages.
-
-    Returns:
-        The multi-vector.
-
-    Raises:
-        ValueError: the shape is wrong, or the rows have several lengths.
-        TypeError: `x` has no numbers.
     """
     expected = f"{where}: expected [{rows}, {'d' if d is None else d}]"
     vectors = _as_embeddings(expected, x)
@@ -172,13 +158,6 @@ def score_cross(Q: Any, D: Any, q_mask: Any, d_mask: Any, fill: Fill = zero_empt
         q_mask: bool (True = keep), or numbers that multiply the maximum of each query token.
         d_mask: the mask of the documents, read as ``!= 0``.
         fill: gives documents without kept tokens the score of the host.
-
-    Returns:
-        The scores.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a rank, size or device is wrong.
     """
     Q, D, mask, weight, keep = _prepare_sides(Q, D, q_mask, d_mask)
     return _fill_empty(maxsim(Q, D, mask, keep, q_weight=weight), D, keep, fill)

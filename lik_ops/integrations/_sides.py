@@ -60,16 +60,10 @@ class EmbeddingSide:
         return [t.shape[0] for t in self.tokens]
 
     def ranges(self, elements: int | None, at: torch.device) -> list[tuple[int, int]]:
-        """Split the items into ranges of at most `elements` numbers, with at least one item each.
+        """Split the items into ranges ``(begin, end)`` of at most `elements` numbers, with at least one item each.
 
-        If nothing is packed or moved, there is one range.
-
-        Args:
-            elements: the number of elements of a range. None is `MAX_CHUNK_ELEMENTS`.
-            at: the device to score on.
-
-        Returns:
-            The ranges ``(begin, end)``.
+        None is `MAX_CHUNK_ELEMENTS`. There is one range if nothing is packed or moved, because all tokens are in one
+        tensor on the device `at`.
         """
         if isinstance(self.tokens, Tensor) and self.tokens.device == at:
             return [(0, len(self))]

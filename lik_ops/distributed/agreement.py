@@ -42,10 +42,7 @@ def check_group(op: str, group: Any) -> None:
 
 
 def _get_group_backends(group: Any) -> dict[str, str]:
-    """Return the backend of each device type that the group sends from.
-
-    It is the same on all ranks.
-    """
+    """Return the backend of each device type that the group sends from. It is the same on all ranks."""
     group = resolve_group(group)
     backends = _group_backends.get(group)
     if backends is None:
@@ -77,10 +74,7 @@ def get_device_code(device: torch.device) -> int:
 
 
 def is_host_group(group: Any) -> bool:
-    """Return whether the group can send from host memory.
-
-    If so, `Agreement` needs no GPU.
-    """
+    """Return whether the group can send from host memory. If so, `Agreement` needs no GPU."""
     return "cpu" in _get_group_backends(group)
 
 
@@ -91,10 +85,7 @@ def get_current_device(group: Any) -> torch.device:
 
 
 def _choose_first_wire(group: Any, tensors: tuple) -> torch.device:
-    """Return the device that the first message is sent from.
-
-    All ranks select the same type of device.
-    """
+    """Return the device that the first message is sent from. All ranks select the same type of device."""
     if is_host_group(group):
         return torch.device("cpu")
     device = get_current_device(group)
@@ -103,10 +94,7 @@ def _choose_first_wire(group: Any, tensors: tuple) -> torch.device:
 
 
 def all_gather(received: Tensor, sent: Tensor, group: Any) -> None:
-    """Gather `sent` of all ranks into `received`, in the order of ranks.
-
-    Both tensors are flat.
-    """
+    """Gather `sent` of all ranks into `received`, in the order of ranks. Both tensors are flat."""
     # torch 2.13 renamed the function and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, sent, group=group)

@@ -37,10 +37,7 @@ class RingExchange:
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Return the received tensors, and release the sent ones.
-
-        May be called once.
-        """
+        """Return the received tensors, and release the sent ones. May be called once."""
         for work in self.works:
             work.wait()
         buffers, self.sent, self.received = self.received, [], []
@@ -86,10 +83,7 @@ class RingPass:
         return sum(shape[0] for shape in self.shapes)
 
     def _next_block(self, step: int, block: list[Tensor]) -> RingExchange | None:
-        """Start the exchange of documents and mask for the next step.
-
-        Return None after the last step.
-        """
+        """Start the exchange of documents and mask for the next step. Return None after the last step."""
         if step + 1 == self.ring.world:
             return None
         shape = self.shapes[self.ring.owner(step + 1)]
@@ -150,10 +144,7 @@ class _FirstOrderGradients(torch.autograd.Function):
 
     @classmethod
     def wrap(cls, op: str, gradients: tuple, tensors: tuple) -> tuple:
-        """Return `gradients`.
-
-        If gradients are recorded, the result depends on `tensors`, and its backward raises.
-        """
+        """Return `gradients`. If gradients are recorded, the result depends on `tensors`, and its backward raises."""
         return cls.apply(op, gradients, *tensors) if torch.is_grad_enabled() else gradients
 
     @staticmethod

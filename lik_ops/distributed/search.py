@@ -151,10 +151,7 @@ def _check_kinds(agreement: Agreement, kinds: list[list[int]]) -> None:
 
 
 def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about: list[list[int]]) -> bool:
-    """Return whether only rank 0 has queries.
-
-    Raise if the queries of the ranks do not fit together.
-    """
+    """Return whether only rank 0 has queries. Raise if the queries of the ranks do not fit together."""
     query_ranks = [rank for rank, x in enumerate(about) if x != NO_QUERIES]
     if query_ranks == [0] and len(about) > 1:
         return True
@@ -168,10 +165,7 @@ def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about:
 
 
 def _count_documents(ranges: list[list[int]], sharded: bool) -> list[int]:
-    """Return the number of documents that each rank searches.
-
-    Raise if the ranges of one corpus are not contiguous.
-    """
+    """Return the number of documents that each rank searches. Raise if the ranges of one corpus are not contiguous."""
     if not sharded and any(a[1] != b[0] for a, b in pairwise(ranges)):
         raise ValueError(f"{_RETRIEVE}: corpus: expected the same on all ranks, which would search {ranges} of it")
     return [end - begin for begin, end in ranges]

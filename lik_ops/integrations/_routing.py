@@ -199,10 +199,7 @@ def enable(host: HostLibrary) -> Routing:
 
 
 def disable(host: HostLibrary) -> None:
-    """Restore the functions of `host`.
-
-    Do nothing if they are not replaced.
-    """
+    """Restore the functions of `host`. Do nothing if they are not replaced."""
     routing = _active.pop(host.distribution, None)
     if routing is not None and (names := routing._restore_functions()):
         warnings.warn(

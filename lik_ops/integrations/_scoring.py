@@ -23,10 +23,7 @@ def zero_empty(scores: Tensor, empty: Tensor) -> Tensor:
 
 
 def as_tensor(x: Any) -> Tensor:
-    """Return a tensor, array or nested list as a tensor.
-
-    The memory of a writable array is shared.
-    """
+    """Return a tensor, array or nested list as a tensor. The memory of a writable array is shared."""
     return torch.as_tensor(share_array(x))
 
 
@@ -66,10 +63,7 @@ def _convert_items(name: str, x: Any) -> list[Tensor]:
 
 
 def _as_embeddings(where: str, x: Any) -> Tensor:
-    """Return `x` as a floating-point tensor of any shape.
-
-    Errors begin with `where`, which says what is expected.
-    """
+    """Return `x` as a floating-point tensor of any shape. Errors begin with `where`, which says what is expected."""
     try:
         embeddings = as_tensor(x)
     except (TypeError, ValueError, RuntimeError):
@@ -101,10 +95,7 @@ def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Ten
 
 
 def as_dense(x: Any, name: str) -> Tensor:
-    """Return embeddings in one tensor.
-
-    The items of a list must have one shape. Arguments are as in `as_tokens`.
-    """
+    """Return embeddings in one tensor. The items of a list must have one shape. Arguments are as in `as_tokens`."""
     if not isinstance(x, (list, tuple)):
         return _as_embeddings(f"{name}: expected a tensor, an array or a list of", x)
     items = _convert_items(name, x)
@@ -117,10 +108,7 @@ def as_dense(x: Any, name: str) -> Tensor:
 
 
 def merge_groups(documents: Any, mask: Any) -> tuple[Tensor, Any]:
-    """Return the documents of groups ``[G, N, Ld, d]`` and their mask as one group.
-
-    Group g begins at row ``g * N``.
-    """
+    """Return the documents of groups ``[G, N, Ld, d]`` and their mask as one group. Group g begins at row ``g * N``."""
     D = as_dense(documents, "documents")
     if D.dim() != 4:
         raise ValueError(f"documents: expected [G, N, Ld, d], got {list(D.shape)}")
@@ -139,10 +127,7 @@ def _as_floating(x: Tensor) -> Tensor:
 
 
 def is_supported(Q: Any, D: Any) -> bool:
-    """Return whether lik_ops can score these inputs.
-
-    If not, the host's own code raises its error.
-    """
+    """Return whether lik_ops can score these inputs. If not, the host's own code raises its error."""
     tensors = [t for x in (Q, D) for t in ([x] if isinstance(x, Tensor) else x[:1]) if isinstance(t, Tensor)]
     if len({t.device for t in tensors}) > 1 or not all(t.is_floating_point() for t in tensors):
         return False

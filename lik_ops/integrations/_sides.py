@@ -18,10 +18,7 @@ SIMILARITY = "sentence_transformers.util.similarity"
 
 
 class EmbeddingSide:
-    """Queries or documents of a call, and their mask.
-
-    In a padded tensor without a mask, nonzero rows are kept.
-    """
+    """Queries or documents of a call, and their mask. In a padded tensor without a mask, nonzero rows are kept."""
 
     def __init__(self, name: str, x: Any, mask: Any) -> None:
         self.name = name

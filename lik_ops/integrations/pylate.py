@@ -216,10 +216,7 @@ def _accepts_xtr(scorer: Any, Q: Any, D: Any, *masks: Any, **named: Any) -> bool
 
 
 class _TokenList(list[Tensor]):
-    """Tokens ``[L_i, d]`` of several lengths.
-
-    Any use as a tensor raises PyLate's error, which expects a tensor.
-    """
+    """Tokens ``[L_i, d]`` of several lengths. Any use as a tensor raises PyLate's error, which expects a tensor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stack(), name)
@@ -265,10 +262,7 @@ def _refuse_token_lists(*tensors: Any) -> None:
 
 
 def _accepts_lik(backend: str, *tensors: Any) -> bool:
-    """Return whether PyLate should call the ``lik`` backend.
-
-    Replaces a check that excludes CPUs and lists.
-    """
+    """Return whether PyLate should call the ``lik`` backend. Replaces a check that excludes CPUs and lists."""
     if backend in ("auto", "lik"):
         return True
     _refuse_token_lists(*tensors)

@@ -157,10 +157,7 @@ def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
 
 
 def _pack_documents(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return the documents in one tensor of rows, and the first row of each.
-
-    Slices of one tensor are not copied.
-    """
+    """Return the documents in one tensor of rows, and the first row of each. Slices of one tensor are not copied."""
     first = d_embs[0]
     d, memory = first.shape[-1], first.untyped_storage().data_ptr()
     start = min(t.storage_offset() for t in d_embs)

@@ -379,10 +379,7 @@ class XTRKDScores(XTRScores):
 
 
 def _accepts_xtr(*args: Any, top_k: Any = 256, **named: Any) -> bool:
-    """Return whether `top_k` is valid.
-
-    If not, the host's own function raises.
-    """
+    """Return whether `top_k` is valid. If not, the host's own function raises."""
     top_k = args[4] if len(args) > 4 else top_k
     return isinstance(top_k, int) and not isinstance(top_k, bool) and top_k > 0
 

@@ -168,10 +168,7 @@ class _IndexFiles:
         return torch.tensor(lengths, dtype=torch.int64)
 
     def sizes(self, count: int) -> Tensor:
-        """Return the number of tokens of each of `count` centroids.
-
-        Their sum fits 64 bits.
-        """
+        """Return the number of tokens of each of `count` centroids. Their sum fits 64 bits."""
         file, sizes = self._tensor("sizes.compacted.pt", _CODES)
         if sizes.shape != (count,):
             raise _make_error(file, f"[{count}], as centroids say", list(sizes.shape))
@@ -220,10 +217,7 @@ class _IndexFiles:
         return codes.to(torch.int32), residuals
 
     def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], max_rows: int | None = None) -> tuple[Path, Tensor]:
-        """Return a file and its tensor, cut to the first `max_rows` rows.
-
-        `rows` is set to the number of all rows.
-        """
+        """Return a file and its tensor, cut to the first `max_rows` rows. `rows` is set to the number of all rows."""
         file = self.root / name
         x, rows = (_read_torch(file), None) if file.suffix == ".pt" else _read_numpy(file, max_rows)
         if not _has_rows(x, dtypes):
@@ -241,10 +235,7 @@ def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 
 def _read_numpy(file: Path, max_rows: int | None) -> tuple[Tensor, int]:
-    """Return the first rows of an array, and the number of its rows.
-
-    Memory is bounded by the size of the file.
-    """
+    """Return the first rows of an array, and the number of its rows. Memory is bounded by the size of the file."""
     np = import_extra(_OP, "retrieval", "numpy")
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
@@ -258,10 +249,7 @@ def _read_numpy(file: Path, max_rows: int | None) -> tuple[Tensor, int]:
 
 
 def _read_torch(file: Path) -> Any:
-    """Return the tensors that `torch.save` wrote.
-
-    Other objects are rejected.
-    """
+    """Return the tensors that `torch.save` wrote. Other objects are rejected."""
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
     try:

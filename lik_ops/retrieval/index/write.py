@@ -106,10 +106,7 @@ def _check_index(index: Any) -> tuple[ResidualCodec, Tensor, Tensor]:
 
 
 def _convert_to_plaid(codec: ResidualCodec, data: Tensor) -> Tensor:
-    """Return residuals in the bit order of fast-plaid.
-
-    Only the bit order ``"big"`` needs a conversion.
-    """
+    """Return residuals in the bit order of fast-plaid. Only the bit order ``"big"`` needs a conversion."""
     if codec.bit_order != "big":
         return data
     reverse = reverse_bits(unpack_slots(torch.arange(256, device="cpu"), codec.nbits), codec.nbits)
@@ -166,17 +163,11 @@ def _write(file: Path, content: Any) -> None:
 
 
 def _as_contiguous(x: Tensor) -> Any:
-    """Return a contiguous array of the values in `x`.
-
-    The negative bit is resolved, because an array cannot have it.
-    """
+    """Return a contiguous array of the values in `x`. The negative bit is resolved, because an array cannot have it."""
     return x.detach().resolve_neg().contiguous().numpy()
 
 
 def _create(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a new file.
-
-    An existing file or link of that name is an error. Errors of the disk name the file.
-    """
+    """Write a new file. An existing file or link of that name is an error. Errors of the disk name the file."""
     with add_path_to_errors(file), open(file, "xb") as out:
         write(out)

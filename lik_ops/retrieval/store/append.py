@@ -130,10 +130,7 @@ def _check_quantized(op: str, layout: StorageLayout, x: Quantized) -> None:
 
 
 def _as_list(op: str, name: str, item_kind: str, x: Any) -> list:
-    """Return the items of an iterable.
-
-    Strings, mappings and sets raise TypeError.
-    """
+    """Return the items of an iterable. Strings, mappings and sets raise TypeError."""
     try:
         if not isinstance(x, (str, bytes, Set, Mapping)):
             x = iter(x)
@@ -166,10 +163,7 @@ def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
 
 
 def check_ids(op: str, ids: Any) -> list:
-    """Return ids as a list.
-
-    Raise TypeError unless they are all str or all int.
-    """
+    """Return ids as a list. Raise TypeError unless they are all str or all int."""
     ids = _as_list(op, "ids", "str or int", ids)
     if not is_id_list(ids):
         kinds = sorted({type(x).__name__ for x in ids})

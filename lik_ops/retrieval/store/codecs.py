@@ -65,10 +65,7 @@ class CodecFile:
         return {}
 
     def copy_to(self, device: torch.device) -> ResidualCodec:
-        """Return the codec on a device.
-
-        The copy is cached.
-        """
+        """Return the codec on a device. The copy is cached."""
         if device.type == "cpu":
             return self.codec
         codec = self._device_copies.get(device)

@@ -672,10 +672,7 @@ class Corpus:
 
 
 def _as_path(op: str, path: Any) -> Path:
-    """Return `path` as an absolute path.
-
-    Raise TypeError unless it is a str or `os.PathLike` of str.
-    """
+    """Return `path` as an absolute path. Raise TypeError unless it is a str or `os.PathLike` of str."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{op}: path: expected a str or os.PathLike, got {type(path).__name__}")
     return Path(path).absolute()  # the working directory may change

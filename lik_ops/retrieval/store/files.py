@@ -70,10 +70,7 @@ def compute_sha256(path: Path) -> str:
 
 
 class Writer:
-    """The holder of the lock of the corpus at `path`.
-
-    `descriptor` is None on systems without locks.
-    """
+    """The holder of the lock of the corpus at `path`. `descriptor` is None on systems without locks."""
 
     def __init__(self, path: Path, descriptor: int | None) -> None:
         self.path, self.descriptor = path, descriptor
@@ -219,10 +216,7 @@ def write_shard(directory: Path, name: str, tensors: dict[str, Tensor]) -> Shard
 
 
 def check_empty(path: Path, writer: Writer | None = None) -> None:
-    """Raise FileExistsError unless the directory is empty.
-
-    The holder of the lock may have an empty lock file in it.
-    """
+    """Raise FileExistsError unless the directory is empty. The holder of the lock may have an empty lock file in it."""
     op = "Corpus.create: path"
     if (path / MANIFEST).exists():
         raise FileExistsError(f"{op}: expected no corpus there, found {path / MANIFEST}")

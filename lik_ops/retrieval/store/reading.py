@@ -43,10 +43,7 @@ _mapped_shards: weakref.WeakKeyDictionary[ShardFile, None] = weakref.WeakKeyDict
 
 
 class MappedShard(NamedTuple):
-    """The tensors of a shard in mapped memory.
-
-    Pages are read when they are used. Writes stay in memory.
-    """
+    """The tensors of a shard in mapped memory. Pages are read when they are used. Writes stay in memory."""
 
     tensors: dict[str, Tensor]  # the tensors of the layout
     device: int  # with `inode`, identifies the mapped file even if its name belongs to another file
@@ -135,10 +132,7 @@ class ShardFile:
         return MappedShard(tensors, status.st_dev, status.st_ino)
 
     def _is_unchanged(self, mapped: MappedShard) -> bool:
-        """Return whether the mapped file is still complete.
-
-        False if its name belongs to another file.
-        """
+        """Return whether the mapped file is still complete. False if its name belongs to another file."""
         try:
             status = os.stat(self.at)
         except FileNotFoundError:
@@ -207,10 +201,7 @@ class ShardFile:
     def _region(
         self, header: dict[str, Any], name: str, shape: tuple[int, ...], dtype: torch.dtype, first: int
     ) -> _TensorRegion:
-        """Return the place of a tensor, if the header says what is expected.
-
-        The data begin at byte `first`.
-        """
+        """Return the place of a tensor, if the header says what is expected. The data begin at byte `first`."""
         entry, nbytes = header.get(name), dtype.itemsize
         for n in shape:
             nbytes *= n
@@ -252,10 +243,7 @@ def _read_tensor(file: BinaryIO, region: _TensorRegion) -> Tensor:
 
 
 def _map_tensor(storage: torch.UntypedStorage, region: _TensorRegion) -> Tensor:
-    """Return a tensor in the memory of a file.
-
-    It has a storage of its own, so its pickle has nothing else.
-    """
+    """Return a tensor in the memory of a file. It has a storage of its own, so its pickle has nothing else."""
     empty = torch.empty(0, dtype=region.dtype, device="cpu")
     if region.begin == region.end:
         return empty.view(region.shape)

@@ -68,11 +68,6 @@ def choose_wire_device(group: Any, device: torch.device, everywhere: bool) -> to
     return torch.device("cpu") if is_host_group(group) else get_current_device(group)
 
 
-def get_device_code(device: torch.device) -> int:
-    """Return the type of a device as a number: 0 for a CPU, 1 for others."""
-    return int(device.type != "cpu")
-
-
 def is_host_group(group: Any) -> bool:
     """Return whether the group can send from host memory. If so, `Agreement` needs no GPU."""
     return "cpu" in _get_group_backends(group)
@@ -192,8 +187,3 @@ class Agreement:
             values = [other.get(name) for _, other, _ in descriptions]
             if any(x != values[0] for x in values):
                 raise ValueError(f"{self.op}: {name}: expected the same on all ranks, got {values}")
-
-
-def view_as_bytes(x: Tensor) -> Tensor:
-    """Return a view as bytes, because some backends do not support every dtype."""
-    return x.view(-1).view(torch.uint8)

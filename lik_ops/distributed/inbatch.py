@@ -12,8 +12,8 @@ from ..core.arguments import as_bool, check_count, check_dense, check_flag, chec
 from ..families.loss import ops as loss_ops
 from ..families.soft.ops import check_temperature
 from ..ops.stack import autocast, functional
-from .agreement import Agreement, check_group, choose_wire_device, get_device_code
-from .ring import ProcessRing, RingCrossEntropy, RingLossOptions, RingMaxSim, RingPass, RingScoreOptions
+from .agreement import Agreement, check_group, choose_wire_device
+from .ring import ProcessRing, RingCrossEntropy, RingLossOptions, RingMaxSim, RingScoreOptions
 
 _GRADIENTS = ("requires_grad of Q or q_weight", "requires_grad of D")
 
@@ -39,7 +39,7 @@ def _describe_call(op: str, tensors: tuple, normalize: bool, backward: str) -> t
 class _RingArgs(NamedTuple):
     """Tensors of a ring pass on which all ranks agree."""
 
-    round: RingPass
+    ring: ProcessRing
     Q: Tensor
     D: Tensor
     q_weight: Tensor | None
@@ -62,15 +62,14 @@ def _agree_on_args(
     """
     Q, D, q_mask, d_mask, q_weight = tensors
     shared_args, error = _describe_call(op, tensors, normalize, backward) if error is None else ({}, error)
-    numbers = [0] * 5 if error is not None else [int(d_mask is not None), get_device_code(D.device), *D.shape]
+    numbers = [] if error is not None else [int(d_mask is not None), int(D.device.type != "cpu"), *D.shape]
     rank_numbers = Agreement(op, group, (D, Q), shared_args, numbers, error).wait()
     if d_mask is None and any(has_mask for has_mask, *_ in rank_numbers):
         d_mask = D.new_ones(D.shape[:2], dtype=torch.bool)
-    is_same_device_type = len({kind for _, kind, *_ in rank_numbers}) == 1
-    ring = ProcessRing(group, choose_wire_device(group, D.device, is_same_device_type), D.device)
+    wire = choose_wire_device(group, D.device, everywhere=len({kind for _, kind, *_ in rank_numbers}) == 1)
+    ring = ProcessRing(group, wire, D.device, [tuple(shape) for _, _, *shape in rank_numbers])
     needs_grad = any(shared_args[name] for name in _GRADIENTS)
-    ring_pass = RingPass(ring, [tuple(shape) for _, _, *shape in rank_numbers])
-    return _RingArgs(ring_pass, Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), needs_grad)
+    return _RingArgs(ring, Q, D, q_weight, as_bool(q_mask), as_bool(d_mask), needs_grad)
 
 
 def maxsim_inbatch(
@@ -139,7 +138,7 @@ def maxsim_inbatch(
     except TypeError as wrong:
         error = wrong
     ring_args = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, backward, error)
-    options = RingScoreOptions(ring_args.round, normalize, backward, ring_args.needs_grad and not recompute)
+    options = RingScoreOptions(ring_args.ring, normalize, backward, ring_args.needs_grad and not recompute)
     return RingMaxSim.apply(*ring_args.tensors, options)
 
 
@@ -219,7 +218,7 @@ def maxsim_cross_entropy(
         error = wrong
     ring_args = _agree_on_args(op, (Q, D, q_mask, d_mask, q_weight), normalize, group, error=error)
     if labels is None:
-        labels = ring_args.round.columns(0).start + loss_ops.make_default_labels(Q, D)
-    options = RingLossOptions(ring_args.round, float(temperature), ignore_index, normalize)
+        labels = ring_args.ring.columns(0).start + loss_ops.make_default_labels(Q, D)
+    options = RingLossOptions(ring_args.ring, float(temperature), ignore_index, normalize)
     losses = RingCrossEntropy.apply(*ring_args.tensors, labels.long(), options)  # int32 would wrap, see `count_labels`
     return loss_ops.reduce_losses(losses, labels, ignore_index, reduction)

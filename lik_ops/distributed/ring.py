@@ -6,7 +6,6 @@ The backward passes the documents around the ring once more, together with their
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from .._ops import ops as lik
 from ..core.arguments import choose_argmax_dtype, score_dtype
 from ..ops.registration.gradients import choose_backward
-from .agreement import view_as_bytes
 
 
 class RingExchange:
@@ -26,14 +24,15 @@ class RingExchange:
     def __init__(self, ring: ProcessRing, sent: list[Tensor], received: list[Tensor]) -> None:
         self.device, self.received = ring.device, received
         self.sent = [x.to(ring.wire).resolve_neg().contiguous() for x in sent]  # kept alive until they are sent
+        before, after = (ring.rank - 1) % ring.world, (ring.rank + 1) % ring.world
+        transfers = [(dist.isend, x, after) for x in self.sent] + [(dist.irecv, x, before) for x in received]
+        # Sent as bytes, because some backends do not support every dtype. Empty tensors are not sent. The receiver
+        # knows the shapes.
         operations = [
-            dist.P2POp(dist.isend, view_as_bytes(x), group=ring.group, group_peer=ring.after) for x in self.sent
+            dist.P2POp(transfer, x.view(-1).view(torch.uint8), group=ring.group, group_peer=rank)
+            for transfer, x, rank in transfers
+            if x.numel()
         ]
-        operations += [
-            dist.P2POp(dist.irecv, view_as_bytes(x), group=ring.group, group_peer=ring.before) for x in received
-        ]
-        # Empty tensors are not sent. The receiver knows the shapes.
-        operations = [x for x in operations if x.tensor.numel()]
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
@@ -45,36 +44,24 @@ class RingExchange:
 
 
 class ProcessRing:
-    """The processes of a group, each of which sends to the next one and receives from the previous one."""
+    """A ring of processes, each of which sends to the next one and receives from the previous one.
 
-    def __init__(self, group: Any, wire: torch.device, device: torch.device) -> None:
+    In a pass, the documents of all processes are passed around the ring. A block is received while the previous one is
+    processed.
+    """
+
+    def __init__(self, group: Any, wire: torch.device, device: torch.device, shapes: list[tuple[int, ...]]) -> None:
         self.group, self.wire, self.device = group, wire, device
+        self.shapes = shapes  # of the documents of each process
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.after, self.before = (self.rank + 1) % self.world, (self.rank - 1) % self.world
 
     def owner(self, step: int) -> int:
         """Return the rank that owns the block of a step."""
         return (self.rank - step) % self.world
 
-    def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> RingExchange:
-        """Start sending `sent` to the next process and receiving tensors of `shapes` from the previous one."""
-        buffers = [torch.empty(s, dtype=x.dtype, device=self.wire) for x, s in zip(sent, shapes, strict=True)]
-        return RingExchange(self, sent, buffers)
-
-
-@dataclass
-class RingPass:
-    """One pass of the documents of all processes around the ring.
-
-    A block is received while the previous one is processed.
-    """
-
-    ring: ProcessRing
-    shapes: list[tuple[int, ...]]  # of the documents of each process
-
     def columns(self, step: int) -> slice:
         """Return the range of the documents of a step among the documents of all processes."""
-        starts, owner = [0, *accumulate(shape[0] for shape in self.shapes)], self.ring.owner(step)
+        starts, owner = [0, *accumulate(shape[0] for shape in self.shapes)], self.owner(step)
         return slice(starts[owner], starts[owner + 1])
 
     @property
@@ -82,17 +69,22 @@ class RingPass:
         """The number of documents of all processes."""
         return sum(shape[0] for shape in self.shapes)
 
+    def shift(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> RingExchange:
+        """Start sending `sent` to the next process and receiving tensors of `shapes` from the previous one."""
+        buffers = [torch.empty(s, dtype=x.dtype, device=self.wire) for x, s in zip(sent, shapes, strict=True)]
+        return RingExchange(self, sent, buffers)
+
     def _next_block(self, step: int, block: list[Tensor]) -> RingExchange | None:
         """Start the exchange of documents and mask for the next step. Return None after the last step."""
-        if step + 1 == self.ring.world:
+        if step + 1 == self.world:
             return None
-        shape = self.shapes[self.ring.owner(step + 1)]
-        return self.ring.shift(block, [shape, shape[:2]][: len(block)])
+        shape = self.shapes[self.owner(step + 1)]
+        return self.shift(block, [shape, shape[:2]][: len(block)])
 
     def visit(self, D: Tensor, d_mask: Tensor | None, block_at: Callable[[int, Tensor, Tensor | None], None]) -> None:
         """Call ``block_at(step, D, d_mask)`` for the documents and the mask of each process, this one first."""
         block = [D] if d_mask is None else [D, d_mask]
-        for step in range(self.ring.world):
+        for step in range(self.world):
             exchange = self._next_block(step, block)
             block_at(step, block[0], block[1] if len(block) > 1 else None)
             block = exchange.wait() if exchange is not None else []
@@ -121,8 +113,8 @@ class RingPass:
             if needs[1]:
                 sums[1] = grad_D = _accumulate(None if carried is None else carried.wait()[0], grads[1])
                 # Also sent after the last step, when the gradient returns to its owner.
-                if self.ring.world > 1:
-                    carried = self.ring.shift([grad_D], [self.shapes[self.ring.owner(step + 1)]])
+                if self.world > 1:
+                    carried = self.shift([grad_D], [self.shapes[self.owner(step + 1)]])
 
         self.visit(like[1], d_mask, add)
         if carried is not None:
@@ -133,7 +125,7 @@ class RingPass:
 class RingScoreOptions(NamedTuple):
     """The arguments of `RingMaxSim` that are not tensors."""
 
-    round: RingPass
+    ring: ProcessRing
     normalize: bool
     backward: str
     keeps_argmax: bool
@@ -167,16 +159,16 @@ class RingMaxSim(torch.autograd.Function):
     @staticmethod
     def forward(ctx, Q, D, q_weight, q_mask, d_mask, options):
         """Return the scores ``[Nq, sum of Nd]``."""
-        scores = Q.new_empty((Q.shape[0], options.round.documents), dtype=score_dtype(Q.dtype))
+        scores = Q.new_empty((Q.shape[0], options.ring.documents), dtype=score_dtype(Q.dtype))
         argmax = []
 
         def score(step, block, mask):
             dtype = choose_argmax_dtype(block.shape[1]) if options.keeps_argmax else None
             results = lik.maxsim_fwd(Q, block, q_mask, mask, q_weight, options.normalize, dtype, "auto")
-            scores[:, options.round.columns(step)] = results[0]
+            scores[:, options.ring.columns(step)] = results[0]
             argmax.append(results[1])
 
-        options.round.visit(D, d_mask, score)
+        options.ring.visit(D, d_mask, score)
         ctx.options = options
         ctx.save_for_backward(Q, D, q_weight, q_mask, d_mask, *(argmax if options.keeps_argmax else ()))
         return scores
@@ -197,16 +189,16 @@ class RingMaxSim(torch.autograd.Function):
 
         def of_block(step, block, mask):
             argmax = saved_argmax[step] if saved_argmax else Q.new_empty(0, dtype=torch.int32)
-            upstream = grad_scores[:, options.round.columns(step)].contiguous()
+            upstream = grad_scores[:, options.ring.columns(step)].contiguous()
             return op(upstream, Q, block, argmax, q_mask, mask, q_weight, options.normalize, needs)
 
-        return *options.round.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None
+        return *options.ring.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None
 
 
 class RingLossOptions(NamedTuple):
     """The arguments of `RingCrossEntropy` that are not tensors."""
 
-    round: RingPass
+    ring: ProcessRing
     temperature: float
     ignore_index: int
     normalize: bool
@@ -232,10 +224,10 @@ class RingCrossEntropy(torch.autograd.Function):
                 losses, lse = lik.maxsim_cross_entropy_fwd(*tensors, options.temperature, _IGNORED, options.normalize)
                 running_loss = running_loss.merge(_RunningLoss.from_block(losses, lse), block_labels >= 0)
 
-        options.round.visit(D, d_mask, score)
+        options.ring.visit(D, d_mask, score)
         losses, lse = running_loss.results()
         is_ignored = labels == options.ignore_index
-        is_invalid = (labels < 0) | (labels >= options.round.documents)
+        is_invalid = (labels < 0) | (labels >= options.ring.documents)
         losses.masked_fill_(is_invalid, torch.nan).masked_fill_(is_ignored, 0)
         lse.masked_fill_(is_invalid[:, None], torch.nan).masked_fill_(is_ignored[:, None], 0)
         ctx.options = options
@@ -260,12 +252,12 @@ class RingCrossEntropy(torch.autograd.Function):
             settings = options.temperature, _IGNORED, options.normalize, needs
             return lik.maxsim_cross_entropy_bwd(grad_losses, *tensors, *settings)
 
-        return *options.round.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None, None
+        return *options.ring.gradients((Q, D, q_weight), d_mask, needs, of_block), None, None, None, None
 
 
 def _localize_labels(labels: Tensor, options: RingLossOptions, step: int) -> Tensor:
     """Return the labels as documents of the block of a step."""
-    columns = options.round.columns(step)
+    columns = options.ring.columns(step)
     is_in_block = (labels >= columns.start) & (labels < columns.stop)
     is_ignored = labels == options.ignore_index
     return torch.where(is_ignored, _IGNORED, torch.where(is_in_block, labels - columns.start, _LABEL_ELSEWHERE))

@@ -34,7 +34,6 @@ from .agreement import (
     check_group,
     choose_wire_device,
     get_current_device,
-    get_device_code,
     is_host_group,
     resolve_group,
 )
@@ -56,6 +55,18 @@ _NO_STAGES = {"n_candidates": None, "n_probe": None}
 _groups_with_queries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+class _RankSizes(NamedTuple):
+    """The integers that a rank sends to the others, before those of `describe_queries`."""
+
+    begin: int  # the documents that the rank searches
+    end: int
+    device_kind: int  # 0 for a CPU, 1 for others
+    d: int  # -1 if unknown
+    dtype: int  # the index of the document dtype in `DTYPES`, -1 if unknown
+    documents: int  # of the shard
+    width: int
+
+
 class _RankArgs(NamedTuple):
     """The checked arguments of a rank."""
 
@@ -66,7 +77,7 @@ class _RankArgs(NamedTuple):
     end: int
     queries: SearchQueries | None  # None: they come from rank 0
     device: torch.device  # the device of the search
-    kind: tuple[int, int] = (-1, -1)  # d, and the index of the document dtype in `DTYPES`
+    kind: tuple[int, int] = (-1, -1)  # `d` and `dtype` of `_RankSizes`
 
     def is_launched(self) -> bool:
         """Return whether the search is launched without waiting on the host."""
@@ -84,7 +95,7 @@ class _RankArgs(NamedTuple):
         """Return the integers that the other ranks need."""
         description = NO_QUERIES if self.queries is None else describe_queries(self.queries)
         sizes = (0, 0) if self.shard is None else (self.shard.documents, self.shard.width)
-        return [self.begin, self.end, get_device_code(self.device), *self.kind, *description, *sizes]
+        return [*_RankSizes(self.begin, self.end, int(self.device.type != "cpu"), *self.kind, *sizes), *description]
 
 
 def _prepare_rank(
@@ -140,12 +151,11 @@ def _is_document_only(Q: Any, d_mask: Any, cu_seqlens_d: Any, stages: dict) -> b
     return Q is None and d_mask is None and cu_seqlens_d is None and all(stages[name] is None for name in _NO_STAGES)
 
 
-def _check_kinds(agreement: Agreement, kinds: list[list[int]]) -> None:
+def _check_kinds(agreement: Agreement, sizes: list[_RankSizes]) -> None:
     """Raise unless all ranks that know d and dtype of the documents agree on them."""
-    known_kinds = [x for x in kinds if x != [-1, -1]]
-    d, dtype = kinds[dist.get_rank(agreement.group)]
-    own_kind = {"d": d if d >= 0 else None, "dtype": DTYPES[dtype] if dtype >= 0 else None}
-    differences = {name: own_kind[name] for n, name in enumerate(own_kind) if len({x[n] for x in known_kinds}) > 1}
+    own = sizes[dist.get_rank(agreement.group)]
+    kind = {"d": own.d, "dtype": DTYPES[own.dtype]} if own.d >= 0 else {"d": None, "dtype": None}
+    differences = {name: x for name, x in kind.items() if len({getattr(size, name) for size in sizes} - {-1}) > 1}
     if differences:
         agreement.compare(differences)
 
@@ -164,8 +174,9 @@ def _needs_broadcast(agreement: Agreement, queries: SearchQueries | None, about:
     return False
 
 
-def _count_documents(ranges: list[list[int]], sharded: bool) -> list[int]:
+def _count_documents(sizes: list[_RankSizes], sharded: bool) -> list[int]:
     """Return the number of documents that each rank searches. Raise if the ranges of one corpus are not contiguous."""
+    ranges = [[x.begin, x.end] for x in sizes]
     if not sharded and any(a[1] != b[0] for a, b in pairwise(ranges)):
         raise ValueError(f"{_RETRIEVE}: corpus: expected the same on all ranks, which would search {ranges} of it")
     return [end - begin for begin, end in ranges]
@@ -288,7 +299,7 @@ def retrieve(
             early_result = _launch_early(call, top_k, group, options)
     except Exception as failure:  # any error, because the other ranks wait for this one
         error = failure
-    numbers = [0, 0, 0, -1, -1, *NO_QUERIES, 0, 0] if call is None else call.to_integers()
+    numbers = [] if call is None else call.to_integers()
     agreement = Agreement(_RETRIEVE, group, (corpus, Q), shared_args, numbers, error)
     if call is not None and not is_host_group(group):
         early_result = _launch_early(call, top_k, group, options)
@@ -358,13 +369,11 @@ def _finish_search(
     rank_numbers = agreement.wait()
     assert call is not None, "`wait` raises the errors of invalid arguments"
     rank, all_ranks = dist.get_rank(group), resolve_group(group)
-    _check_kinds(agreement, [x[3:5] for x in rank_numbers])
-    documents, is_same_device_type = (
-        _count_documents([x[:2] for x in rank_numbers], sharded),
-        len({x[2] for x in rank_numbers}) == 1,
-    )
+    sizes = [_RankSizes(*x[: -len(NO_QUERIES)]) for x in rank_numbers]
+    _check_kinds(agreement, sizes)
+    documents, is_same_device_type = _count_documents(sizes, sharded), len({x.device_kind for x in sizes}) == 1
     queries = call.queries
-    descriptions = [x[5 : 5 + len(NO_QUERIES)] for x in rank_numbers]
+    descriptions = [x[-len(NO_QUERIES) :] for x in rank_numbers]
     if _needs_broadcast(agreement, queries, descriptions):
         _groups_with_queries.discard(all_ranks)
         queries = broadcast_queries(queries, descriptions[0], group, call.device, is_same_device_type)
@@ -373,14 +382,14 @@ def _finish_search(
     assert queries is not None
     if range_result is None:
         range_result = call.best(queries, top_k, options)
-    first = range_result.first + (sum(x[-2] for x in rank_numbers[:rank]) if sharded else 0)
+    first = range_result.first + (sum(x.documents for x in sizes[:rank]) if sharded else 0)
     has_subset = agreement.alike["subset"] is not None
     if has_subset or (isinstance(call.shard, shards.ResidentTarget) and call.shard.is_staged):
         values, indices = range_result.best
         range_result.best = values, indices.where(indices >= 0, -1 - first)  # becomes -1 when `first` is added
     scores, indices = merge_best(range_result.best, first, documents, top_k, group, is_same_device_type, has_subset)
     if has_subset:
-        width = sum(x[-1] for x in rank_numbers) if sharded else rank_numbers[rank][-1]
+        width = sum(x.width for x in sizes) if sharded else sizes[rank].width
         scores, indices = pad_results((scores, indices), min(top_k, width))
-    ends = [0, *accumulate(x[-2] for x in rank_numbers)]
+    ends = [0, *accumulate(x.documents for x in sizes)]
     return _Results(*drop_query_axis(queries.Q, (scores, indices)), queries, [*pairwise(ends)], is_same_device_type)

@@ -204,27 +204,27 @@ class _IndexFiles:
         """
         arrays = []
         for name, dtypes, row in zip(names, (_CODES, (torch.uint8,)), ((), (width,)), strict=True):
-            file, x = self._tensor(name, dtypes, count)
-            if tuple(x.shape[1:]) != row or not count <= self.rows <= count + padding:
+            file, x = self._tensor(name, dtypes)
+            if tuple(x.shape[1:]) != row or not count <= len(x) <= count + padding:
                 expected = f"[{count}{f' to {count + padding}' if padding else ''}{''.join(f', {n}' for n in row)}]"
-                raise _make_error(file, f"{expected}, as the other files say", [self.rows, *x.shape[1:]])
-            arrays.append((file, x, self.rows))
-        (file, codes, rows), (residuals_file, residuals, residual_rows) = arrays
-        if rows != residual_rows:
-            raise _make_error(residuals_file, f"{rows} rows as {file.name}", residual_rows)
+                raise _make_error(file, f"{expected}, as the other files say", list(x.shape))
+            arrays.append((file, x))
+        (file, codes), (residuals_file, residuals) = arrays
+        if len(codes) != len(residuals):
+            raise _make_error(residuals_file, f"{len(codes)} rows as {file.name}", len(residuals))
+        codes, residuals = codes[:count], residuals[:count]
         if count and not 0 <= int(codes.min()) <= int(codes.max()) < below[0]:
             raise _make_error(file, f"codes of {below[0]} {below[1]}", f"{int(codes.min())} to {int(codes.max())}")
         return codes.to(torch.int32), residuals
 
-    def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...], max_rows: int | None = None) -> tuple[Path, Tensor]:
-        """Return a file and its tensor, cut to the first `max_rows` rows. `rows` is set to the number of all rows."""
+    def _tensor(self, name: str, dtypes: tuple[torch.dtype, ...]) -> tuple[Path, Tensor]:
+        """Return a file and its tensor."""
         file = self.root / name
-        x, rows = (_read_torch(file), None) if file.suffix == ".pt" else _read_numpy(file, max_rows)
+        x = _read_torch(file) if file.suffix == ".pt" else _read_numpy(file)
         if not _has_rows(x, dtypes):
             kind = f"{x.dtype}, {x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             raise _make_error(file, " or ".join(map(str, dtypes)), kind)
-        self.rows = len(x) if rows is None else rows
-        return file, x.detach()[:max_rows]
+        return file, x.detach()
 
 
 def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
@@ -234,8 +234,8 @@ def _has_rows(x: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     return x.dtype in dtypes and x.device.type == "cpu" and x.dim() > 0
 
 
-def _read_numpy(file: Path, max_rows: int | None) -> tuple[Tensor, int]:
-    """Return the first rows of an array, and the number of its rows. Memory is bounded by the size of the file."""
+def _read_numpy(file: Path) -> Tensor:
+    """Return the array in a ``.npy`` file. Memory is bounded by the size of the file."""
     np = import_extra(_OP, "retrieval", "numpy")
     if not file.exists():
         raise FileNotFoundError(f"{_OP}: {file}: no such file")
@@ -243,7 +243,7 @@ def _read_numpy(file: Path, max_rows: int | None) -> tuple[Tensor, int]:
         x = np.load(file, mmap_mode="r", allow_pickle=False)
         if not isinstance(x, np.ndarray) or x.ndim == 0:
             raise ValueError("not an array with rows")
-        return torch.from_numpy(np.array(x[:max_rows], dtype=x.dtype.newbyteorder("="), order="C")), len(x)
+        return torch.from_numpy(np.array(x, dtype=x.dtype.newbyteorder("="), order="C"))
     except Exception as error:  # numpy may raise any error on a damaged file
         raise ValueError(f"{_OP}: {file}: not a whole .npy file: {error}") from error
 

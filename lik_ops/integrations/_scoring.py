@@ -73,7 +73,7 @@ def _as_embeddings(where: str, x: Any) -> Tensor:
         raise TypeError(f"{where} numbers, got {type(x).__name__}") from None
     if embeddings.is_complex():
         raise TypeError(f"{where} real numbers, got {embeddings.dtype}")
-    return _as_floating(embeddings)
+    return embeddings if embeddings.is_floating_point() else embeddings.float()
 
 
 def as_vectors(where: str, x: Any, d: int | None = None, rows: str = "L") -> Tensor:
@@ -119,11 +119,6 @@ def merge_groups(documents: Any, mask: Any) -> tuple[Tensor, Any]:
 def move_tokens(tokens: Tokens, device: torch.device) -> Tokens:
     """Return tokens on `device`."""
     return tokens.to(device) if isinstance(tokens, Tensor) else [t.to(device) for t in tokens]
-
-
-def _as_floating(x: Tensor) -> Tensor:
-    """Return floating-point tensors unchanged, and others in fp32."""
-    return x if x.is_floating_point() else x.float()
 
 
 def is_supported(Q: Any, D: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,11 +103,6 @@ def fill_empty(scores: Tensor, empty: Tensor) -> Tensor:
     )
 
 
-def score_host_cross(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
-    """Return the scores of every query and document, with the host's score for documents without tokens."""
-    return _scoring.score_cross(a, b, a_mask, b_mask, fill_empty)
-
-
-def score_host_pairs(a: Any, b: Any, a_mask: Tensor | None, b_mask: Tensor | None) -> Tensor:
-    """Return the scores of query i and document i, with the host's score for documents without tokens."""
-    return _scoring.score_pairs(a, b, a_mask, b_mask, fill_empty)
+# The scores of `score_cross` and `score_pairs`, with the host's score for documents without tokens.
+score_host_cross = partial(_scoring.score_cross, fill=fill_empty)
+score_host_pairs = partial(_scoring.score_pairs, fill=fill_empty)

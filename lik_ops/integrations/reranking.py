@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -117,26 +118,19 @@ def compute_maxsim_score_batched(
     if not q_embs:
         return []
     _check_pairs(q_embs, d_embs)
-    rows: dict[int, int] = {}  # the row of each query, by object identity
-    queries: list[Tensor] = []
-    counts: list[int] = []
-    cells = []
-    for q in q_embs:
-        row = rows.setdefault(id(q), len(queries))
-        if row == len(queries):
-            queries.append(q)
-            counts.append(0)
-        cells.append((row, counts[row]))
-        counts[row] += 1
+    pairs_by_query: dict[int, list[int]] = {}  # by object identity
+    for i, q in enumerate(q_embs):
+        pairs_by_query.setdefault(id(q), []).append(i)
+    queries = [q_embs[pairs[0]] for pairs in pairs_by_query.values()]
     D, begins = _pack_documents(d_embs)
-    K = max(counts)
-    offsets, lengths = [0] * (len(queries) * K), [0] * (len(queries) * K)
-    for (row, column), d, begin in zip(cells, d_embs, begins, strict=True):
-        offsets[row * K + column], lengths[row * K + column] = begin, d.shape[0]
-    at = [row * K + column for row, column in cells]
+    K = max(map(len, pairs_by_query.values()))
+    offsets, lengths, cells = [0] * (len(queries) * K), [0] * (len(queries) * K), [0] * len(d_embs)
+    for row, pairs in enumerate(pairs_by_query.values()):
+        for cell, i in enumerate(pairs, row * K):
+            offsets[cell], lengths[cell], cells[i] = begins[i], d_embs[i].shape[0], cell
     table = copy_from_host([offsets, lengths], D.device).view(2, len(queries), K)
     scores = maxsim_candidates_varlen(queries, D, table[0], table[1]).flatten()
-    return list((scores if at == list(range(len(at))) else scores[copy_from_host(at, D.device)]).unbind())
+    return list((scores if cells == list(range(len(cells))) else scores[copy_from_host(cells, D.device)]).unbind())
 
 
 def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
@@ -173,8 +167,5 @@ def _pack_documents(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     ) and not any(n % d for n in (end - start, *offsets)):
         rows = first.as_strided(((end - start) // d, d), (d, 1), start)
         return rows, [int(n // d) for n in offsets]
-    begins, total = [], 0
-    for t in d_embs:
-        begins.append(total)
-        total += t.shape[0]
-    return torch.cat(list(d_embs)), begins
+    begins = accumulate((t.shape[0] for t in d_embs[:-1]), initial=0)
+    return torch.cat(list(d_embs)), list(begins)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -384,22 +385,12 @@ def _accepts_xtr(*args: Any, top_k: Any = 256, **named: Any) -> bool:
     return isinstance(top_k, int) and not isinstance(top_k, bool) and top_k > 0
 
 
-def _similarity(model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
-    """Return the scores of ``model.similarity``."""
-    return _choose_by_name(model, maxsim, mean_maxsim)(embeddings1, embeddings2, **kwargs)
-
-
-def _similarity_pairwise(model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
-    """Return the scores of ``model.similarity_pairwise``."""
-    return _choose_by_name(model, maxsim_pairwise, mean_maxsim_pairwise)(embeddings1, embeddings2, **kwargs)
-
-
-def _choose_by_name(model: Any, plain: Callable[..., Tensor], mean: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function that ``model.similarity_fn_name`` names."""
+def _score_model(score: Callable[..., Tensor], model: Any, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
+    """Return the scores of a method of `model`, divided by the number of tokens if its similarity says so."""
     name = getattr(model.similarity_fn_name, "value", model.similarity_fn_name)
     if name not in ("maxsim", "meanmaxsim"):
         raise ValueError(f"similarity_fn_name: expected maxsim or meanmaxsim, got {name!r}")
-    return plain if name == "maxsim" else mean
+    return score(embeddings1, embeddings2, **{"length_normalize": name == "meanmaxsim"} | kwargs)
 
 
 def _accepts_pooling(pooling: Any, *args: Any, **named: Any) -> bool:
@@ -432,8 +423,8 @@ def _list_targets() -> list[_routing.PatchTarget]:
     return [
         _routing.PatchTarget(SIMILARITY, "_maxsim_score_documents", score_host_cross),
         _routing.PatchTarget(SIMILARITY, "_maxsim_score_pairs", score_host_pairs),
-        _routing.PatchTarget(_MODEL, "similarity", _similarity),  # lists are not padded
-        _routing.PatchTarget(_MODEL, "similarity_pairwise", _similarity_pairwise),
+        _routing.PatchTarget(_MODEL, "similarity", partial(_score_model, maxsim)),  # lists are not padded
+        _routing.PatchTarget(_MODEL, "similarity_pairwise", partial(_score_model, maxsim_pairwise)),
         _routing.PatchTarget(_SCORING, "xtr_scores", xtr_scores, accepts=_accepts_xtr),
         _routing.PatchTarget(
             f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr

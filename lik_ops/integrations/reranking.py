@@ -130,7 +130,7 @@ def compute_maxsim_score_batched(
             offsets[cell], lengths[cell], cells[i] = begins[i], d_embs[i].shape[0], cell
     table = copy_from_host([offsets, lengths], D.device).view(2, len(queries), K)
     scores = maxsim_candidates_varlen(queries, D, table[0], table[1]).flatten()
-    return list((scores if cells == list(range(len(cells))) else scores[copy_from_host(cells, D.device)]).unbind())
+    return list((scores if cells == list(range(len(scores))) else scores[copy_from_host(cells, D.device)]).unbind())
 
 
 def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:

@@ -113,9 +113,14 @@ def test_server_pairs_match_single_pairs(device):
         [d.clone() for d in slices],
         [*slices[:3], *(d.clone() for d in slices[3:])],
     ):
-        for queries in ([a] * 5, [a, b, a, b, b], [torch.randn(n, 8, device=device) for n in (1, 2, 3, 4, 5)]):
+        for queries in (
+            [a] * 5,
+            [a, b, a, b, b],
+            [a, a, a, b, b],
+            [torch.randn(n, 8, device=device) for n in (1, 2, 3, 4, 5)],
+        ):
             scores = reranking.compute_maxsim_score_batched(queries, documents)
-            assert all(s.shape == () and s.dtype == torch.float32 for s in scores)
+            assert len(scores) == 5 and all(s.shape == () and s.dtype == torch.float32 for s in scores)
             expected = [
                 by_hand(q, d) if len(d) else q.new_tensor(-torch.inf) for q, d in zip(queries, documents, strict=True)
             ]

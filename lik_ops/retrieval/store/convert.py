@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import files
 from .append import commit_shard, encode_ids
-from .layout import compute_offsets, join_pieces
+from .layout import StorageLayout, compute_offsets, join_pieces
 from .manifest import Manifest
 from .snapshot import Snapshot
 
@@ -28,8 +28,8 @@ class Pooling(NamedTuple):
         return expected.shape == actual.shape and torch.equal(expected[prefix], actual[prefix])
 
 
-def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Pooling | None = None) -> Snapshot:
-    """Append the documents of `source` that the corpus at `path` lacks, in the layout of the manifest `target`.
+def convert(op: str, source: Snapshot, path: Path, layout: StorageLayout, pooling: Pooling | None = None) -> Snapshot:
+    """Append the documents of `source` that the corpus at `path` lacks, in this layout.
 
     With `pooling`, the documents are pooled first. Return a snapshot of the corpus at `path`.
 
@@ -38,14 +38,14 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Po
         ValueError: the corpus at `path` does not begin with the documents of `source` in that layout.
     """
     snapshot = Snapshot.open_current(path)
-    _check_prefix(op, source, snapshot, target, pooling)
+    _check_prefix(op, source, snapshot, layout, pooling)
     if len(snapshot) == len(source):
         return snapshot
     with files.lock_corpus(path) as writer:
         manifest = Manifest.read(path, snapshot.manifest)
         if manifest != snapshot.manifest:  # another process may have written meanwhile
             snapshot = Snapshot(path, manifest)
-            _check_prefix(op, source, snapshot, target, pooling)
+            _check_prefix(op, source, snapshot, layout, pooling)
         begin, ids = len(snapshot), source.ids
         for end in source.starts:
             if end <= begin:
@@ -56,17 +56,18 @@ def convert(op: str, source: Snapshot, path: Path, target: Manifest, pooling: Po
             if pooling is not None:
                 tokens, bounds = pooling.pool(tokens, compute_offsets(lengths))
                 lengths = bounds.diff()
-            tensors = manifest.layout.encoded(op, tokens, lengths)
+            tensors = manifest.layout.encode(op, tokens, lengths)
             encoded = encode_ids(op, None if ids is None else ids[begin:end], end - begin)
             manifest, begin = commit_shard(op, writer, manifest, tensors, lengths, encoded), end
     return Snapshot(path, manifest, snapshot)
 
 
-def _check_prefix(op: str, source: Snapshot, converted: Snapshot, target: Manifest, pooling: Pooling | None) -> None:
+def _check_prefix(
+    op: str, source: Snapshot, converted: Snapshot, layout: StorageLayout, pooling: Pooling | None
+) -> None:
     """Raise unless `converted` is a conversion of the first documents of `source`."""
-    if converted.manifest.layout != target.layout:
-        layout = converted.manifest.layout
-        raise ValueError(f"{op}: path: expected a corpus of {target.layout}, got one of {layout} in {converted.path}")
+    if (actual := converted.manifest.layout) != layout:
+        raise ValueError(f"{op}: path: expected a corpus of {layout}, got one of {actual} in {converted.path}")
     count = len(converted)
     if count > len(source):
         raise ValueError(f"{op}: path: expected {len(source)} documents or fewer, got {count} in {converted.path}")
@@ -94,7 +95,7 @@ def _has_same_tokens(source: Snapshot, converted: Snapshot, index: int, pooling:
     if pooling is not None:
         return isinstance(target_tokens, Tensor) and pooling.agrees(pooling.pool(tokens, cu_seqlens)[0], target_tokens)
     assert not isinstance(target_tokens, Tensor)
-    expected = layout.encoded("", tokens, cu_seqlens.diff())
+    expected = layout.encode("", tokens, cu_seqlens.diff())
     return all(
         torch.equal(expected[name], target_tokens.tensors[name]) for name in ("data", "codes") if name in expected
     )

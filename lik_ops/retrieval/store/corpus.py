@@ -437,7 +437,7 @@ class Corpus:
         layout = snapshot.manifest.layout
         packed, counts = appending.pack_documents(op, layout, documents, lengths)
         encoded = appending.encode_ids(op, ids, len(counts))
-        tensors = layout.encoded(op, packed, counts)
+        tensors = layout.encode(op, packed, counts)
         with self._writing(snapshot) as (writer, manifest):
             if len(counts):
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
@@ -510,7 +510,7 @@ class Corpus:
         layout = snapshot.manifest.layout
         packed, counts = appending.pack_documents(op, layout, documents, lengths)
         encoded = appending.encode_ids(op, id_list, len(counts))
-        tensors = layout.encoded(op, packed, counts)
+        tensors = layout.encode(op, packed, counts)
         with self._writing(snapshot) as (writer, manifest):
             snapshot = Snapshot(self.path, manifest, snapshot)
             if id_list:
@@ -595,15 +595,8 @@ class Corpus:
             >>> small.format, small.ids, small.documents(0, 3)[0]
             ('int8', ['a', 'b', 'c'], Quantized([10, 128], format='int8', device='cpu'))
         """
-        op, source = "Corpus.quantize", self._snapshot
-        path = _as_path(op, path)
-        check_format(op, format, scale)
-        if self.format is not None:
-            raise ValueError(f"{op}: expected a corpus of unquantized tokens, got one in {self.format}: {self.path}")
-        target = Manifest.new(op, self.d, self.dtype, format, scale)
-        if not (path / MANIFEST).exists():
-            Corpus.create(path, self.d, self.dtype, format, scale)
-        return Corpus(path, convert(op, source, path, target))
+        check_format("Corpus.quantize", format, scale)
+        return self._convert("Corpus.quantize", path, format, scale)
 
     def pool(
         self,
@@ -648,20 +641,23 @@ class Corpus:
             >>> corpus.pool("pooled", 2).lengths.tolist()
             [5, 0, 3]
         """
-        op, source = "Corpus.pool", self._snapshot
-        path = _as_path(op, path)
 
         def pool(tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
             options: Any = {"method": method, "metric": metric, "num_protected": num_protected, "normalize": normalize}
             return pool_tokens(tokens, factor, cu_seqlens_d=cu_seqlens, **options)
 
+        pool(torch.zeros((0, self.d), dtype=self.dtype), torch.zeros(1, dtype=torch.int64))  # checks the options
+        return self._convert("Corpus.pool", path, None, "token", Pooling(pool, num_protected))
+
+    def _convert(self, op: str, path: Any, format: Any, scale: Scale, pooling: Pooling | None = None) -> Corpus:
+        """Append documents to the corpus at `path` until it has all of this one. Create it if it does not exist."""
+        source, path = self._snapshot, _as_path(op, path)
         if self.format is not None:
             raise ValueError(f"{op}: expected a corpus of unquantized tokens, got one in {self.format}: {self.path}")
-        pool(torch.zeros((0, self.d), dtype=self.dtype), torch.zeros(1, dtype=torch.int64))  # checks the options
+        layout = Manifest.new(op, self.d, self.dtype, format, scale).layout
         if not (path / MANIFEST).exists():
-            Corpus.create(path, self.d, self.dtype)
-        target = Manifest.new(op, self.d, self.dtype, None, "token")
-        return Corpus(path, convert(op, source, path, target, Pooling(pool, num_protected)))
+            Corpus.create(path, self.d, self.dtype, format, scale)
+        return Corpus(path, convert(op, source, path, layout, pooling))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "manifest": self._snapshot.manifest}

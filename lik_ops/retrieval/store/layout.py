@@ -42,7 +42,7 @@ class EncodedDocuments(NamedTuple):
     layout: StorageLayout
     tensors: dict[str, Tensor]  # some tensors of the layout
 
-    def quantized(self, cu_seqlens: Tensor) -> Quantized:
+    def to_quantized(self, cu_seqlens: Tensor) -> Quantized:
         """Return the documents with these bounds, with one scale for each token, without waiting for the device."""
         layout, tensors = self.layout, dict[str, Any](self.tensors)
         assert layout.format is not None
@@ -75,7 +75,7 @@ def as_scorable(tokens: Tokens, dtype: torch.dtype, cu_seqlens: Tensor | None) -
     if isinstance(tokens, Tensor):
         return tokens.to(dtype)
     assert cu_seqlens is not None
-    return tokens.quantized(cu_seqlens)
+    return tokens.to_quantized(cu_seqlens)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class StorageLayout:
         """Return the tokens that are stored in these tensors."""
         return tensors[TOKENS] if self.format is None else EncodedDocuments(self, tensors)
 
-    def encoded(self, op: str, packed: Tensor | Quantized, lengths: Tensor) -> dict[str, Tensor]:
+    def encode(self, op: str, packed: Tensor | Quantized, lengths: Tensor) -> dict[str, Tensor]:
         """Encode packed documents on the CPU, or documents in the format of this layout, as the tensors of a shard.
 
         `lengths` is int64 ``[n]``, the number of tokens of each document.
@@ -131,27 +131,23 @@ class StorageLayout:
         if isinstance(packed, Tensor):
             if self.format is None:
                 return {TOKENS: packed}
-            packed = self.quantized(packed, lengths)
+            assert self.scale is not None
+            format: Any = self.format if self.codec is None else self.codec.codec
+            packed = quantize(packed, format, self.scale, cu_seqlens_d=compute_offsets(lengths))
         tensors = packed.tensors()
         if self.codec is not None:
             codes, count = tensors["codes"], len(self.codec.codec.centroids)
             tensors["codes"] = torch.where((codes >= 0) & (codes < count), codes, -1).int()
-        for name, x in zip(_SCALES, packed.to_flat_encoded()[1:3], strict=True):
+        for name, x in zip(_SCALES, packed.per_token(), strict=True):
             if x is not None:
-                tensors[name] = self._scales(op, x.expand(packed.data.shape[0]), lengths)
+                tensors[name] = self._select_scales(op, x.expand(packed.data.shape[0]), lengths)
         # Cloned, because safetensors rejects tensors that share memory.
         tensors = {
             name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items() if name != "data"
         }
         return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **tensors}
 
-    def quantized(self, tokens: Tensor, lengths: Tensor) -> Quantized:
-        """Quantize packed tokens on the CPU to the format of this layout."""
-        assert self.format is not None and self.scale is not None
-        format: Any = self.format if self.codec is None else self.codec.codec
-        return quantize(tokens, format, self.scale, cu_seqlens_d=compute_offsets(lengths))
-
-    def _scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
+    def _select_scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
         """Return the stored scales, out of the scales of all tokens.
 
         These are all scales, or one for each document, which is arbitrary for a document without tokens.

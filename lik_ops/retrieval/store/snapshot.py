@@ -140,10 +140,7 @@ class Snapshot:
         """The id of each document, or None if documents were appended without ids."""
         if not self.manifest.has_ids:
             return None
-        ids: list = []
-        for i in range(len(self._files)):
-            ids += self.shard_ids(i)
-        return ids
+        return [x for i in range(len(self._files)) for x in self.shard_ids(i)]
 
     def shard_ids(self, i: int) -> list:
         """Return the ids of the documents of a shard that are not deleted."""
@@ -210,7 +207,7 @@ class Snapshot:
         if not 0 <= at < len(self):
             raise IndexError(f"Corpus: index: expected an index of {len(self)} documents, got {short_repr(index)}")
         (tokens,), cu_seqlens = self.pieces(at, at + 1)
-        return tokens.clone() if isinstance(tokens, Tensor) else tokens.quantized(cu_seqlens).dequantize()
+        return tokens.clone() if isinstance(tokens, Tensor) else tokens.to_quantized(cu_seqlens).dequantize()
 
     def gather_documents(self, chosen: Tensor, pinned: bool = False) -> tuple[Tokens, Tensor]:
         """Return the tokens of the documents ``chosen [n]``, packed, and their bounds ``[n + 1]``.

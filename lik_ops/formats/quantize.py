@@ -89,18 +89,16 @@ def quantize(
     for part in split_rows(len(rows), D.shape[-1]):
         low[part], high[part] = compute_extremes(_load_rows(rows, keep, part, spec.rotated), format)
 
-    def reduce_shared(x: Tensor, largest: bool) -> Tensor:
+    def reduce_shared(x: Tensor, reduce: str) -> Tensor:
         """Reduce `x` over the tokens that share a scale, and return it in the shape of the scales."""
-        reduce = torch.amax if largest else torch.amin
         if scale == "token":
             return x.view(shape)
         if scale == "tensor":
-            return reduce(x, 0).view((1,) * len(shape)) if x.numel() else x.new_zeros((1,) * len(shape))
-        if bounds is not None:
-            return bounds.reduce_tokens(x, "amax" if largest else "amin")[bounds.owner]
-        return reduce(x.view(shape), -1, keepdim=True) if shape[-1] else x.new_zeros((*shape[:-1], 1))
+            return (getattr(x, reduce)(0) if x.numel() else x.new_zeros(())).view((1,) * len(shape))
+        out = _reduce_documents(x, shape, bounds, reduce)
+        return out.unsqueeze(-1) if bounds is None else out[bounds.owner]
 
-    low, high = reduce_shared(low, False), reduce_shared(high, True)
+    low, high = reduce_shared(low, "amin"), reduce_shared(high, "amax")
     scales = compute_scales(low, high, format)
     minimum = low if spec.affine else None
     data = torch.empty((len(rows), -(-D.shape[-1] // spec.features_per_element)), dtype=spec.dtype, device=D.device)
@@ -141,13 +139,16 @@ def _add_errors(documents: Quantized, rows: Tensor, keep: Tensor | None, bounds:
         x = rotate(x) if ALL_FORMATS[documents.format].rotated else x
         delta = x - tokens.decode(part, documents.d).double()
         error[part], norm[part] = (_round_up(torch.linalg.vector_norm(y, dim=-1)) for y in (delta, x))
+    error, norm = (_reduce_documents(x, shape, bounds, "amax") for x in (error, norm))
+    return replace(documents, error=error, norm=norm)
+
+
+def _reduce_documents(x: Tensor, shape: torch.Size, bounds: DocumentBounds | None, reduce: str) -> Tensor:
+    """Return the ``"amax"`` or ``"amin"`` of the tokens ``x`` of each document, 0 for a document without tokens."""
     if bounds is not None:
-        maxima = [bounds.reduce_tokens(x, "amax") for x in (error, norm)]
-    elif shape[-1] == 0:
-        maxima = [x.new_zeros(shape[:-1]) for x in (error, norm)]
-    else:
-        maxima = [x.view(shape).amax(-1) for x in (error, norm)]
-    return replace(documents, error=maxima[0], norm=maxima[1])
+        return bounds.reduce_tokens(x, reduce)
+    out: Tensor = getattr(x.view(shape), reduce)(-1) if shape[-1] else x.new_zeros(shape[:-1])
+    return out
 
 
 def _load_rows(rows: Tensor, keep: Tensor | None, part: slice, rotated: bool = False) -> Tensor:

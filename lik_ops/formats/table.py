@@ -228,7 +228,7 @@ def compute_extremes(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     They are NaN for a token with NaN or infinity. ``low`` is 0 unless the format is affine. `x` are tokens ``[n, d]``,
     fp32 or fp64, rotated for a rotated format.
     """
-    if x.shape[-1] == 0 or not x.numel():
+    if not x.numel():
         return x.new_zeros(len(x)), x.new_zeros(len(x))
     spec = FORMATS[format]
     low, high = torch.aminmax(x, dim=-1) if spec.affine else (x.new_zeros(len(x)), spec.size(x))

@@ -77,12 +77,12 @@ class Writer:
 
     def remove_leftovers(self) -> None:
         """Remove the files that a killed writer left behind, if the lock file names any."""
-        if self.descriptor is not None and _ENTRY.fullmatch(entry := self._entry()):
+        if _ENTRY.fullmatch(entry := self.read_entry()):
             self._remove(*entry.decode().split())
 
-    def has_entry(self) -> bool:
-        """Return whether the lock file has content."""
-        return self.descriptor is not None and self._entry() != b""
+    def read_entry(self) -> bytes:
+        """Return the content of the lock file."""
+        return b"" if self.descriptor is None else os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
 
     def check_lock_file(self) -> None:
         """Raise ValueError if the lock file has another hard link and content that no writer wrote.
@@ -91,15 +91,10 @@ class Writer:
         """
         if self.descriptor is None or os.fstat(self.descriptor).st_nlink < 2:
             return
-        if (entry := self._entry()) and not _ENTRY.fullmatch(entry):
+        if (entry := self.read_entry()) and not _ENTRY.fullmatch(entry):
             raise ValueError(
                 f"{self.path / LOCK_FILE}: expected a file of lik_ops, found a hard link to another: remove it"
             )
-
-    def _entry(self) -> bytes:
-        """Return the content of the lock file."""
-        assert self.descriptor is not None
-        return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
 
     @contextmanager
     def reserve_file(self, number: int | None, replaced: Sequence[str] = ()) -> Iterator[tuple[Path, str]]:
@@ -220,6 +215,6 @@ def check_empty(path: Path, writer: Writer | None = None) -> None:
     op = "Corpus.create: path"
     if (path / MANIFEST).exists():
         raise FileExistsError(f"{op}: expected no corpus there, found {path / MANIFEST}")
-    expected_names = {LOCK_FILE} if writer is not None and not writer.has_entry() else set()
+    expected_names = {LOCK_FILE} if writer is not None and not writer.read_entry() else set()
     if names := sorted(set(os.listdir(path)) - expected_names):
         raise FileExistsError(f"{op}: expected an empty directory, found {path / names[0]}")

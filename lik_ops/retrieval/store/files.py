@@ -31,7 +31,6 @@ LENGTH_BYTES = 8  # of a document, in the tensor `LENGTHS`
 LENGTHS, IDS = "lengths", "ids"  # tensors of every shard, in addition to its layout; ids are JSON in UTF-8
 _ENTRY = re.compile(rb"((shard-\d{6,}|codec)-[0-9a-f]{16}\.safetensors\n)+")
 _TOKEN = slice(-len("0123456789abcdef.safetensors"), -len(".safetensors"))
-_BLOCK_BYTES = 1 << 20
 
 _held_locks: set[int] = set()  # descriptors of lock files
 
@@ -62,11 +61,8 @@ def has_total(lengths: Tensor, tokens: int) -> bool:
 
 def compute_sha256(path: Path) -> str:
     """Return the SHA-256 checksum of a file in hexadecimal."""
-    hasher = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Writer:

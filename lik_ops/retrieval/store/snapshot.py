@@ -223,35 +223,32 @@ class Snapshot:
         `chosen` has ascending indices, int64 on the CPU. `specs` are the tensors to copy, by name.
         """
         bounds = torch.searchsorted(chosen, torch.tensor(self.starts, device="cpu")).tolist()
-        n_copied = dict.fromkeys((True, False), 0)
-        total = {True: int(self.lengths[chosen].sum()), False: len(chosen)}
-        copies = {name: _allocate_empty(spec, total[spec.of_tokens], pinned) for name, spec in specs.items()}
+        offsets = compute_offsets(self.lengths[chosen])
+        counts = {True: int(offsets[-1]), False: len(chosen)}
+        copies = {
+            name: torch.empty((counts[spec.of_tokens], *spec.sizes), dtype=spec.dtype, device="cpu", pin_memory=pinned)
+            for name, spec in specs.items()
+        }
         for i, (a, b) in enumerate(pairwise(bounds)):
             if a == b:
                 continue
-            positions, live_rows = chosen[a:b] - self.starts[i], self._live_rows(i)
-            firsts = (
-                self.cu_seqlens[chosen[a:b]] - self.cu_seqlens[self.starts[i]]
-                if live_rows is None
-                else live_rows.firsts[positions]
-            )
-            rows = {False: self.shard_rows(i, positions), True: make_segment_rows(firsts, self.lengths[chosen[a:b]])[0]}
+            documents, positions, live_rows = chosen[a:b], chosen[a:b] - self.starts[i], self._live_rows(i)
+            if live_rows is None:
+                firsts = self.cu_seqlens[documents] - self.cu_seqlens[self.starts[i]]
+            else:
+                firsts = live_rows.firsts[positions]
+            rows = {False: self.shard_rows(i, positions), True: make_segment_rows(firsts, self.lengths[documents])[0]}
+            targets = {False: slice(a, b), True: slice(int(offsets[a]), int(offsets[b]))}
             tensors = self.shard_file(i).tensors()
             for name, spec in specs.items():
-                at = rows[spec.of_tokens]
-                begin = n_copied[spec.of_tokens]
-                if len(at):
-                    torch.index_select(tensors[name], 0, at, out=copies[name][begin : begin + len(at)])
-            n_copied = {is_per_token: n_copied[is_per_token] + len(rows[is_per_token]) for is_per_token in n_copied}
+                if len(rows[spec.of_tokens]):
+                    out = copies[name][targets[spec.of_tokens]]
+                    torch.index_select(tensors[name], 0, rows[spec.of_tokens], out=out)
         return copies
 
     def _offsets(self, begin: int, end: int) -> Tensor:
         """Return the bounds of the documents ``[begin, end)``, which begin with 0."""
         return self.cu_seqlens[begin : end + 1] - self.cu_seqlens[begin]
-
-
-def _allocate_empty(spec: TensorSpec, rows: int, pinned: bool = False) -> Tensor:
-    return torch.empty((rows, *spec.sizes), dtype=spec.dtype, device="cpu", pin_memory=pinned)
 
 
 def _slice_tensors(

@@ -79,7 +79,7 @@ def merge_best(
     everywhere: bool = True,
     missing: bool = False,
 ) -> topk.ScoresAndIndices:
-    """Merge the best documents of all processes, in one message.
+    """Merge the best documents of all processes, in one message, and return the scores and the global indices.
 
     Args:
         best: scores and indices ``[Nq, min(top_k, documents)]`` of this process.
@@ -89,9 +89,6 @@ def merge_best(
         group: the processes.
         everywhere: whether the results of all ranks are on devices of this type.
         missing: whether documents with global index -1 are missing ones, which come last.
-
-    Returns:
-        ``(scores, indices)`` of all processes, with global indices.
     """
     scores, indices = best
     device, int_dtype = scores.device, torch.int64 if scores.dtype == torch.float64 else torch.int32

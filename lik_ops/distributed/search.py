@@ -272,20 +272,15 @@ def retrieve(
     """
     check_group(_RETRIEVE, group)
     options = {"chunk": chunk, "normalize": normalize, "progress": progress}
-    shared_args: dict[str, Any] = {
-        "sharded": sharded is True,
-        "documents": None,
-        "normalize": normalize is True,
-        "return_argmax": return_argmax is True,
-        "subset": None,
-    }
+    flags = {"normalize": normalize, "sharded": sharded, "return_argmax": return_argmax}
     stages = {"n_candidates": n_candidates, "n_probe": n_probe}
-    # Sent to the other ranks even if a value is not a count and the call raises.
-    counts = {"top_k": top_k} | stages
-    shared_args |= {name: x if x is None or isinstance(x, int) else describe_type(x) for name, x in counts.items()}
+    # Sent to the other ranks even if a value is not a flag or a count and the call raises.
+    shared_args: dict[str, Any] = {name: flag is True for name, flag in flags.items()}
+    shared_args |= {"documents": None, "subset": None}
+    for name, x in {"top_k": top_k, **stages}.items():
+        shared_args[name] = x if x is None or isinstance(x, int) else describe_type(x)
     call, early_result, error = None, None, None
     try:
-        flags = {"normalize": normalize, "sharded": sharded, "return_argmax": return_argmax}
         for name, flag in {**flags, "progress": progress or False}.items():
             check_flag(_RETRIEVE, name, flag)
         corpus = fix_snapshot(corpus) if return_argmax else corpus

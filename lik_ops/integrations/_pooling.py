@@ -39,16 +39,10 @@ def replace_method(pooler: Any, name: str, function: Any) -> Any:
 
 
 def pool_each(documents: list[Tensor], factor: float, min_tokens: int = 0, **options: Any) -> list[Tensor] | None:
-    """Pool documents ``[L_i, d]``, or explain at the level ``DEBUG`` why only the host can.
+    """Pool documents ``[L_i, d]`` with the options of `lik_ops.pool_tokens`, in memory of their own.
 
-    Args:
-        documents: the tokens of each document.
-        factor: the number of tokens per cluster.
-        min_tokens: the smallest number of tokens of a document that the host pools.
-        options: the options of `lik_ops.pool_tokens`.
-
-    Returns:
-        The pooled tokens of each document, in memory of their own. None if the host may have another result or error.
+    Return None if the host may have another result or error, and explain the reason at the level ``DEBUG``. The host
+    does not pool documents of fewer than `min_tokens` tokens.
     """
     reason = _find_reason(documents, min_tokens)
     if reason is not None:

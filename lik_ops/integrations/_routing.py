@@ -163,11 +163,7 @@ def is_enabled() -> bool:
 def enable(host: HostLibrary) -> Routing:
     """Replace the functions of `host`, and warn about functions that are not covered.
 
-    Args:
-        host: the host library.
-
-    Returns:
-        A new `Routing`. If `host` is already routed, it shares the counts of the active routing and does not end it.
+    Return a new `Routing`. If `host` is already routed, it shares the counts of the active routing and does not end it.
 
     Raises:
         ImportError: the host library is not installed.

@@ -234,7 +234,7 @@ def _list_targets() -> list[_routing.PatchTarget]:
         _routing.PatchTarget(_LIK, "maxsim_kd_lik", _scores_lik),
         _routing.PatchTarget(f"{_LOSSES}:ColbertModule", "_aggregate", _aggregate, accepts=_accepts_aggregate),
         _routing.PatchTarget(_LOSSES, "torch.einsum", _LazySimilarities, scores=False, accepts=_accepts_einsum),
-        _routing.PatchTarget(pooler, "pool_embeddings", _pool_embeddings, True, _accepts_pooling, True),
+        _routing.PatchTarget(pooler, "pool_embeddings", _pool_embeddings, accepts=_accepts_pooling, wraps=True),
     ]
 
 

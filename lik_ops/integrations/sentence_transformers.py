@@ -420,17 +420,17 @@ def _pool_documents(theirs: Callable[..., Any], pooling: Any, module_input: Any,
 
 def _list_targets() -> list[_routing.PatchTarget]:
     """Return the functions of sentence-transformers to replace."""
+    pooling = f"{_POOLING}:BaseTokenPooling"
     return [
         _routing.PatchTarget(SIMILARITY, "_maxsim_score_documents", score_host_cross),
         _routing.PatchTarget(SIMILARITY, "_maxsim_score_pairs", score_host_pairs),
         _routing.PatchTarget(_MODEL, "similarity", partial(_score_model, maxsim)),  # lists are not padded
         _routing.PatchTarget(_MODEL, "similarity_pairwise", partial(_score_model, maxsim_pairwise)),
         _routing.PatchTarget(_SCORING, "xtr_scores", xtr_scores, accepts=_accepts_xtr),
-        _routing.PatchTarget(
-            f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr
-        ),  # the name that the host itself calls
+        # The name that the host itself calls.
+        _routing.PatchTarget(f"{_SCORING}.xtr", "xtr_scores", xtr_scores, accepts=_accepts_xtr),
         *(
-            _routing.PatchTarget(f"{_POOLING}:BaseTokenPooling", name, _pool_documents, True, _accepts_pooling, True)
+            _routing.PatchTarget(pooling, name, _pool_documents, accepts=_accepts_pooling, wraps=True)
             for name in ("pool", "forward")
         ),
     ]

@@ -438,7 +438,7 @@ class Corpus:
         packed, counts = appending.pack_documents(op, layout, documents, lengths)
         encoded = appending.encode_ids(op, ids, len(counts))
         tensors = layout.encode(op, packed, counts)
-        with self._writing(snapshot) as (writer, manifest):
+        with self._lock_for_change(snapshot) as (writer, manifest):
             if len(counts):
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, snapshot)
@@ -466,7 +466,7 @@ class Corpus:
             (['b', 'c'], [0, 7])
         """
         op, snapshot, id_list = "Corpus.delete", self._snapshot, appending.check_ids("Corpus.delete", ids)
-        with self._writing(snapshot) as (writer, manifest):
+        with self._lock_for_change(snapshot) as (writer, manifest):
             snapshot = Snapshot(self.path, manifest, snapshot)
             if id_list:
                 manifest = change.mark_deleted(op, snapshot, id_list)
@@ -511,7 +511,7 @@ class Corpus:
         packed, counts = appending.pack_documents(op, layout, documents, lengths)
         encoded = appending.encode_ids(op, id_list, len(counts))
         tensors = layout.encode(op, packed, counts)
-        with self._writing(snapshot) as (writer, manifest):
+        with self._lock_for_change(snapshot) as (writer, manifest):
             snapshot = Snapshot(self.path, manifest, snapshot)
             if id_list:
                 manifest = change.mark_deleted(op, snapshot, id_list)
@@ -543,7 +543,7 @@ class Corpus:
             (['a', 'c'], 1)
         """
         op, snapshot = "Corpus.compact", self._snapshot
-        with self._writing(snapshot) as (writer, manifest):
+        with self._lock_for_change(snapshot) as (writer, manifest):
             snapshot = Snapshot(self.path, manifest, snapshot)
             try:
                 manifest = change.compact(op, writer, snapshot)
@@ -553,7 +553,7 @@ class Corpus:
             self._snapshot = Snapshot(self.path, manifest, snapshot)
 
     @contextmanager
-    def _writing(self, before: Snapshot) -> Iterator[tuple[files.Writer, Manifest]]:
+    def _lock_for_change(self, before: Snapshot) -> Iterator[tuple[files.Writer, Manifest]]:
         """Hold the lock, and yield its holder and the current manifest."""
         with files.lock_corpus(self.path) as writer:
             manifest = Manifest.read(self.path, before.manifest)  # another process may have written since

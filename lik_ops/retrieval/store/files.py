@@ -74,7 +74,7 @@ class Writer:
     def remove_leftovers(self) -> None:
         """Remove the files that a killed writer left behind, if the lock file names any."""
         if _ENTRY.fullmatch(entry := self.read_entry()):
-            self._remove(*entry.decode().split())
+            self._remove_files(*entry.decode().split())
 
     def read_entry(self) -> bytes:
         """Return the content of the lock file."""
@@ -83,7 +83,7 @@ class Writer:
     def check_lock_file(self) -> None:
         """Raise ValueError if the lock file has another hard link and content that no writer wrote.
 
-        Such a link may lead to a file of the user, which `_note` would overwrite.
+        Such a link may lead to a file of the user, which `_write_entry` would overwrite.
         """
         if self.descriptor is None or os.fstat(self.descriptor).st_nlink < 2:
             return
@@ -107,25 +107,25 @@ class Writer:
         directory = self.path / f"{WRITING_PREFIX}{token}"
         try:
             with add_path_to_errors(self.path / LOCK_FILE):
-                self._note("".join(f"{x}\n" for x in (name, *replaced)).encode())
+                self._write_entry("".join(f"{x}\n" for x in (name, *replaced)).encode())
             directory.mkdir()
             yield directory, name
         except BaseException:
             if self.descriptor is None or self.descriptor in _held_locks:  # not in a child that was forked meanwhile
-                self._remove(name, *replaced)
+                self._remove_files(name, *replaced)
             raise
         if replaced:
-            self._remove(name, *replaced)
+            self._remove_files(name, *replaced)
         else:
-            self._tidy(name)
+            self._remove_directory(name)
 
-    def _note(self, entry: bytes) -> None:
+    def _write_entry(self, entry: bytes) -> None:
         """Write an entry to the lock file."""
         if self.descriptor is not None:
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, entry, 0)
 
-    def _remove(self, name: str, *replaced: str) -> None:
+    def _remove_files(self, name: str, *replaced: str) -> None:
         """Remove the files of the writer of `name`, and the shards that it replaced.
 
         A shard is removed only if there is a manifest that does not list it.
@@ -139,13 +139,13 @@ class Writer:
             for x in {name, *replaced} - manifest_files:
                 with suppress(OSError):  # a reader on Windows may have it open
                     (self.path / x).unlink(missing_ok=True)
-        self._tidy(name)
+        self._remove_directory(name)
 
-    def _tidy(self, name: str) -> None:
-        """Remove the directory of the writer of `name`, and clear the lock file."""
+    def _remove_directory(self, name: str) -> None:
+        """Remove the directory of the writer of `name`, and the entry of the lock file."""
         shutil.rmtree(self.path / f"{WRITING_PREFIX}{name[_TOKEN]}", ignore_errors=True)
         with suppress(OSError):
-            self._note(b"")
+            self._write_entry(b"")
 
 
 @contextmanager

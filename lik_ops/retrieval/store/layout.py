@@ -95,7 +95,7 @@ class StorageLayout:
         return f"d={self.d}, {self.dtype}{suffix}"
 
     @cached_property
-    def scored(self) -> dict[str, TensorSpec]:
+    def scored_tensors(self) -> dict[str, TensorSpec]:
         """The tensors that scores depend on."""
         if self.format is None:
             return {TOKENS: TensorSpec(True, (self.d,), self.dtype)}
@@ -110,11 +110,11 @@ class StorageLayout:
     def tensors(self) -> dict[str, TensorSpec]:
         """All tensors of a shard except its lengths and ids."""
         spec = TensorSpec(False, (), torch.float32)
-        return self.scored | ({} if self.format is None else {"error": spec, "norm": spec})
+        return self.scored_tensors | ({} if self.format is None else {"error": spec, "norm": spec})
 
     def nbytes(self, of_tokens: bool) -> int:
         """Return the bytes of the tensors that scores depend on, for each token or for each document."""
-        return sum(x.nbytes for x in self.scored.values() if x.of_tokens == of_tokens)
+        return sum(x.nbytes for x in self.scored_tensors.values() if x.of_tokens == of_tokens)
 
     def tokens(self, tensors: dict[str, Tensor]) -> Tokens:
         """Return the tokens that are stored in these tensors."""
@@ -145,7 +145,7 @@ class StorageLayout:
         tensors = {
             name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items() if name != "data"
         }
-        return {"data": packed.data.contiguous().view(self.scored["data"].dtype), **tensors}
+        return {"data": packed.data.contiguous().view(self.scored_tensors["data"].dtype), **tensors}
 
     def _select_scales(self, op: str, x: Tensor, lengths: Tensor) -> Tensor:
         """Return the stored scales, out of the scales of all tokens.

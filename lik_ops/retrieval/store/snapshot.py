@@ -176,9 +176,9 @@ class Snapshot:
         layout = self.manifest.layout
         ranges = list(islice(self._iterate_runs(begin, end), _MAX_PIECES + 1))
         if 0 < len(ranges) <= _MAX_PIECES:
-            parts = [_slice_tensors(self.shard_file(i).tensors(), rows, layout.scored) for i, rows in ranges]
+            parts = [_slice_tensors(self.shard_file(i).tensors(), rows, layout.scored_tensors) for i, rows in ranges]
         else:
-            parts = [self.copy_rows(torch.arange(begin, end, device="cpu"), layout.scored)]
+            parts = [self.copy_rows(torch.arange(begin, end, device="cpu"), layout.scored_tensors)]
         return [layout.tokens(part) for part in parts], self._offsets(begin, end)
 
     def documents(self, begin: int, end: int) -> tuple[Tensor | Quantized, Tensor]:
@@ -215,7 +215,8 @@ class Snapshot:
         `chosen` is ascending, int64 on the CPU.
         """
         layout = self.manifest.layout
-        return layout.tokens(self.copy_rows(chosen, layout.scored, pinned)), compute_offsets(self.lengths[chosen])
+        tensors = self.copy_rows(chosen, layout.scored_tensors, pinned)
+        return layout.tokens(tensors), compute_offsets(self.lengths[chosen])
 
     def copy_rows(self, chosen: Tensor, specs: dict[str, TensorSpec], pinned: bool = False) -> dict[str, Tensor]:
         """Copy the rows of some documents to memory, in the order of the documents, one shard at a time.

@@ -56,7 +56,7 @@ _groups_with_queries: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _RankSizes(NamedTuple):
-    """The integers that a rank sends to the others, before those of `describe_queries`."""
+    """The integers that a rank sends to the others, followed by the integers of `describe_queries`."""
 
     begin: int  # the documents that the rank searches
     end: int
@@ -70,9 +70,8 @@ class _RankSizes(NamedTuple):
 class _RankArgs(NamedTuple):
     """The checked arguments of a rank."""
 
-    shard: (
-        shards.StreamedTarget | shards.ResidentTarget | None
-    )  # None: no documents, with a d and dtype that only other ranks know
+    # None: no documents, with a d and dtype that only other ranks know.
+    shard: shards.StreamedTarget | shards.ResidentTarget | None
     begin: int
     end: int
     queries: SearchQueries | None  # None: they come from rank 0

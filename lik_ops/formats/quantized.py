@@ -103,11 +103,9 @@ class Quantized:
             raise TypeError(f"{op}: data: expected {spec.dtype} for {self.format}, got {self.data.dtype}")
         check_count(op, "d", self.d, 1)
         check_dtype(op, "dtype", self.dtype)
-        if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != -(-self.d // spec.features_per_element):
-            raise ValueError(
-                f"{op}: data: expected [..., L, {-(-self.d // spec.features_per_element)}],"
-                f" got {format_shape(self.data)}"
-            )
+        width = -(-self.d // spec.features_per_element)
+        if self.data.dim() not in (2, 3, 4) or self.data.shape[-1] != width:
+            raise ValueError(f"{op}: data: expected [..., L, {width}], got {format_shape(self.data)}")
         tokens = self.data.shape[:-1]
         if self.minimum is not None and not spec.affine:
             raise TypeError(f"{op}: minimum: expected None for {self.format}, got {describe_type(self.minimum)}")
@@ -159,11 +157,8 @@ class Quantized:
         if x.dtype != dtype:
             raise TypeError(f"Quantized: {name}: expected {dtype}, got {x.dtype}")
         if not fits(x) or x.device != self.data.device:
-            raise ValueError(
-                f"Quantized: {name}: expected {expected} on the device of data, {self.data.device},"
-                f" got {format_shape(x)}"
-                f" on {x.device}"
-            )
+            expected = f"{expected} on the device of data, {self.data.device}"
+            raise ValueError(f"Quantized: {name}: expected {expected}, got {format_shape(x)} on {x.device}")
 
     @property
     def shape(self) -> torch.Size:

@@ -85,10 +85,8 @@ class ResidualCodec:
             dtypes = (torch.float32,) if name != "centroids" else DTYPES[:3]
             if x.dtype not in dtypes:
                 raise TypeError(f"{op}: {name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}")
-            if x.device != self.centroids.device:
-                raise ValueError(
-                    f"{op}: {name}: expected the device of centroids, {self.centroids.device}, got {x.device}"
-                )
+            if x.device != (device := self.centroids.device):
+                raise ValueError(f"{op}: {name}: expected the device of centroids, {device}, got {x.device}")
         if self.centroids.dim() != 2 or self.centroids.shape[1] < 1:
             raise ValueError(f"{op}: centroids: expected [C, d], got {format_shape(self.centroids)}")
         if weights.dim() != 1 or len(weights) not in (2, 4, 16, 256):
@@ -233,10 +231,8 @@ class ResidualCodec:
         for name, x in (("codes", codes), ("residuals", residuals)):
             check_tensor(op, name, x)
             check_strided(op, name, x)
-            if x.device != self.centroids.device:
-                raise ValueError(
-                    f"{op}: {name}: expected the device of the codec, {self.centroids.device}, got {x.device}"
-                )
+            if x.device != (device := self.centroids.device):
+                raise ValueError(f"{op}: {name}: expected the device of the codec, {device}, got {x.device}")
         if codes.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{op}: codes: expected int32 or int64, got {codes.dtype}")
         if codes.dim() < 1:
@@ -252,9 +248,8 @@ class ResidualCodec:
         check_floats(op, "tokens", tokens)
         if tokens.dim() < 2 or tokens.shape[-1] != self.d:
             raise ValueError(f"{op}: tokens: expected [..., {self.d}], got {format_shape(tokens)}")
-        if tokens.device != self.centroids.device:
-            expected = self.centroids.device
-            raise ValueError(f"{op}: tokens: expected the device of the codec, {expected}, got {tokens.device}")
+        if tokens.device != (device := self.centroids.device):
+            raise ValueError(f"{op}: tokens: expected the device of the codec, {device}, got {tokens.device}")
 
     def _stored(self, codes: Tensor, residuals: Tensor) -> EncodedTokens:
         """Return codes and residuals as `EncodedTokens` with a scale of 1."""

@@ -88,9 +88,8 @@ class Writer:
         if self.descriptor is None or os.fstat(self.descriptor).st_nlink < 2:
             return
         if (entry := self.read_entry()) and not _ENTRY.fullmatch(entry):
-            raise ValueError(
-                f"{self.path / LOCK_FILE}: expected a file of lik_ops, found a hard link to another: remove it"
-            )
+            lock = self.path / LOCK_FILE
+            raise ValueError(f"{lock}: expected a file of lik_ops, found a hard link to another: remove it")
 
     @contextmanager
     def reserve_file(self, number: int | None, replaced: Sequence[str] = ()) -> Iterator[tuple[Path, str]]:

@@ -461,8 +461,5 @@ def enable() -> Routing:
 
 
 def disable() -> None:
-    """End `enable`.
-
-    Without a previous `enable`, do nothing.
-    """
+    """End `enable`. Without a previous `enable`, do nothing."""
     _routing.disable(_HOST)

@@ -172,18 +172,12 @@ class Corpus:
 
     @property
     def scale(self) -> Scale | None:
-        """``"token"`` or ``"document"``: each has its own scale in the format.
-
-        None without a format.
-        """
+        """``"token"`` or ``"document"``: each has its own scale in the format. None without a format."""
         return self._snapshot.manifest.scale
 
     @property
     def codec(self) -> ResidualCodec | None:
-        """A copy of the codec of residual codes, on the CPU.
-
-        None for other formats.
-        """
+        """A copy of the codec of residual codes, on the CPU. None for other formats."""
         codec_file = self._snapshot.manifest.codec
         return None if codec_file is None else deepcopy(codec_file.codec)
 
@@ -199,10 +193,7 @@ class Corpus:
 
     @property
     def ids(self) -> list[str] | list[int] | None:
-        """A list of the id of each document, as a copy.
-
-        None if documents were appended without ids.
-        """
+        """A list of the id of each document, as a copy. None if documents were appended without ids."""
         ids = self._snapshot.ids
         return None if ids is None else ids.copy()
 

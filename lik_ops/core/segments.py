@@ -1,7 +1,4 @@
-"""Argument records: `DenseArgs` for dense operators, `PackedArgs` for ragged operators and kernels, and `RaggedArgs`.
-
-Each record computes the shapes of its scores and argmax.
-"""
+"""Argument records: `DenseArgs` for dense operators, `PackedArgs` and `RaggedArgs` for ragged operators and kernels."""
 
 from __future__ import annotations
 
@@ -49,13 +46,6 @@ class DenseArgs(NamedTuple):
         """
         (queries, columns), Lq = self.scores_shape(), self.Q.shape[1]
         return (queries, columns, Lq) if self.D.dim() == 4 else (columns, queries, Lq)
-
-
-def _compute_ragged_shapes(queries: Any, columns: Any, rows: Any, pairs: Tensor | None, max_seqlen_q: Any) -> tuple:
-    """Return the shapes of the scores and the argmax, for queries with `rows` tokens in total."""
-    if pairs is not None:
-        return (pairs.shape[0],), (pairs.shape[0], max_seqlen_q)
-    return (queries, columns), (columns, rows)
 
 
 class RaggedArgs(NamedTuple):
@@ -110,14 +100,6 @@ class RaggedArgs(NamedTuple):
     def candidates(self) -> bool:
         """Return whether each query has its own documents."""
         return self.d_offsets.dim() == 2
-
-    def scores_shape(self) -> Shape:
-        """Return the shape of the scores."""
-        return _compute_ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, None)[0]
-
-    def argmax_shape(self, max_seqlen_q: Any) -> Shape:
-        """Return the shape of the argmax."""
-        return _compute_ragged_shapes(self.queries, self.columns, self.Q.shape[0], self.pairs, max_seqlen_q)[1]
 
 
 class PackedArgs(NamedTuple):
@@ -236,11 +218,11 @@ class PackedArgs(NamedTuple):
 
     def scores_shape(self) -> Shape:
         """Return the shape of the scores."""
-        return _compute_ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[0]
+        return (self.queries, self.columns) if self.pairs is None else (self.pairs.shape[0],)
 
     def argmax_shape(self) -> Shape:
         """Return the shape of the argmax."""
-        return _compute_ragged_shapes(self.queries, self.columns, self.Tq, self.pairs, self.max_seqlen_q)[1]
+        return (self.columns, self.Tq) if self.pairs is None else (self.pairs.shape[0], self.max_seqlen_q)
 
 
 def check_ragged_tensors(op: str, tensors: Sequence) -> None:

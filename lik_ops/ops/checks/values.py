@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import LOOKS_LIKE_LENGTHS, format_shape
-from ...core.segments import PackedArgs
+from ...core.segments import RaggedArgs
 from ...core.settings import is_checking_values
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -117,7 +117,7 @@ def check_ragged(op: str, tensors: Sequence, max_seqlen_q: int) -> None:
     """Raise ValueError unless all values of the operator's arguments are valid."""
     if not needs_value_checks(*tensors[:6]):
         return
-    r = PackedArgs.from_tensors(tensors, max_seqlen_q).ragged()
+    r = RaggedArgs.from_tensors(tensors)
     check_cu_seqlens(op, "cu_seqlens_q", r.cu_seqlens_q, "Q", r.Q)
     check_segments(op, ("d_offsets", "d_lengths"), r.d_offsets, r.d_lengths, "D", r.D)
     if r.pairs is not None:

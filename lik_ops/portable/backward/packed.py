@@ -6,7 +6,7 @@ bounded number of argmax elements at once. Their products are summed by destinat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,27 +21,21 @@ MAX_TABLE_BYTES = 6 * MiB  # tokens of the other side, converted or normalized o
 
 
 def backward_ragged(
-    grad_scores: Tensor,
-    r: RaggedArgs,
-    argmax: Tensor,
-    normalize: bool,
-    needs: list[bool],
-    stored: EncodedTokens | None = None,
+    grad_scores: Tensor, tensors: Sequence, argmax: Tensor, normalize: bool, needs: list[bool], unified: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `Q`, `D` and `q_weight`, bitwise reproducible.
+    """Return the gradients of Q, D and q_weight of a ragged operator, each empty if not needed.
 
-    Args:
-        grad_scores: in the shape of the scores.
-        r: the packed arguments.
-        argmax: the argmax of the forward.
-        normalize: whether tokens are divided by their norms.
-        needs: whether the gradients of Q, D and q_weight are wanted.
-        stored: encoded documents, which have no gradient. If given, ``r.D`` is a placeholder.
-
-    Returns:
-        The three gradients, each ``[0]`` if it is not wanted.
+    They are bitwise reproducible. `unified` has no effect.
     """
-    return _PackedBackward(grad_scores, r, argmax, normalize, needs, stored).gradients()
+    return _PackedBackward(grad_scores, tensors, argmax, normalize, needs, None).gradients()
+
+
+def backward_quantized(
+    grad_scores: Tensor, tensors: Sequence, stored: EncodedTokens, argmax: Tensor, normalize: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of Q and q_weight for quantized documents, each empty if not needed."""
+    all_needs = [needs[0], False, needs[1]]
+    return _PackedBackward(grad_scores, tensors, argmax, normalize, all_needs, stored).gradients()[::2]
 
 
 class _PackedBackward(DenseBackward):
@@ -50,15 +44,16 @@ class _PackedBackward(DenseBackward):
     def __init__(
         self,
         grad_scores: Tensor,
-        r: RaggedArgs,
+        tensors: Sequence,
         argmax: Tensor,
         normalize: bool,
         needs: list[bool],
-        stored: EncodedTokens | None,
+        stored: EncodedTokens | None,  # with it, the documents of `tensors` are a placeholder
     ) -> None:
+        r = RaggedArgs.from_tensors(tensors)
         weight = None if r.q_weight is None else r.q_weight[None, None]
         layout = BatchedArgs(r.Q[None, None], r.D[None, None], None, None, weight, grad_scores, argmax)
-        super().__init__(layout, r.Q.shape, r.D.shape, normalize, needs)
+        super().__init__(layout, tensors[0].shape, tensors[1].shape, normalize, needs)
         self.ragged, self.argmax, self.grad_scores, self.stored = r, argmax, grad_scores.reshape(-1), stored
         self.cells = PairSegments(r, argmax.shape[1] if r.pairs is not None and argmax.dim() == 2 else r.Q.shape[0])
 

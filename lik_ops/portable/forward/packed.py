@@ -10,14 +10,14 @@ to the total number of tokens, which is correct but slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.arguments import score_dtype
-from ...core.segments import RaggedArgs
+from ...core.segments import PackedArgs
 from ...formats.table import EncodedTokens
 from ..layout import BatchedArgs, DecodedRows, PaddedRows, PairSegments
 from .dense import run_forward
@@ -33,30 +33,24 @@ TOKENS_PER_PADDING = 8  # one token in so many of a block may be padding
 
 
 def forward_ragged(
-    r: RaggedArgs,
+    tensors: Sequence,
     normalize: bool,
     argmax_dtype: torch.dtype | None,
     max_seqlen_q: int,
     stored: EncodedTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores and argmax of packed arguments, in the shapes of `RaggedArgs`.
+    """Return the scores and the argmax of a ragged operator. Without `argmax_dtype` the argmax has size [0].
 
-    Args:
-        r: the packed arguments.
-        normalize: whether tokens are divided by their norms.
-        argmax_dtype: an integer dtype, or None for no argmax.
-        max_seqlen_q: upper bound of the tokens of a query.
-        stored: encoded documents. If given, ``r.D`` is a placeholder that only carries the token count.
-
-    Returns:
-        Scores, and argmax, which is ``[0]`` if `argmax_dtype` is None.
+    If `stored` has encoded documents, the D of `tensors` is a placeholder that only carries the token count.
     """
+    c = PackedArgs.from_tensors(tensors, max_seqlen_q)
+    r = c.ragged()
     cells = PairSegments(r, max_seqlen_q)
-    scores = r.Q.new_zeros(r.scores_shape(), dtype=score_dtype(r.Q.dtype))
+    scores = r.Q.new_zeros(c.scores_shape(), dtype=score_dtype(r.Q.dtype))
     if argmax_dtype is None:
         argmax = r.Q.new_empty((0,), dtype=torch.int32)
     else:
-        argmax = r.Q.new_full(r.argmax_shape(max_seqlen_q), -1, dtype=argmax_dtype)
+        argmax = r.Q.new_full(c.argmax_shape(), -1, dtype=argmax_dtype)
     if scores.numel() == 0:
         return scores, argmax
     if r.Q.shape[0] and r.D.shape[0]:

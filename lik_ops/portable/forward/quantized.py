@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,20 +19,10 @@ _MAX_DECODED_BYTES = 4 * MiB  # fp32 tokens that are quantized or decoded at a t
 
 
 def forward_quantized(
-    r: RaggedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
+    tensors: Sequence, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None, max_seqlen_q: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores and argmax of quantized documents, in the shapes of `RaggedArgs`.
-
-    Args:
-        r: the packed arguments. ``r.D`` is a placeholder that only carries the token count.
-        stored: the encoded documents.
-        normalize: whether tokens are divided by their norms.
-        argmax_dtype: an integer dtype, or None for no argmax.
-        max_seqlen_q: upper bound of the tokens of a query.
-
-    Returns:
-        Scores, and argmax, which is ``[0]`` if `argmax_dtype` is None.
-    """
+    """Return the results of `forward_ragged` for the quantized documents `stored`."""
+    r = RaggedArgs.from_tensors(tensors)
     r = r._replace(Q=stored.transform_queries(r.Q.to(score_dtype(r.Q.dtype))))
     dense = _try_dense(r, stored)
     if dense is None:
@@ -70,14 +61,7 @@ def _try_dense(r: RaggedArgs, stored: EncodedTokens) -> DenseArgs | None:
 
 
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize document tokens to int8.
-
-    Args:
-        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
-
-    Returns:
-        int8 in the shape of D, and fp32 scales in the shape of D without d.
-    """
+    """Return document tokens as int8 in the shape of D, and fp32 scales in the shape of D without d."""
     *owner, K, Ld, d = D.shape
     tokens = D if owner else D.unsqueeze(0)
     data = torch.empty(tokens.shape, dtype=torch.int8, device=D.device)

@@ -4,7 +4,6 @@ Both are packed operators that dequantize tokens in the kernel. The backward onl
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -235,4 +234,4 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
 register_autograd(maxsim_quantized_fwd, QuantizedOperatorArgs, _call_backward, differentiable=(0, _FIRST_OPTION - 1))
 maxsim_quantized_bwd.register_autograd(make_raising_double_backward("maxsim_quantized_fwd"))
 maxsim_quantized_fwd.register_vmap(batching_ragged.vmap_quantized_forward)
-maxsim_quantized_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_quantized_bwd, _FIRST_OPTION + 2))
+batching.register_loop(maxsim_quantized_bwd)

@@ -7,7 +7,6 @@ With `normalize` it also passes through the norms, and these are the norms of th
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -133,8 +132,7 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
 
 register_autograd(maxsim_fwd_int8, DenseArgs, _call_backward, _select_saved)
 maxsim_bwd_int8.register_autograd(make_raising_double_backward("maxsim_fwd_int8"))
-maxsim_fwd_int8.register_vmap(partial(batching.loop_over_samples, maxsim_fwd_int8, 5))
-maxsim_bwd_int8.register_vmap(partial(batching.loop_over_samples, maxsim_bwd_int8, 7))
+batching.register_loop(maxsim_fwd_int8, maxsim_bwd_int8)
 
 
 def forward_saving_int8(*args: Any) -> tuple[Tensor, Tensor]:

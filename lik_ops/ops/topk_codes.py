@@ -8,7 +8,6 @@ exist at once.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -244,7 +243,7 @@ def _(*args):
 maxsim_topk_codes.register_autograd(
     make_raising_backward("maxsim_topk_codes", "score the documents that it returns after Quantized.dequantize()")
 )
-maxsim_topk_codes.register_vmap(partial(batching.loop_over_samples, maxsim_topk_codes, 7))
+batching.register_loop(maxsim_topk_codes)
 
 
 def search_best(s: CodeSearchArgs) -> ScoresAndIndices:

@@ -3,7 +3,6 @@
 The gradients are summed like the gradients of MaxSim. A point sums its differences to all points that it is nearest to.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -193,5 +192,4 @@ def _call_backward(ctx, of_P, _, of_R, __):
 
 chamfer_fwd.register_autograd(_call_backward, setup_context=_setup_context)
 chamfer_bwd.register_autograd(make_raising_double_backward("chamfer_distance"))
-chamfer_fwd.register_vmap(partial(batching.loop_over_samples, chamfer_fwd, 4))
-chamfer_bwd.register_vmap(partial(batching.loop_over_samples, chamfer_bwd, 6))
+batching.register_loop(chamfer_fwd, chamfer_bwd)

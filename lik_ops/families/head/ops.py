@@ -7,7 +7,6 @@ argmax, and the backward recomputes the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -188,5 +187,4 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
 
 register_autograd(maxsim_from_hidden_fwd, HiddenArgs, _call_backward, differentiable=(0, 1, 2, 3, 6))
 maxsim_from_hidden_bwd.register_autograd(make_raising_double_backward("maxsim_from_hidden"))
-maxsim_from_hidden_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_from_hidden_fwd, 7))
-maxsim_from_hidden_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_from_hidden_bwd, 9))
+batching.register_loop(maxsim_from_hidden_fwd, maxsim_from_hidden_bwd)

@@ -10,7 +10,6 @@ a forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -367,5 +366,4 @@ def _call_backward(grad_losses, tensors, lse, options, needs):
 
 register_autograd(maxsim_cross_entropy_fwd, LossArgs, _call_backward, differentiable=(0, 1, 4))
 maxsim_cross_entropy_bwd.register_autograd(make_raising_double_backward("maxsim_cross_entropy"))
-maxsim_cross_entropy_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_cross_entropy_fwd, 6))
-maxsim_cross_entropy_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_cross_entropy_bwd, 8))
+batching.register_loop(maxsim_cross_entropy_fwd, maxsim_cross_entropy_bwd)

@@ -6,7 +6,6 @@ these values, so there is no delta term as in the backward of attention.
 """
 
 import sys
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,8 +172,7 @@ def _call_backward(grad_scores, tensors, lse, options, needs):
 
 register_autograd(maxsim_soft_fwd, SoftArgs, _call_backward, differentiable=(0, 1, 4, 5))
 maxsim_soft_bwd.register_autograd(make_raising_double_backward("maxsim_soft"))
-maxsim_soft_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_soft_fwd, 6))
-maxsim_soft_bwd.register_vmap(partial(batching.loop_over_samples, maxsim_soft_bwd, 8))
+batching.register_loop(maxsim_soft_fwd, maxsim_soft_bwd)
 
 
 def score_soft(inputs: tuple, temperature: Any, normalize: bool) -> Tensor:

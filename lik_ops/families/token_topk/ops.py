@@ -7,7 +7,6 @@ which the MaxSim operator computes.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,4 +81,4 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
 
 
 register_autograd(maxsim_token_topk_fwd, DenseArgs, _call_backward)
-maxsim_token_topk_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_token_topk_fwd, 5))
+batching.register_loop(maxsim_token_topk_fwd)

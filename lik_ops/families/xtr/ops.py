@@ -5,7 +5,6 @@ tokens.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -81,4 +80,4 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
 
 
 register_autograd(maxsim_xtr_fwd, DenseArgs, _call_backward, _select_saved)
-maxsim_xtr_fwd.register_vmap(partial(batching.loop_over_samples, maxsim_xtr_fwd, 5))
+batching.register_loop(maxsim_xtr_fwd)

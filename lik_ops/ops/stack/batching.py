@@ -6,10 +6,12 @@ Folding copies tensors that the samples share, unless the layout can express the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from ..._ops import ops as lik
 from ...core.arguments import score_dtype
@@ -90,16 +92,15 @@ def vmap_forward(
     return (scores, argmax if candidates else argmax.transpose(1, 2)), (0, 0)
 
 
-def loop_over_samples(op: Any, tensors: int, info: Any, in_dims: tuple, *args: Any) -> Outputs:
-    """Return the outputs of an operator for a batch, one sample at a time.
+def register_loop(*ops: CustomOpDef) -> None:
+    """Register a batching rule that computes one sample at a time, for operators whose tensors come first."""
+    for op in ops:
+        last = max(n for n, x in enumerate(op._opoverload._schema.arguments) if "Tensor" in str(x.type))
+        op.register_vmap(partial(_loop_over_samples, op, last + 1))
 
-    Args:
-        op: the operator.
-        tensors: the number of tensors at the beginning of its arguments.
-        info: the information that vmap passes.
-        in_dims: the batch axis of each argument, or None.
-        *args: the arguments of the operator.
-    """
+
+def _loop_over_samples(op: CustomOpDef, tensors: int, info: Any, in_dims: tuple, *args: Any) -> Outputs:
+    """Return the outputs of an operator for a batch. Its first arguments are `tensors` tensors."""
     return _VmapBatch(info.batch_size, in_dims, args[:tensors]).run_samples(op, *args[tensors:])
 
 

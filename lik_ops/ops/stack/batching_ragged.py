@@ -19,7 +19,6 @@ from .batching import Outputs, _VmapBatch
 
 _QUERY_SIDE, _DOCUMENT_SIDE = (0, 6, 8), (1, 7)  # positions of tokens, masks and weights in `RaggedArgs`
 _ENDS, _OFFSETS, _LENGTHS, _PAIRS = 2, 3, 4, 5
-_FORMAT = 4  # position in the arguments of `lik::maxsim_quantized_fwd`
 _GAP = 2  # invalid queries between two samples, so that no query spans both
 
 
@@ -190,11 +189,7 @@ def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
             x = packed.tensors()
             with checks(False):
                 return _split_samples(packed, *op(x.Q, *encoded_args, *x[2:], *constants))
-    tensor_positions = [n for n in range(15) if n != _FORMAT]
-    sample_batch = _VmapBatch(
-        info.batch_size, tuple(in_dims[n] for n in tensor_positions), tuple(args[n] for n in tensor_positions)
-    )
-    return sample_batch.run_samples(lambda *x: op(*x[:_FORMAT], args[_FORMAT], *x[_FORMAT:], *constants))
+    return _VmapBatch(info.batch_size, in_dims, args).run_samples(op, *constants)
 
 
 def _split_samples(packed: _RaggedVmapBatch, scores: Tensor, argmax: Tensor) -> Outputs:

@@ -202,6 +202,19 @@ def check_floats(op: str, name: str, x: Any) -> None:
     check_dtype(op, name, x.dtype)
 
 
+def check_device(op: str, name: str, x: Tensor, device: torch.device, device_owner: str = "Q") -> None:
+    """Raise ValueError, naming the argument, unless it is on `device`, the device of the argument `device_owner`."""
+    if x.device != device:
+        raise ValueError(f"{op}: {name}: expected the device of {device_owner}, {device}, got {x.device}")
+
+
+def check_dtype_and_device(op: str, name: str, x: Tensor, owner_name: str, owner: Tensor) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless it has the dtype and device of `owner`."""
+    if x.dtype != owner.dtype:
+        raise TypeError(f"{op}: {name}: expected the dtype of {owner_name}, {owner.dtype}, got {x.dtype}")
+    check_device(op, name, x, owner.device, owner_name)
+
+
 def _has_rank(t: Tensor, shape: str) -> bool:
     """Return whether `t` has the rank of a shape such as ``"[Nq, Lq, d]"`` or ``"[..., L, d]"``."""
     rank = shape.count(",") + 1
@@ -213,13 +226,8 @@ def check_tokens(
 ) -> None:
     """Raise ValueError or TypeError unless Q and D are tokens of the given ranks with the same dtype, device and d.
 
-    Args:
-        op: the function that error messages name.
-        Q: query tokens.
-        D: document tokens.
-        q_shapes: shapes of Q as messages spell them, such as ``("[Lq, d]", "[Nq, Lq, d]")`` or ``("[..., L, d]",)``.
-        d_shapes: shapes of D, in the same form.
-        hints: text that messages append to the shapes of Q and of D.
+    Messages spell the ranks as `q_shapes` and `d_shapes`, such as ``("[Lq, d]", "[Nq, Lq, d]")`` or
+    ``("[..., L, d]",)``, and append `hints`.
     """
     for name, t, shapes, hint in (("Q", Q, q_shapes, hints[0]), ("D", D, d_shapes, hints[1])):
         check_tensor(op, name, t)
@@ -232,10 +240,7 @@ def check_tokens(
             raise ValueError(f"{op}: {name}: expected {expected}{hint}, got {format_shape(t)}")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
-    if D.dtype != Q.dtype:
-        raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {D.dtype}")
-    if D.device != Q.device:
-        raise ValueError(f"{op}: D: expected the device of Q, {Q.device}, got {D.device}")
+    check_dtype_and_device(op, "D", D, "Q", Q)
     check_same_size(
         D.shape[-1],
         Q.shape[-1],
@@ -259,14 +264,7 @@ def check_indices(
 ) -> None:
     """Raise ValueError or TypeError unless `x` is an int32 or int64 tensor of the expected sizes and device.
 
-    Args:
-        op: the function that error messages name.
-        name: the argument that error messages name.
-        x: the argument.
-        expected: its sizes. None matches any size.
-        spelled: the shape as messages spell it.
-        device: the expected device.
-        device_owner: the tensor that messages name as the owner of `device`.
+    An expected size of None matches any size. Messages spell the shape as `spelled`.
     """
     check_tensor(op, name, x)
     if x.dtype not in INDEX_DTYPES:
@@ -275,8 +273,7 @@ def check_indices(
     _check_sizes(
         x, expected, lambda: f"{op}: {name}: expected {format_sizes(spelled, expected)}, got {format_shape(x)}"
     )
-    if x.device != device:
-        raise ValueError(f"{op}: {name}: expected the device of {device_owner}, {device}, got {x.device}")
+    check_device(op, name, x, device, device_owner)
 
 
 def check_cu_seqlens(
@@ -303,8 +300,7 @@ def _check_token_shape(op: str, name: str, x: Any, tokens_name: str, tokens: Ten
             f" got {format_shape(x)}"
         ),
     )
-    if x.device != tokens.device:
-        raise ValueError(f"{op}: {name}: expected the device of {tokens_name}, {tokens.device}, got {x.device}")
+    check_device(op, name, x, tokens.device, tokens_name)
     return True
 
 

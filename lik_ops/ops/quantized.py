@@ -15,6 +15,7 @@ from ..core.arguments import (
     DTYPES,
     INDEX_DTYPES,
     check_choice,
+    check_device,
     check_tensor,
     choose_argmax_dtype,
     describe_type,
@@ -122,8 +123,8 @@ def _check_encoded_tokens(op: str, Q: Tensor, stored: EncodedTokens) -> None:
             raise ValueError(f"{op}: {name}: expected {dtype} [Td] or [1], got {x.dtype} {list(x.shape)}")
     _check_code_tensors(op, stored, operand_format, Q.shape[-1])
     for name, x in stored._asdict().items():
-        if isinstance(x, Tensor) and x.device != Q.device:
-            raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {x.device}")
+        if isinstance(x, Tensor):
+            check_device(op, name, x, Q.device)
 
 
 def _check_code_tensors(op: str, stored: EncodedTokens, operand_format: Format, d: Any) -> None:

@@ -16,7 +16,16 @@ from torch import Tensor
 from .. import backends
 from .._ops import add_op_namespace_prefix
 from .._ops import ops as lik
-from ..core.arguments import DTYPES, INDEX_DTYPES, as_bool, check_count, check_dense_batched, check_tensor, require
+from ..core.arguments import (
+    DTYPES,
+    INDEX_DTYPES,
+    as_bool,
+    check_count,
+    check_dense_batched,
+    check_device,
+    check_tensor,
+    require,
+)
 from ..portable.blocks import compute_row_norms, multiply_by_rows
 from ..portable.forward.code_scores import SKIPPED_CODE
 from . import topk
@@ -96,8 +105,7 @@ def _check_operator_args(s: CodeSearchArgs) -> None:
         raise TypeError(f"{_NAME}: centroids: expected float16, bfloat16 or float32, got {s.centroids.dtype}")
     check_tensor(_NAME, "Q", s.Q)
     for name, x in (("codes", s.codes), ("centroids", s.centroids)):
-        if x.device != s.Q.device:
-            raise ValueError(f"{_NAME}: {name}: expected the device of Q, {s.Q.device}, got {x.device}")
+        check_device(_NAME, name, x, s.Q.device)
     if s.codes.dim() != (2 if s.cu_seqlens_d is None else 1):
         raise ValueError(f"{_NAME}: codes: expected [Nd, Ld], or [Td] with cu_seqlens_d, got {list(s.codes.shape)}")
     require(

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..._ops import ops as lik
 from ...core.arguments import (
     check_choice,
+    check_device,
     check_strided,
     check_tensor,
     clamp_to_at_least_one,
@@ -97,8 +98,7 @@ def _check_weight(name: str, w: Tensor, X: Tensor) -> None:
         raise TypeError(f"{_OP}: {name}: expected {score_dtype(X.dtype)} for {X.dtype} points, got {w.dtype}")
     if w.shape != X.shape[:-1]:
         raise ValueError(f"{_OP}: {name}: expected {format_shape(X[..., 0])}, got {format_shape(w)}")
-    if w.device != X.device:
-        raise ValueError(f"{_OP}: {name}: expected the device of P, {X.device}, got {w.device}")
+    check_device(_OP, name, w, X.device, "P")
 
 
 def _mean_distance(distances: Tensor, lengths: Tensor | None, weight: Tensor | None) -> Tensor:

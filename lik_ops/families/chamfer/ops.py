@@ -13,6 +13,7 @@ from ..._ops import ops as lik
 from ...core.arguments import (
     check_choice,
     check_dtype,
+    check_dtype_and_device,
     check_indices,
     check_same_size,
     check_strided,
@@ -60,10 +61,7 @@ class ChamferArgs(NamedTuple):
     def _check_same(self, op: str) -> None:
         """Raise ValueError or TypeError unless P and R agree in dtype, device, rank, batch size and d."""
         P, R = self.P, self.R
-        if R.dtype != P.dtype:
-            raise TypeError(f"{op}: R: expected the dtype of P, {P.dtype}, got {R.dtype}")
-        if R.device != P.device:
-            raise ValueError(f"{op}: R: expected the device of P, {P.device}, got {R.device}")
+        check_dtype_and_device(op, "R", R, "P", P)
         if R.dim() != P.dim():
             raise ValueError(f"{op}: R: expected as many axes as P {format_shape(P)}, got {format_shape(R)}")
 

@@ -15,6 +15,7 @@ from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
 from ...core.arguments import (
     check_dense_batched,
+    check_dtype_and_device,
     check_mask,
     check_same_size,
     check_strided,
@@ -63,10 +64,7 @@ def check_hidden_args(op: str, x: HiddenArgs) -> None:
         rank, shape_text = ranks[name]
         if t.dim() not in rank:
             raise ValueError(f"{op}: {name}: expected {shape_text}, got {format_shape(t)}")
-        if t.dtype != Q.dtype:
-            raise TypeError(f"{op}: {name}: expected the dtype of Q, {Q.dtype}, got {t.dtype}")
-        if t.device != Q.device:
-            raise ValueError(f"{op}: {name}: expected the device of Q, {Q.device}, got {t.device}")
+        check_dtype_and_device(op, name, t, "Q", Q)
     if isinstance(H.shape[-1], int) and H.shape[-1] < 1:
         raise ValueError(f"{op}: H: expected d_model >= 1, got {format_shape(H)}")
     d, width = Q.shape[-1], H.shape[-1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._ops import add_op_namespace_prefix
 from ..._ops import ops as lik
-from ...core.arguments import check_strided, describe_type, format_shape, score_dtype, short_repr
+from ...core.arguments import check_device, check_strided, describe_type, format_shape, score_dtype, short_repr
 from ...core.segments import DenseArgs
 from ...ops import maxsim as operators
 from ...ops.checks import hints
@@ -77,8 +77,7 @@ def check_temperature(op: str, temperature: Any, Q: Tensor) -> None:
     expected = score_dtype(Q.dtype)
     if temperature.dtype != expected:
         raise TypeError(f"{op}: temperature: expected {expected} for {Q.dtype} inputs, got {temperature.dtype}")
-    if temperature.device != Q.device:
-        raise ValueError(f"{op}: temperature: expected the device of Q, {Q.device}, got {temperature.device}")
+    check_device(op, "temperature", temperature, Q.device)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_soft_fwd"), _FWD_SCHEMA)

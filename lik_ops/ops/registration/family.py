@@ -12,7 +12,7 @@ from torch.library import CustomOpDef
 
 from ... import backends
 from ..._ops import add_op_namespace_prefix
-from ...core.arguments import BACKWARDS, check_choice, require, score_dtype
+from ...core.arguments import BACKWARDS, check_choice, check_device, require, score_dtype
 from ...core.plan_cache import plans
 from ...core.segments import DenseArgs, PackedArgs, Shape
 from ...core.settings import get_requested_backend, use_backend
@@ -86,8 +86,7 @@ def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.de
     for actual, size in zip(t.shape, expected, strict=False):
         is_same = is_same and actual == size
     require(is_same, lambda: f"{op}: {name}: expected {list(expected)}, got {list(t.shape)}")
-    if t.device != device:
-        raise ValueError(f"{op}: {name}: expected the device of Q, {device}, got {t.device}")
+    check_device(op, name, t, device)
 
 
 def check_upstream(op: str, name: str, x: Tensor, expected: Shape, Q: Tensor) -> None:

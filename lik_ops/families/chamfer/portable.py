@@ -19,18 +19,7 @@ Nearest = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def forward_chamfer(P: Tensor, R: Tensor, p_lengths: Tensor | None, r_lengths: Tensor | None, metric: str) -> Nearest:
-    """Compute `lik::chamfer_fwd`: the distance to the nearest point of the other cloud, and its index.
-
-    Args:
-        P: points ``[B, N, d]``.
-        R: points ``[B, M, d]``.
-        p_lengths: number of points of each cloud of P, ``[B]``, or None.
-        r_lengths: number of points of each cloud of R, ``[B]``, or None.
-        metric: ``"sqeuclidean"`` or ``"l1"``.
-
-    Returns:
-        Distances and int32 indices ``[B, N]`` of P, then ``[B, M]`` of R.
-    """
+    """Return the results of `lik::chamfer_fwd`."""
     ok, masks = _mask_lengths((P, R), (p_lengths, r_lengths))
     P, R = (X.to(score_dtype(X.dtype)).contiguous() for X in (P, R))
     P, R = (X if mask is None else torch.where(mask[:, :, None], X, 0) for X, mask in zip((P, R), masks, strict=True))
@@ -62,18 +51,9 @@ def sum_point_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Sum the gradient of each point: the slope of its own distance, minus the slopes of points it is nearest to.
 
-    The second part is the document gradient of MaxSim with the nearest points as argmax.
-
-    Args:
-        tensors: the tensors of `lik::chamfer_bwd`. First are the upstream gradients of P and R, which may be None, then
-            P and R, then the indices of their nearest points.
-        metric: ``"sqeuclidean"`` or ``"l1"``.
-        needs: whether the gradients of P and R are wanted.
-        slopes_of: computes the gradients of the distances of one cloud.
-        lowmem: a backward with the signature of `backward_lowmem`.
-
-    Returns:
-        The two gradients, each ``[0]`` if it is not wanted.
+    The second part is the document gradient of MaxSim with the nearest points as argmax. A backend provides
+    `slopes_of`, which computes the gradients of the distances of one cloud, and a `backward_lowmem`. `tensors`,
+    `metric`, `needs` and the results are those of `lik::chamfer_bwd`.
     """
     upstream, clouds, nearest = tensors[:2], tensors[2:4], tensors[4:]
     sides = (clouds[0], clouds[1], nearest[0]), (clouds[1], clouds[0], nearest[1])

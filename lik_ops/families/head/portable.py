@@ -87,17 +87,10 @@ class HeadFunctions(NamedTuple):
 
 
 def project_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
-    """Project hidden states to tokens.
+    """Return tokens ``[n, Ld, d]`` of hidden states ``[n, Ld, d_model]``, rounded to the dtype of H, and their norms.
 
-    Products have one shape for any batch, so the bits of a token do not depend on the batch.
-
-    Args:
-        H: hidden states ``[n, Ld, d_model]``.
-        head: the linear layer.
-
-    Returns:
-        Tokens ``[n, Ld, d]``, rounded to the dtype of H. Their norms ``[n, Ld, 1]``, at least 1e-12, or None without
-        `normalize`.
+    The norms are ``[n, Ld, 1]`` and at least 1e-12, or None without `normalize`. Products have one shape for any batch,
+    so the bits of a token do not depend on the batch.
     """
     (n, L, width), d = H.shape, head.W.shape[0]
     dtype = score_dtype(H.dtype)
@@ -126,17 +119,14 @@ def project_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 def project_gradients(
     G: Tensor, D: Tensor, norms: Tensor, keep: Tensor | None, summed: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient of ``H W^T + b`` from the gradient of normalized tokens.
+    """Return the gradient ``[n * Ld, d]`` of ``H W^T + b``, and its sum ``[d]`` over tokens, or None unless `summed`.
 
     Args:
-        G: gradient of tokens ``[n, Ld, d]``, which may be overwritten.
-        D: tokens ``[n, Ld, d]``.
+        G: the gradient of normalized tokens ``[n, Ld, d]``, which may be overwritten.
+        D: normalized tokens ``[n, Ld, d]``.
         norms: ``[n, Ld, 1]``.
-        keep: mask of tokens ``[n, Ld]``, or None.
-        summed: whether the sum over tokens is wanted.
-
-    Returns:
-        The gradient ``[n * Ld, d]``, 0 for masked tokens, which may hold NaN. Its sum ``[d]``, or None.
+        keep: mask ``[n, Ld]``, or None. Masked tokens may hold NaN, and their gradient is 0.
+        summed: whether the sum is wanted.
     """
     dtype = score_dtype(D.dtype)
     g, unit = G.to(dtype), D.to(dtype)
@@ -149,11 +139,7 @@ def project_gradients(
 
 
 def gather_argmax_tokens(H: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy the hidden states of the tokens that are an argmax.
-
-    Args:
-        H: hidden states ``[Nd, Ld, d_model]``.
-        argmax: ``[Nd, Nq, Lq]``, -1 without an argmax.
+    """Copy the hidden states ``[Nd, Ld, d_model]`` of tokens that are an argmax ``[Nd, Nq, Lq]``, or -1 if none is.
 
     Returns:
         Hidden states ``[Nd, Nq * Lq, d_model]`` and the argmax among them, in the shape and dtype of `argmax`. Query
@@ -171,13 +157,9 @@ def gather_argmax_tokens(H: Tensor, argmax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scatter_argmax_tokens(gradient: Tensor, argmax: Tensor, slots: Tensor, total: Tensor) -> None:
-    """Write the gradient of hidden states from the gradient of their copies.
+    """Write the gradient of hidden states from the gradient of their copies to `total` ``[Nd, Ld, d_model]``, zeros.
 
-    Args:
-        gradient: the gradient of the first result of `gather_argmax_tokens`.
-        argmax: the argument of `gather_argmax_tokens`.
-        slots: the second result of `gather_argmax_tokens`.
-        total: the gradient of hidden states ``[Nd, Ld, d_model]``, zeros.
+    `slots` is the second result of `gather_argmax_tokens` for `argmax`.
     """
     is_slot = slots.flatten(1) == torch.arange(gradient.shape[1], device=slots.device)
     document = is_slot.nonzero()[:, 0]
@@ -225,13 +207,7 @@ PORTABLE_FUNCTIONS = HeadFunctions(
 def score_slices(
     parts: HeadFunctions, x: HiddenArgs, normalize: bool, argmax_dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    """Compute scores and argmax for some documents at a time.
-
-    Args:
-        parts: the functions of the backend.
-        x: the tensors of the call.
-        normalize: whether tokens are divided by their norms.
-        argmax_dtype: an integer dtype, or None for no argmax.
+    """Compute scores and argmax for some documents at a time, with the functions `parts` of a backend.
 
     Returns:
         The argmax ``[Nd, Nq, Lq]``, or ``[0]`` if `argmax_dtype` is None, memory for the scores ``[Nq, Nd]``, and the

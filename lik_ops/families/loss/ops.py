@@ -99,11 +99,7 @@ def check_labels(op: str, labels: Any, Q: Tensor) -> None:
 def check_loss_args(op: str, loss_args: tuple, normalize: Any, reduction: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless `lik_ops.maxsim_cross_entropy` accepts these.
 
-    Args:
-        op: the function that error messages name.
-        loss_args: the fields of a `LossArgs` before validation. The labels may be None.
-        normalize: whether to L2-normalize every token.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+    `loss_args` are the fields of a `LossArgs` before validation, in which the labels may be None.
     """
     *tensors, labels = loss_args
     Q, D = tensors[:2]
@@ -167,11 +163,8 @@ class LossRunner:
     ) -> tuple[Tensor, ...]:
         """Return the outputs of `maxsim_cross_entropy_fwd`, followed by optional tensors for the backward.
 
-        Args:
-            x: the tensors of the call.
-            options: the temperature, `ignore_index` and `normalize`.
-            keeps: whether to append the scores and the argmax. The call must be `is_within_workspace`.
-            counts: whether to append the number of labels that are not ignored.
+        With `keeps`, these are the scores and the argmax, and the call must be `is_within_workspace`. With `counts`,
+        the last one is the number of labels that are not ignored.
         """
         return self._run_captured(
             (*options, keeps, counts), x, (), _compute_losses, self.backend, x, options, keeps, counts

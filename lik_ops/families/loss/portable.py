@@ -32,17 +32,10 @@ class SavedLoss(NamedTuple):
 
 
 def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: Tensor, lse: Tensor) -> None:
-    """Fill ``losses [N]`` and ``lse [N, 2]`` from ``scores [N, columns]``.
+    """Fill ``losses [N]`` and ``lse [N, 2]`` from ``scores [N, columns]`` and ``labels [N]``, int32 or int64.
 
     `lse` holds the largest ``score / temperature`` and ``log(sum(exp(score / temperature - largest)))``. Losses and
     `lse` are 0 for a label of `ignore_index`, and NaN for any other label that is not a column.
-
-    Args:
-        scores: ``[N, columns]``.
-        labels: int32 or int64 ``[N]``.
-        options: temperature and ignore_index.
-        losses: output ``[N]``.
-        lse: output ``[N, 2]``.
     """
     columns, labels = scores.shape[1], labels.long()
     index = labels.clamp(0, max(columns - 1, 0))
@@ -71,20 +64,9 @@ def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
 def label_gradients(
     scores: Tensor, labels: Tensor, options: LossOptions, upstream: Tensor, saved_loss: SavedLoss, begin: int
 ) -> Tensor:
-    """Compute the gradient of ``sum_i upstream[i] * loss[i]`` by scores.
+    """Return the gradient ``[N, columns]`` of ``sum_i upstream[i] * loss[i]`` by scores, whose first label is `begin`.
 
-    The gradient is divided by `saved_loss.divisor` unless it is None.
-
-    Args:
-        scores: ``[N, columns]``.
-        labels: int32 or int64 ``[N]``.
-        options: temperature and ignore_index.
-        upstream: ``[N]``.
-        saved_loss: the tensors saved by the forward.
-        begin: the label of the first column.
-
-    Returns:
-        ``[N, columns]``.
+    The gradient is divided by `saved_loss.divisor` unless it is None. The other arguments are those of `label_losses`.
     """
     columns = scores.shape[1]
     if columns == 0:

@@ -1,7 +1,8 @@
 """Clusters of the tokens of documents, for token pooling. Plain torch, so it runs on every device.
 
-All functions accept a batch of documents that are padded at the end, and return the cluster of each token. The clusters
-of a document are numbered by their first token.
+All functions accept a batch of documents that are padded at the end, and return the cluster of each token, int64
+``[B, n]``. The clusters of a document are numbered by their first token. Padding has arbitrary values. `lengths` and
+`counts` are the numbers of tokens and of clusters of each document, int64 ``[B]``. Tokens are fp64 ``[B, n, d]``.
 """
 
 from __future__ import annotations
@@ -21,16 +22,7 @@ _COST_MARGIN = 1e-9
 
 
 def find_sequential_clusters(lengths: Tensor, counts: Tensor, n: int) -> Tensor:
-    """Split each document into runs of consecutive tokens, whose lengths differ by at most one.
-
-    Args:
-        lengths: the number of tokens of each document, int64 ``[B]``.
-        counts: the number of clusters of each document, int64 ``[B]``.
-        n: the number of tokens of a padded document.
-
-    Returns:
-        The cluster of each token, int64 ``[B, n]``. Padding has arbitrary values.
-    """
+    """Split each document into runs of consecutive tokens, whose lengths differ by at most one."""
     return torch.arange(n, device=lengths.device) * counts[:, None] // lengths.clamp(min=1)[:, None]
 
 
@@ -39,14 +31,6 @@ def find_kmeans_clusters(tokens: Tensor, lengths: Tensor, counts: Tensor) -> Ten
 
     The first centroids are tokens at equal distances, so the result is deterministic. A centroid without tokens is
     dropped at the end.
-
-    Args:
-        tokens: ``[B, n, d]``, fp64.
-        lengths: the number of tokens of each document, int64 ``[B]``.
-        counts: the number of clusters of each document, int64 ``[B]``.
-
-    Returns:
-        The cluster of each token, int64 ``[B, n]``. Padding has arbitrary values.
 
     Source: Lloyd, "Least squares quantization in PCM", 1982.
     """
@@ -163,12 +147,7 @@ class WardClustering:
         return self._buffers[buffer][: math.prod(shape)].view(shape)
 
     def find_clusters(self, lengths: Tensor, counts: Tensor) -> Tensor:
-        """Return the cluster of each token, int64 ``[B, n]``. Padding has arbitrary values.
-
-        Args:
-            lengths: the number of tokens of each document, int64 ``[B]``.
-            counts: the number of clusters of each document, int64 ``[B]``. Equal costs can lead to fewer clusters.
-        """
+        """Return the cluster of each token. Equal costs can lead to fewer clusters than `counts`."""
         B, n, _ = self._shape
         positions = torch.arange(n, device=lengths.device)
         # Column n receives the writes of clusters that are not merged.
@@ -290,9 +269,7 @@ def _find_mutual(cost: Tensor, nearest: Tensor) -> Tensor:
 def _find_limits(costs: Tensor, merges: Tensor) -> Tensor:
     """Return the cost of the last of the cheapest merges of each document ``[B, 1]``, or infinity if there are fewer.
 
-    Args:
-        costs: the costs of merges, infinite for tokens that are not merged, fp64 ``[B, n]``.
-        merges: the number of merges of the cut, int64 ``[B]``.
+    Costs ``[B, n]`` are infinite for tokens that are not merged. The cut makes `merges` ``[B]`` merges.
     """
     limits = costs.sort(1).values.gather(1, (merges - 1).clamp(min=0)[:, None])
     return limits.masked_fill(merges[:, None] == 0, -math.inf)

@@ -175,12 +175,7 @@ batching.register_loop(maxsim_soft_fwd, maxsim_soft_bwd)
 
 
 def score_soft(inputs: tuple, temperature: Any, normalize: bool) -> Tensor:
-    """Return the soft scores of `lik_ops.maxsim_soft`.
-
-    Args:
-        inputs: Q, D, q_mask, d_mask and q_weight.
-        temperature: a number above 0 or a 0-d tensor.
-        normalize: whether to L2-normalize every token.
+    """Return the soft scores of `lik_ops.maxsim_soft` for Q, D, q_mask, d_mask and q_weight.
 
     Raises:
         NotImplementedError: a `torch.func` transform would differentiate the call.

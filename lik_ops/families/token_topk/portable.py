@@ -19,18 +19,7 @@ _MAX_ROUNDS = 32  # a round finds one maximum and reads all similarities; more v
 
 
 def forward_token_topk(x: DenseArgs, top_k: int, normalize: bool, keep: bool) -> tuple[Tensor, Tensor]:
-    """Compute scores and the argmax of each rank, best first.
-
-    Args:
-        x: the dense arguments.
-        top_k: document tokens that each query token sums.
-        normalize: whether tokens are divided by their norms.
-        keep: whether the argmax is wanted.
-
-    Returns:
-        Scores ``[Nq, Nd]`` (``[Nq, K]``), and argmax int32 ``[top_k, Nd, Nq, Lq]`` (``[top_k, Nq, K, Lq]``), or ``[0]``
-        unless `keep`. It is -1 after the last kept token of a document and for similarities of -inf.
-    """
+    """Return the results of `lik::maxsim_token_topk_fwd`. The argmax is also -1 for similarities of -inf."""
     scores, single_argmax, is_trivial = allocate_outputs(x.Q, x.D, x.q_mask, torch.int32, keep, -1)
     argmax = single_argmax.new_full((top_k, *single_argmax.shape), -1) if keep else single_argmax
     if not is_trivial:

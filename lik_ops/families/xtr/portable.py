@@ -13,17 +13,7 @@ _MAX_BLOCK_BYTES = 16 * 2**20  # similarities of a block, of which there are two
 
 
 def forward_xtr(x: DenseArgs, top_k: int, positive: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute XTR scores.
-
-    Args:
-        x: the dense arguments, a cross product.
-        top_k: document tokens that each query token retrieves.
-        positive: whether only positive similarities are retrieved.
-
-    Returns:
-        Scores ``[Nq, Nd]``, argmax of the retrieved tokens int32 ``[Nd, Nq, Lq]``, and the divisors of the sums ``[Nq,
-        Nd]``.
-    """
+    """Return the results of `lik::maxsim_xtr_fwd`. If `positive`, only positive similarities are retrieved."""
     Q, D, q_mask, d_mask, q_weight = x
     (Nq, Lq, _), Nd = Q.shape, D.shape[0]
     dtype = score_dtype(Q.dtype)

@@ -44,10 +44,6 @@ def share_token_arrays(op: str, arguments: tuple, documents: str = "D") -> tuple
 def share_arrays(op: str, **arguments: Any) -> tuple[Any, ...]:
     """Return arguments with each array, alone or in a list, as a tensor that shares its memory.
 
-    Args:
-        op: the name of the function, for error messages.
-        **arguments: the values by name.
-
     Raises:
         TypeError: torch has no dtype for the elements of an array.
     """

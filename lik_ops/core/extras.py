@@ -10,28 +10,19 @@ PACKAGES = {"haystack": "haystack-ai", "onnx": "onnxscript", "retrieval": "safet
 
 
 def make_missing_error(purpose: str, package: str, extra: str, packages: str | None = None) -> ModuleNotFoundError:
-    """Return the error for a missing dependency.
+    """Return the error for a missing dependency of the public function `purpose`, which an extra of lik_ops installs.
 
-    Args:
-        purpose: the public function that needs the dependency.
-        package: its name.
-        extra: the extra of lik_ops that installs it.
-        packages: arguments of pip that install it, if `PACKAGES` has none.
+    `packages` are arguments of pip that install it, if `PACKAGES` has none.
     """
     hint = f"pip install {packages or PACKAGES[extra]}, or in a checkout of lik_ops pip install '.[{extra}]'"
     return ModuleNotFoundError(f"{purpose}: {package} is not installed: {hint}", name=package)
 
 
 def import_extra(purpose: str, extra: str, *modules: str) -> Any:
-    """Import modules of an optional dependency and return the last one.
-
-    Args:
-        purpose: the public function that needs them, which the message names.
-        extra: the extra of lik_ops that installs them.
-        *modules: the names of the modules.
+    """Import modules of an optional dependency for the public function `purpose`, and return the last one.
 
     Raises:
-        ModuleNotFoundError: one of them is not installed.
+        ModuleNotFoundError: one of them is not installed. The message names `extra`, which installs them.
     """
     last_module = None
     for module in modules:

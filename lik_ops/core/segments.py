@@ -180,12 +180,7 @@ class PackedArgs(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: Sequence, max_seqlen_q: Any) -> PackedArgs:
-        """Return the arguments of a ragged operator with their sizes.
-
-        Args:
-            tensors: the tensors of the operator, which `check_ragged_tensors` accepts.
-            max_seqlen_q: an upper bound of the query lengths.
-        """
+        """Return the arguments of a ragged operator with their sizes. `check_ragged_tensors` accepts the tensors."""
         Q, D, cu_seqlens_q, offsets, lengths, pairs, *per_token = tensors
         if cu_seqlens_q is None:
             queries, Tq = Q.shape[0], Q.shape[0] * Q.shape[1]
@@ -261,9 +256,7 @@ def _check_document_segments(op: str, Q: Tensor, cu_seqlens_q: Any, d_offsets: A
 def has_even_rows(x: Tensor, features: int) -> bool:
     """Return whether all leading axes could be one axis with a constant stride.
 
-    Args:
-        x: the tensor.
-        features: the number of trailing axes to exclude, 1 for tokens and 0 for masks and weights.
+    `features` is the number of trailing axes to exclude, 1 for tokens and 0 for masks and weights.
     """
     shape, stride = x.shape[: x.dim() - features], x.stride()
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))

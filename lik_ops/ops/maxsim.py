@@ -214,9 +214,7 @@ def call_dispatched(
     recompute: bool = False,
     with_argmax: bool = False,
 ) -> list[Tensor]:
-    """Validate, cast and score dense arguments through the dispatcher.
-
-    Modes, transforms and tensor subclasses see this call.
+    """Validate, cast and score dense arguments through the dispatcher, which modes, transforms and subclasses see.
 
     Args:
         op: the public function that error messages name.

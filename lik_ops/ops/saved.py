@@ -136,10 +136,7 @@ batching.register_loop(maxsim_fwd_int8, maxsim_bwd_int8)
 
 
 def forward_saving_int8(*args: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of `lik::maxsim_fwd`, for which autograd saves the documents as int8.
-
-    Args:
-        *args: the arguments of `lik::maxsim_fwd`.
+    """Return the results of `lik::maxsim_fwd` for its arguments. Autograd saves the documents as int8.
 
     Raises:
         NotImplementedError: a `torch.func` transform would differentiate the call.

@@ -125,11 +125,10 @@ def select_candidates(scores: Tensor, indices: Tensor, top_k: int) -> ScoresAndI
 def merge_messages(
     received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype, missing: bool = False
 ) -> ScoresAndIndices:
-    """Return the best of messages from several processes.
+    """Return the best of messages from several processes, in the order of their documents.
 
     Args:
-        received: int64 ``[parts, 2, Nq, width]``, the bits of the scores and the document indices. The parts are in the
-            order of their documents.
+        received: int64 ``[parts, 2, Nq, width]``, the bits of the scores and the document indices.
         counts: the number of valid entries per query in each part.
         top_k: the number of documents to return for each query.
         dtype: the dtype of the scores.
@@ -146,14 +145,8 @@ def merge_messages(
 def locate_documents(chosen: Tensor, documents: Any, length: Any, cu_seqlens_d: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the first token and the length of each chosen document.
 
-    Args:
-        chosen: int64 indices of documents, of any shape. -1 is no document.
-        documents: the number of documents.
-        length: the number of tokens of each dense document.
-        cu_seqlens_d: the offsets of packed documents, or None for dense documents.
-
-    Returns:
-        ``(offsets, lengths)``. The length is 0 for index -1, and -1 for an index out of range, which is invalid.
+    The length is 0 for index -1, which is no document, and -1 for an index out of range, which is invalid. Dense
+    documents have `length` tokens, and packed documents have the offsets `cu_seqlens_d`.
     """
     is_inside, default_lengths = (chosen >= 0) & (chosen < documents), torch.where(chosen < 0, 0, -1)
     if cu_seqlens_d is None:
@@ -169,10 +162,7 @@ def locate_documents(chosen: Tensor, documents: Any, length: Any, cu_seqlens_d: 
 def check_search_args(op: str, s: SearchArgs, must_cover: bool = True) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all fit together. Q may be 2-D.
 
-    Args:
-        op: the function that error messages name.
-        s: the arguments.
-        must_cover: whether `cu_seqlens_d` must cover D. False for the offsets of a chunk.
+    Unless `must_cover`, `cu_seqlens_d` may be the offsets of a chunk, which do not cover D.
     """
     Q, D, cu_seqlens_d = s.Q, s.D, s.cu_seqlens_d
     check_flag(op, "normalize", s.normalize)

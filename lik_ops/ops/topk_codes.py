@@ -164,15 +164,10 @@ def _search_queries(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAn
 
 @torch.no_grad()
 def search_chosen(s: CodeSearchArgs, chosen: Tensor) -> ScoresAndIndices:
-    """Search some documents as `maxsim_topk_codes` does.
+    """Search some documents as `maxsim_topk_codes` does. The arguments are validated.
 
-    Args:
-        s: validated arguments.
-        chosen: int64 indices of documents ``[K]``, or ``[Nq, K]`` for each query: ascending, with -1 for none at the
-            end.
-
-    Returns:
-        ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, with -1 and ``-inf`` for missing documents.
+    The indices `chosen` are int64 ``[K]``, or ``[Nq, K]`` for each query, ascending, with -1 for none at the end. The
+    results are ``[Nq, min(top_k, K)]``, with -1 and ``-inf`` for missing documents.
     """
     s = _copy_offsets(s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask)))
     step = _count_fitting_queries(s) if chosen.dim() == 1 else 1

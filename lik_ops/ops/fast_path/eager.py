@@ -72,11 +72,7 @@ def try_maxsim_with_argmax(tensors: tuple, options: tuple) -> tuple[Tensor, Tens
     """Return the scores and the int64 argmax ``[Nq, Nd, Lq]``, or None if the call must use the dispatcher.
 
     If gradients of the scores are needed, the result is None. A caller may write to the argmax, which a backward would
-    read.
-
-    Args:
-        tensors: Q, D, q_mask, d_mask and q_weight.
-        options: `normalize`, `backward` and `recompute`.
+    read. The tensors and options are the arguments of `try_maxsim`.
     """
     if _is_compiling():
         return None
@@ -327,15 +323,8 @@ def repeat_maxsim_quantized(
 ) -> Tensor | None:
     """Return the scores if `try_maxsim_quantized` has handled a call with the same key before, else None.
 
-    The arguments need no validation.
-
-    Args:
-        Q: queries.
-        D: quantized documents.
-        cu_seqlens_q: the bounds of packed queries, or None.
-        cu_seqlens_d: the bounds of packed documents, or None.
-        per_token: `q_mask`, `d_mask` and `q_weight`.
-        options: `normalize`, `backward` and `recompute`.
+    The arguments need no validation. `per_token` is `q_mask`, `d_mask` and `q_weight`, and the options are `normalize`,
+    `backward` and `recompute`.
     """
     if _is_compiling() or is_checking_values():
         return None

@@ -161,13 +161,11 @@ def make_operator_key(arguments: Sequence) -> list:
 def make_rowless_key(name: Hashable, tensors: tuple, options: tuple) -> tuple | None:
     """Return the `make_call_key` of a packed call without leading sizes, which differ from one packed call to the next.
 
+    `name` may include values of other types that the call depends on. `tensors` are those of a `PackedArgs`, followed
+    by further tensors with one row for each token.
+
     The strides of an index and its other sizes determine whether it `is_contiguous_index`. For three axes or fewer the
     shape of a tensor of tokens is not sliced, because a slice costs as much time as all other work.
-
-    Args:
-        name: the name of the function, and values of other types that the call depends on.
-        tensors: the tensors of a `PackedArgs`, followed by further tensors with one row for each token.
-        options: hashable options.
     """
     if not is_dispatch_idle():
         return None

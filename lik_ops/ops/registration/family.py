@@ -25,14 +25,8 @@ T = TypeVar("T")
 def lookup_once(op: str, operator_args: Sequence, options: tuple, find: Callable[..., T], *arguments: Any) -> T:
     """Return ``find(*arguments)``, computed once for each operator and dispatch key.
 
-    `find` validates the arguments of the operator and selects the function or backend that computes them.
-
-    Args:
-        op: the name of the operator.
-        operator_args: the arguments of the operator, tensors or hashable values.
-        options: further hashable arguments, or values that describe them.
-        find: the function to call.
-        *arguments: the arguments of `find`.
+    `find` validates the arguments of the operator, tensors or hashable values, and selects the function or backend that
+    computes them. `options` are further hashable arguments, or values that describe them.
     """
     key = (op, options, get_requested_backend(), get_fp32_precision(), *make_operator_key(operator_args))
     result = plans.get(key)

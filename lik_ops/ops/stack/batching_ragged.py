@@ -149,12 +149,7 @@ class _RaggedVmapBatch:
 
 
 def _pack_samples(tensors: tuple, in_dims: tuple) -> tuple[list, list]:
-    """Return the packed form of the tensors of a ragged operator, and their batch axes.
-
-    Args:
-        tensors: the tensors of the operator, of all samples.
-        in_dims: the batch axis of each tensor, or None.
-    """
+    """Return the packed form of the tensors of a ragged operator, of all samples, and their batch axes."""
     stacked_tensors = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, in_dims, strict=True)]
     dims = [None if dim is None else 0 for dim in in_dims]
     if stacked_tensors[_LENGTHS] is None:

@@ -126,12 +126,9 @@ class DecodedRows(PaddedRows):
         super().__init__(stored.data, start, length, L)
         self.stored, self.dtype, self.d = stored, dtype, d
         self.shape = torch.Size((*start.shape, L, d))
-        self.first = self._find_first_row()
-
-    def _find_first_row(self) -> int | None:
-        """Return the first row of the items if they have one length and follow each other without gaps, else None."""
         steps = self._steps()
-        return steps[0] if steps is not None and steps[1] == self.shape[2] else None
+        # The first row of the items if they have one length and follow each other without gaps, else None.
+        self.first = steps[0] if steps is not None and steps[1] == L else None
 
     def _index(self, part: tuple[slice, slice, slice]) -> tuple[Tensor | slice, tuple[int, ...]]:
         """Return the rows of a part, as indices or a slice, and the shape of the part."""
@@ -147,11 +144,7 @@ class DecodedRows(PaddedRows):
 
     def __getitem__(self, part: tuple[slice, slice, slice]) -> Tensor:
         rows, shape = self._index(part)
-        return self._decode(rows).to(self.dtype).view(*shape, -1)
-
-    def _decode(self, rows: Tensor | slice, out: Tensor | None = None) -> Tensor:
-        """Dequantize rows to fp32."""
-        return self.stored.decode(rows, self.d, out)
+        return self.stored.decode(rows, self.d).to(self.dtype).view(*shape, -1)
 
     def copy_into(self, target: Tensor, part: tuple[slice, slice, slice]) -> None:
         """Decode rows into ``[batches, slices, documents of a slice, tokens, d]``.
@@ -159,7 +152,7 @@ class DecodedRows(PaddedRows):
         If each document fills an fp32 slice, the rows are decoded without an intermediate copy.
         """
         if target.shape[2] == 1 and target.is_contiguous() and target.dtype == torch.float32:
-            self._decode(self._index(part)[0], target.view(-1, self.d))
+            self.stored.decode(self._index(part)[0], self.d, target.view(-1, self.d))
         else:
             copy_grouped(target, self[part])
 
@@ -206,11 +199,8 @@ class PairSegments:
             self.query = torch.arange(r.queries, device=r.Q.device).repeat_interleave(r.columns)
             is_valid = is_valid & self.q_valid[self.query]
         self.q_length = torch.where(self.q_valid, self.q_length, 0)
-        self.start, self.length, self.valid = (
-            torch.where(is_valid, start, 0),
-            torch.where(is_valid, length, 0),
-            is_valid,
-        )
+        self.start, self.length = torch.where(is_valid, start, 0), torch.where(is_valid, length, 0)
+        self.valid = is_valid
 
     def has_kept_tokens(self) -> Tensor:
         """Return whether each query keeps a token, bool ``[Nq]``."""

@@ -56,12 +56,7 @@ class SoftForward(SliceForward):
     def _score(
         self, b: slice, x: slice, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel, best: Tensor
     ) -> None:
-        shape, tokens = self.shape, self.tokens
-        S = self._mask_overlaps(start, documents, views, panel)
-        if shape.documents * tokens < shape.rows:
-            S = S[:, : shape.documents * tokens]
-        if shape.documents > 1:
-            S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
+        S, best = self._split_documents(self._mask_overlaps(start, documents, views, panel), best)
         m = _replace_infinities(S.amax(-2))
         lse = S.sub_(m.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(m)
         best.copy_(lse if start == 0 else self._merge(best, lse))
@@ -164,11 +159,14 @@ class SoftBackward:
         """Return tokens ``[batches, n, d]`` and their mask; masked tokens are 0, others are normalized on request."""
         layout = self.layout
         tokens, mask = (layout.Q, layout.q_mask) if of_queries else (layout.D, layout.d_mask)
-        x = tokens[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
-        keep = None if mask is None else mask[tuple(piece)].flatten(1, 2)
+        x, keep = self._read(tokens, piece), None if mask is None else mask[tuple(piece)].flatten(1, 2)
         if keep is not None:
             x = torch.where(keep.unsqueeze(-1), x, 0)
         return (x / compute_row_norms(x) if self.normalize else x), keep
+
+    def _read(self, tokens: Tensor, piece: Piece) -> Tensor:
+        """Return a piece of ``tokens [B, items, L, d]`` as ``[batches, n, d]`` in the computing dtype."""
+        return tokens[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
 
     def _load_rows(self, query: Piece, documents: slice) -> tuple[Tensor, Tensor]:
         """Return soft maxima and gradients of scores, ``[batches, items, rows]``, 0 if there is no maximum."""
@@ -226,22 +224,20 @@ class SoftBackward:
         if total is not None:
             if w is not None:
                 total = total * w.unsqueeze(-1)
-            self._write(self.grad_Q, self.layout.Q.shape, query, self._backpropagate_norms(total, query, True))
+            self._write_tokens(self.grad_Q, self.layout.Q, query, total)
 
     def _differentiate_maxima(self, query: Piece, documents: list[Piece]) -> Tensor:
         """Return the gradients of q_weight, which sum ``g * lse`` over documents."""
         blocks = (self._load_rows(query, document.items) for document in documents if document.tokens.start == 0)
         return sum_tensors(torch.where(g == 0, 0, g * lse).sum(1) for lse, g in blocks)
 
-    def _backpropagate_norms(self, total: Tensor, piece: Piece, of_queries: bool) -> Tensor:
-        """Propagate `total` through the norms of its tokens; 0 for tokens with zero gradient, which may hold NaN."""
-        if not self.normalize:
-            return total
-        tokens = (
-            (self.layout.Q if of_queries else self.layout.D)[tuple(piece)].flatten(1, 2).contiguous().to(self.dtype)
-        )
-        has_gradient = (total != 0).any(-1, keepdim=True)
-        return torch.where(has_gradient, backpropagate_norm(total, torch.where(has_gradient, tokens, 0)), 0)
+    def _write_tokens(self, target: Tensor, tokens: Tensor, piece: Piece, total: Tensor) -> None:
+        """Write `total`, propagated through the norms of its tokens on request, as the gradient of a piece."""
+        if self.normalize:
+            has_gradient = (total != 0).any(-1, keepdim=True)  # other tokens may hold NaN
+            rows = torch.where(has_gradient, self._read(tokens, piece), 0)
+            total = torch.where(has_gradient, backpropagate_norm(total, rows), 0)
+        self._write(target, tokens.shape, piece, total)
 
     @staticmethod
     def _write(target: Tensor, shape: torch.Size, piece: Piece, values: Tensor) -> None:
@@ -254,9 +250,7 @@ class SoftBackward:
             for document in documents:
                 document = document._replace(batches=batches)
                 total = sum_tensors(self._sum_queries(query._replace(batches=batches), document) for query in queries)
-                self._write(
-                    self.grad_D, self.layout.D.shape, document, self._backpropagate_norms(total, document, False)
-                )
+                self._write_tokens(self.grad_D, self.layout.D, document, total)
 
     def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
         """Compute the contribution of a piece of queries to a piece of document tokens."""

@@ -130,12 +130,6 @@ class DenseBackward:
         g = self.layout.pairs[query.batches, documents, query.items].unsqueeze(-1)
         return argmax, exists, torch.where(exists, g, 0)
 
-    def _apply_weights(self, g: Tensor, query: Piece) -> Tensor:
-        """Return the gradients of the maximum similarities; NaN if there is no argmax and the weight is NaN."""
-        if self.layout.q_weight is None:
-            return g
-        return g * self.layout.q_weight[query.batches, None, query.items, query.tokens]
-
     def _query_rows(self, query: Piece) -> Tensor:
         """Return query tokens ``[b * y * s, d]`` in the computing dtype, normalized on request; a view if possible."""
         rows = self.layout.Q[tuple(query)].to(self.dtype).reshape(-1, self.d).contiguous()
@@ -231,7 +225,8 @@ class DenseBackward:
     def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
         """Compute ``sum_{y,s} g[b, x, y] * w[b, y, s] * Q[b, y, s]`` over argmax ``t``, as ``[b * x * t, d]``."""
         argmax, exists, g = self._argmax(query, document.items)
-        weight = self._apply_weights(g, query).flatten()
+        if self.layout.q_weight is not None:  # the product is NaN if there is no argmax and the weight is NaN
+            g = g * self.layout.q_weight[query.batches, None, query.items, query.tokens]
         batches, items, tokens = document.counts()
         if tokens < self.Ld:
             exists &= (argmax >= document.tokens.start) & (argmax < document.tokens.stop)
@@ -248,7 +243,7 @@ class DenseBackward:
         source = order.remainder(sources)
         if batches > 1:
             source += order.div(items * sources, rounding_mode="floor").mul_(sources)
-        return sum_bags(self._query_rows(query), source, weight[order], bounds)[:rows]
+        return sum_bags(self._query_rows(query), source, g.flatten()[order], bounds)[:rows]
 
     def _finish(self, piece: Piece, total: Tensor, of_queries: bool) -> None:
         """Write the gradients of a piece of tokens, given their sums before weights and norms."""

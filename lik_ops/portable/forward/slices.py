@@ -227,19 +227,24 @@ class SliceForward(PortableForward):
         self, b: slice, x: slice, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel, best: Tensor
     ) -> None:
         """Run one bmm, and update `best` ``[documents, columns]`` and the argmax."""
-        shape, tokens = self.shape, self.tokens
         S = self._products(documents, views, panel)
         if self.layout.argmax is not None:
-            self._keep_argmax(b, x, start, panel, best, *reduce_maxima(S, tokens))
+            self._keep_argmax(b, x, start, panel, best, *reduce_maxima(S, self.tokens))
             return
-        if shape.documents * tokens < shape.rows:
-            S = S[:, : shape.documents * tokens]
-        if shape.documents > 1:
-            S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
+        S, best = self._split_documents(S, best)
         if start == 0:
             torch.amax(S, -2, out=best)
         else:
             torch.maximum(best, S.amax(-2), out=best)
+
+    def _split_documents(self, S: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+        """Return similarities ``[..., tokens, columns]`` and the view of `best` that receives their reduced tokens."""
+        shape, tokens = self.shape, self.tokens
+        if shape.documents * tokens < shape.rows:
+            S = S[:, : shape.documents * tokens]
+        if shape.documents > 1:
+            S, best = S.unflatten(1, (-1, tokens)), best.unflatten(0, (-1, shape.documents))
+        return S, best
 
     def _products(self, documents: Tensor, views: _BlockViews, panel: QueryPanel) -> Tensor:
         """Compute similarities ``[used, rows, columns]``, -inf for masked tokens."""

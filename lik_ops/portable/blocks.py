@@ -227,21 +227,11 @@ def split_to_fit(total: int, bytes_each: int, room: int) -> Iterator[slice]:
 def split_argmax_to_fit(
     queries: int, documents: int, bytes_each: int, room: int, candidates: bool, needs: Sequence[bool]
 ) -> Iterator[tuple[slice, slice, list[bool]]]:
-    """Split a backward into parts of queries and documents whose argmax fits `room` bytes.
+    """Yield parts of queries and documents, and the gradients of Q, D and q_weight that a part completes.
 
-    Candidates belong to their query. In the cross product a query needs all documents, and a document needs all
-    queries. If the call is split, the argmax is computed twice, and no gradient is a sum of parts.
-
-    Args:
-        queries: number of queries.
-        documents: number of documents, or of candidates of a query.
-        bytes_each: argmax bytes of a query and a document.
-        room: bytes of a part.
-        candidates: whether each query has its own documents.
-        needs: the wanted gradients of Q, D and q_weight.
-
-    Yields:
-        Queries, documents, and the gradients that the part completes.
+    The argmax of a part, with `bytes_each` for a query and a document, fits `room` bytes. Candidates belong to their
+    query. In the cross product a query needs all documents, and a document needs all queries. If the call is split, the
+    argmax is computed twice, and no gradient is a sum of parts.
     """
     if queries * documents * bytes_each <= room:
         yield slice(0, queries), slice(0, documents), list(needs)
@@ -280,12 +270,8 @@ def cut_pieces(
 ) -> Iterator[Piece]:
     """Cut ``[batches, items, tokens]`` into pieces of at most `limit` tokens, at least one token each.
 
-    Args:
-        sizes: numbers of batches, items and tokens.
-        limit: tokens of a piece.
-        max_batches: at most so many batches in a piece; None for no bound.
-        item_multiple: use multiples of so many items if they fit.
-        pad: the tokens of a batch are rounded up to a multiple of it before they are compared with `limit`.
+    A piece has at most `max_batches` batches, and a multiple of `item_multiple` items if they fit. The tokens of a
+    batch are rounded up to a multiple of `pad` before they are compared with `limit`.
     """
     batches, items, tokens = sizes
     token_step = max(1, min(tokens, limit))

@@ -38,22 +38,10 @@ def backward_lowmem(
     needs: list[bool],
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of `Q`, `D` and `q_weight`.
+    """Return the results of `lik::maxsim_bwd_lowmem`. An `argmax` of None is computed again.
 
-    Args:
-        grad_scores: ``[Nq, Nd]`` or ``[Nq, K]``.
-        Q: ``[Nq, Lq, d]``.
-        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``. Documents may be int8 if `scale` and `argmax` are given.
-        argmax: ``[Nd, Nq, Lq]`` or ``[Nq, K, Lq]``; None computes it again.
-        q_mask: bool, the shape of Q without d, or None.
-        d_mask: bool, the shape of D without d, or None.
-        q_weight: the shape of Q without d, or None.
-        normalize: whether tokens are divided by their norms.
-        needs: whether the gradients of Q, D and q_weight are wanted.
-        scale: scales of int8 documents, the shape of D without d.
-
-    Returns:
-        The three gradients, each ``[0]`` if it is not wanted. The gradient of int8 documents has the dtype of Q.
+    Documents may be int8 if `argmax` and `scale` are given, their scales in the shape of D without d. Their gradient
+    has the dtype of Q.
     """
     if argmax is None:
         argmax = forward(Q, D, q_mask, d_mask, q_weight, normalize, choose_argmax_dtype(D.shape[-2]))[1]

@@ -41,17 +41,9 @@ def allocate_outputs(
 ) -> tuple[Tensor, Tensor, bool]:
     """Allocate the outputs, and fill them if there is nothing to multiply.
 
-    Args:
-        Q: ``[Nq, Lq, d]``.
-        D: ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]``.
-        q_mask: bool ``[Nq, Lq]``, or None.
-        dtype: dtype of the second output.
-        keep: whether the second output is wanted.
-        nothing: fill value of the second output.
-
     Returns:
-        Scores, a tensor with a value for each query token and document (``[0]`` unless `keep`), and whether both are
-        filled.
+        Scores, a tensor of `dtype` with a value for each query token and document (``[0]`` unless `keep`), and whether
+        both are filled, the second one with `nothing`.
     """
     cross = D.dim() == 3
     (Nq, Lq, _), Ld = Q.shape, D.shape[-2]

@@ -43,14 +43,8 @@ FEW_COLUMNS_BY_DTYPE = {torch.float32: 16, torch.float64: 12}  # columns, if a m
 def has_slice_bits(rows: int, columns: int, d: int, dtype: torch.dtype, turned: bool = False) -> bool:
     """Return whether products of this shape have the bits of the slices of `choose_slice_shape` on this machine.
 
-    Kernels that add in another order round most similarities of random tokens differently.
-
-    Args:
-        rows: rows of the product.
-        columns: columns of the product.
-        d: features of a token.
-        dtype: dtype of the product.
-        turned: whether rows are query tokens, not document tokens.
+    Kernels that add in another order round most similarities of random tokens differently. If `turned`, rows are query
+    tokens, not document tokens.
     """
     step = STEPS[dtype][1]
     if rows >= MIN_ROWS and columns % step == 0 and not turned:

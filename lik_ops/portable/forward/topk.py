@@ -66,15 +66,9 @@ def select_columns_by_blocks(scores: Tensor, top_k: int) -> Tensor:
 
 
 def select_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) -> Tensor:
-    """Return the columns ``[Nq, k]`` of the best scores.
+    """Return the columns int64 ``[Nq, k]`` of the best of ``scores [Nq, n]``, in order, where k is at most n.
 
-    Args:
-        scores: ``[Nq, n]``.
-        top_k: k, clamped to n.
-        columns: the column of each score, ``[Nq, n]``, ascending if scores are fp64. None for 0 to n - 1.
-
-    Returns:
-        int64 ``[Nq, k]``, in order.
+    `columns` are the columns of the scores ``[Nq, n]``, ascending if scores are fp64. None stands for 0 to n - 1.
     """
     k, n, device = min(top_k, scores.shape[1]), scores.shape[1], scores.device
     keys = _to_sortable_integers(scores)
@@ -91,14 +85,9 @@ def select_columns(scores: Tensor, top_k: int, columns: Tensor | None = None) ->
 
 
 def best_of_parts(received: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Compute `best` of the messages of several ranks.
+    """Return `best` of the messages of several ranks.
 
-    Args:
-        received: int64 ``[parts, 2, Nq, width]``, the bits of fp32 scores and their indices.
-        top_k: scores to keep.
-
-    Returns:
-        The scores and their indices.
+    They are int64 ``[parts, 2, Nq, width]``, the bits of fp32 scores and their indices.
     """
     scores, indices = received.permute(1, 2, 0, 3).flatten(2)
     return best(scores.int().view(torch.float32), top_k, indices)

@@ -95,7 +95,7 @@ def _make_forward_call(args: tuple) -> DenseCall:
 def _(*args):
     tensors, (_, argmax_dtype, backward) = DenseArgs(*args[:5]), args[5:]
     check_forward(_FWD, tensors, argmax_dtype, backward)
-    return fake_forward(tensors, tensors.argmax_shape(), argmax_dtype)
+    return fake_forward(tensors, argmax_dtype)
 
 
 def _unpack_backward_args(op: str, args: tuple) -> tuple[DenseArgs, Sequence[bool]]:
@@ -103,7 +103,7 @@ def _unpack_backward_args(op: str, args: tuple) -> tuple[DenseArgs, Sequence[boo
     grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, _, needs = args
     tensors = DenseArgs(Q, D, q_mask, d_mask, q_weight)
     tensors.check(op)
-    check_gradient(op, grad_scores, tensors, argmax, tensors.argmax_shape() if argmax.dim() != 1 else (0,), needs)
+    check_gradient(op, grad_scores, tensors, argmax, needs[2], recomputes=True)
     return tensors, needs
 
 

@@ -26,7 +26,7 @@ from ..formats.table import OPERAND_FORMATS, EncodedTokens, Format
 from .checks import values
 from .registration.custom import custom_op
 from .registration.family import (
-    check_forward_options,
+    check_argmax_dtype,
     check_gradient,
     fake_forward,
     fake_gradient,
@@ -86,7 +86,7 @@ def _unpack_args(args: tuple) -> tuple[tuple, EncodedTokens]:
 def _check_forward_args(tensors: tuple, stored: EncodedTokens, argmax_dtype: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all arguments fit together."""
     check_ragged_tensors(_FWD, tensors)
-    check_forward_options(_FWD, tensors[1], argmax_dtype, "auto")
+    check_argmax_dtype(_FWD, argmax_dtype, tensors[1].shape[-2])
     _check_encoded_tokens(_FWD, tensors[0], stored)
 
 
@@ -97,7 +97,7 @@ def _check_backward_args(
     check_ragged_tensors(_BWD, tensors)
     _check_encoded_tokens(_BWD, tensors[0], stored)
     c = PackedArgs.from_tensors(tensors, argmax.shape[-1] if argmax.dim() else 0)
-    check_gradient(_BWD, grad_scores, c, argmax, c.argmax_shape(), [needs[0], False, needs[1]])
+    check_gradient(_BWD, grad_scores, c, argmax, needs[1])
 
 
 def _check_encoded_tokens(op: str, Q: Tensor, stored: EncodedTokens) -> None:
@@ -185,8 +185,7 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 def _(*args):
     (tensors, encoded_tokens), (_, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
     _check_forward_args(tensors, encoded_tokens, argmax_dtype)
-    c = PackedArgs.from_tensors(tensors, max_seqlen_q)
-    return fake_forward(c, c.argmax_shape(), argmax_dtype)
+    return fake_forward(PackedArgs.from_tensors(tensors, max_seqlen_q), argmax_dtype)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_quantized_bwd"), _BWD_SCHEMA)

@@ -106,15 +106,14 @@ def _make_forward(
 def _(*args):
     tensors, (_, argmax_dtype, max_seqlen_q, backward) = args[:9], args[9:]
     _check_forward(tensors, argmax_dtype, max_seqlen_q, backward)
-    c = PackedArgs.from_tensors(tensors, max_seqlen_q)
-    return fake_forward(c, c.argmax_shape(), argmax_dtype)
+    return fake_forward(PackedArgs.from_tensors(tensors, max_seqlen_q), argmax_dtype)
 
 
 def _check_gradient(grad_scores: Tensor, tensors: Sequence, argmax: Tensor, needs: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless all arguments of the backward fit together."""
     check_ragged_tensors(_BWD, tensors)
     c = PackedArgs.from_tensors(tensors, argmax.shape[-1] if argmax.dim() else 0)
-    check_gradient(_BWD, grad_scores, c, argmax, c.argmax_shape(), needs)
+    check_gradient(_BWD, grad_scores, c, argmax, needs[2])
 
 
 @custom_op(add_op_namespace_prefix("maxsim_ragged_bwd"), _BWD_SCHEMA, (torch.Tag.nondeterministic_bitwise,))

@@ -67,7 +67,7 @@ def _(*args):
         tensors.Q.new_empty(shape, dtype=dtype)
         for shape, dtype in ((tensors.D.shape, torch.int8), (tensors.D.shape[:-1], torch.float32))
     )
-    return *fake_forward(tensors, tensors.argmax_shape(), argmax_dtype), data, scale
+    return *fake_forward(tensors, argmax_dtype), data, scale
 
 
 def _unpack_backward_args(args: tuple) -> DenseArgs:
@@ -79,7 +79,7 @@ def _unpack_backward_args(args: tuple) -> DenseArgs:
         raise TypeError(f"{_BWD}: scale: expected torch.float32, got {scale.dtype}")
     tensors = DenseArgs(Q, make_tokens_like(Q, data.shape), q_mask, None, q_weight)
     tensors.check(_BWD)
-    check_gradient(_BWD, grad_scores, tensors, argmax, tensors.argmax_shape(), needs)
+    check_gradient(_BWD, grad_scores, tensors, argmax, needs[2])
     for name, x, shape in (("data", data, data.shape), ("scale", scale, data.shape[:-1])):
         check_shape(_BWD, name, x, shape, Q.device)
     return tensors

@@ -24,14 +24,11 @@ from ...core.arguments import (
     check_weight,
     format_shape,
 )
-from ...core.segments import Shape
 from ...ops.registration.custom import custom_op
 from ...ops.registration.family import (
-    ARGMAX_DTYPES,
     check_argmax_dtype,
+    check_gradient,
     check_gradient_exists,
-    check_shape,
-    check_upstream,
     fake_forward,
     lookup_backend,
     make_raising_double_backward,
@@ -88,11 +85,6 @@ def _check_batched_args(op: str, x: HiddenArgs) -> None:
     check_dense_batched(op, x.Q, x.Q, x.q_mask, x.d_mask)
 
 
-def _get_argmax_shape(x: HiddenArgs) -> Shape:
-    """Return the shape of the argmax, ``(Nd, Nq, Lq)``."""
-    return x.H.shape[0], x.Q.shape[0], x.Q.shape[1]
-
-
 def _check_forward(x: HiddenArgs, argmax_dtype: Any) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the forward accepts these arguments."""
     _check_batched_args(_FWD, x)
@@ -126,7 +118,7 @@ def maxsim_from_hidden_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 def _(*args):
     x, argmax_dtype = HiddenArgs(*args[:7]), args[8]
     _check_forward(x, argmax_dtype)
-    return fake_forward(x, _get_argmax_shape(x), argmax_dtype)
+    return fake_forward(x, argmax_dtype)
 
 
 def _unpack_backward_args(args: tuple) -> tuple[HiddenArgs, Sequence[bool]]:
@@ -140,12 +132,8 @@ def _check_backward(args: tuple) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the backward accepts these arguments."""
     (x, needs), grad_scores, argmax = _unpack_backward_args(args), args[0], args[5]
     _check_batched_args(_BWD, x)
-    check_upstream(_BWD, "grad_scores", grad_scores, x.scores_shape(), x.Q)
-    check_shape(_BWD, "argmax", argmax, _get_argmax_shape(x) if argmax.dim() != 1 else (0,), x.Q.device)
-    if argmax.dtype not in ARGMAX_DTYPES:
-        raise TypeError(f"{_BWD}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
+    check_gradient(_BWD, grad_scores, x, argmax, needs[4], recomputes=True)
     check_gradient_exists(_BWD, "b", x.b, needs[3])
-    check_gradient_exists(_BWD, "q_weight", x.q_weight, needs[4])
 
 
 @custom_op(add_op_namespace_prefix("maxsim_from_hidden_bwd"), _BWD_SCHEMA)

@@ -59,6 +59,10 @@ class HiddenArgs(NamedTuple):
         """Return ``(Nq, Nd)``."""
         return self.Q.shape[0], self.H.shape[0]
 
+    def argmax_shape(self) -> tuple[int, int, int]:
+        """Return ``(Nd, Nq, Lq)``."""
+        return self.H.shape[0], *self.Q.shape[:2]
+
     def documents(self, documents: slice) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states and the mask of some documents."""
         return self.H[documents], None if self.d_mask is None else self.d_mask[documents]

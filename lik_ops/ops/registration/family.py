@@ -66,12 +66,12 @@ def check_argmax_dtype(op: str, argmax_dtype: Any, tokens: Any) -> None:
         raise ValueError(f"{op}: argmax_dtype: int16 cannot index {tokens} document tokens")
 
 
-def fake_forward(tensors: Any, argmax_shape: Shape, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def fake_forward(tensors: Any, argmax_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Return empty scores and an empty argmax with the right shapes. Without `argmax_dtype` its size is [0]."""
     scores = tensors.Q.new_empty(tensors.scores_shape(), dtype=score_dtype(tensors.Q.dtype))
     if argmax_dtype is None:
         return scores, tensors.Q.new_empty(0, dtype=torch.int32)
-    return scores, tensors.Q.new_empty(argmax_shape, dtype=argmax_dtype)
+    return scores, tensors.Q.new_empty(tensors.argmax_shape(), dtype=argmax_dtype)
 
 
 def check_shape(op: str, name: str, t: Tensor, expected: Shape, device: torch.device) -> None:
@@ -97,23 +97,19 @@ def check_gradient_exists(op: str, name: str, x: Tensor | None, need: bool) -> N
 
 
 def check_gradient(
-    op: str,
-    grad_scores: Tensor,
-    tensors: DenseArgs | PackedArgs,
-    argmax: Tensor,
-    argmax_shape: Shape,
-    needs: Sequence[bool],
+    op: str, grad_scores: Tensor, tensors: Any, argmax: Tensor, needs_weight: bool, recomputes: bool = False
 ) -> None:
     """Raise ValueError or TypeError, naming the argument, unless a backward accepts these arguments.
 
-    The caller has checked `tensors`.
+    The caller has checked `tensors`. If the backward `recomputes` the argmax, its size may be [0].
     """
     Q = tensors.Q
     check_upstream(op, "grad_scores", grad_scores, tensors.scores_shape(), Q)
+    argmax_shape = (0,) if recomputes and argmax.dim() == 1 else tensors.argmax_shape()
     check_shape(op, "argmax", argmax, argmax_shape, Q.device)
     if argmax.dtype not in ARGMAX_DTYPES:
         raise TypeError(f"{op}: argmax: expected int16, int32 or int64, got {argmax.dtype}")
-    check_gradient_exists(op, "q_weight", tensors.q_weight, needs[2])
+    check_gradient_exists(op, "q_weight", tensors.q_weight, needs_weight)
 
 
 def fake_gradient(tensors: DenseArgs | PackedArgs, needs: Sequence[bool]) -> tuple[Tensor, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,8 +101,8 @@ def pool_tokens(
     if tokens.numel() and not torch.stack(tokens.detach().aminmax()).isfinite().all():
         raise ValueError(f"{_OP}: D: expected finite tokens, got NaN or infinity")
     with torch.no_grad():
-        clustering = _Clustering.create(tokens.device, method, metric)
-        labels, cu_seqlens = _label_tokens(tokens.detach(), lengths, factor, num_protected, clustering)
+        find_clusters = _choose_clustering(tokens.device, method, metric)
+        labels, cu_seqlens = _label_tokens(tokens.detach(), lengths, factor, num_protected, find_clusters)
         order = labels.argsort(stable=True)
         sizes = labels.bincount(minlength=int(cu_seqlens[-1]))
     pooled = tokens.to(score_dtype(tokens.dtype))[order]
@@ -165,37 +165,29 @@ def _check_documents(D: Any, spelled: str, rank: int) -> None:
         raise ValueError(f"{_OP}: D: expected {spelled}, got {format_shape(D)}")
 
 
-class _Clustering(NamedTuple):
-    method: str
-    metric: str
-    ward: clusters.WardClustering | None  # for the hierarchical method
+def _choose_clustering(device: torch.device, method: str, metric: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a function of padded tokens, lengths and counts that returns the cluster of each token. See `clusters`.
 
-    @classmethod
-    def create(cls, device: torch.device, method: str, metric: str) -> _Clustering:
-        """Return a clustering for documents on a device.
+    The padding of tokens must be zero. Distances are fp64, whatever the dtype of the tokens is. The kernels of the
+    hierarchical method compute in fp64.
+    """
+    if method == "sequential":
+        return clusters.find_sequential_clusters
+    if method == "kmeans":
+        return clusters.find_kmeans_clusters
+    ward = select_backend(device, torch.float32).WardClustering(device)
+    measure = clusters.measure_cosine if metric == "cosine" else clusters.measure_rows
 
-        Distances are fp64, whatever the dtype of the tokens is. The kernels of the hierarchical method compute in fp64.
-        """
-        if method != "hierarchical":
-            return cls(method, metric, None)
-        return cls(method, metric, select_backend(device, torch.float32).WardClustering(device))
+    def find_hierarchical_clusters(tokens: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+        measure(tokens, out=ward.reserve(*tokens.shape[:2]))
+        return ward.find_clusters(lengths, counts)
 
-    def find(self, tokens: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
-        """Return the cluster of each token ``[B, n]`` of padded documents ``[B, n, d]``, whose padding is zero."""
-        B, n, _ = tokens.shape
-        if self.method == "sequential":
-            return clusters.find_sequential_clusters(lengths, counts, n)
-        if self.method == "kmeans":
-            return clusters.find_kmeans_clusters(tokens, lengths, counts)
-        assert self.ward is not None
-        measure = clusters.measure_cosine if self.metric == "cosine" else clusters.measure_rows
-        measure(tokens, out=self.ward.reserve(B, n))
-        return self.ward.find_clusters(lengths, counts)
+    return find_hierarchical_clusters
 
 
 @limit_threads
 def _label_tokens(
-    tokens: Tensor, lengths: list[int], factor: float, num_protected: int, clustering: _Clustering
+    tokens: Tensor, lengths: list[int], factor: float, num_protected: int, find_clusters: Callable
 ) -> tuple[Tensor, Tensor]:
     """Return the row of the result to which each token contributes ``[T]``, and the bounds of the result."""
     device = tokens.device
@@ -218,7 +210,7 @@ def _label_tokens(
         padded = tokens.index_select(0, rows.flatten()).view(*rows.shape, tokens.shape[1]).double()
         if unprotected_lengths[batch[-1]] < len(positions):  # documents are in descending order of their lengths
             padded.masked_fill_(~is_token[..., None], 0)
-        token_clusters = clustering.find(padded, n_unprotected[at], n_clusters[at])
+        token_clusters = find_clusters(padded, n_unprotected[at], n_clusters[at])
         labels[rows[is_token]] = (token_clusters + (n_tokens - n_unprotected)[at, None])[is_token]
         n_outputs[at] = (n_tokens - n_unprotected)[at] + token_clusters.masked_fill(~is_token, -1).amax(1) + 1
     cu_seqlens = torch.nn.functional.pad(n_outputs.cumsum(0), (1, 0))

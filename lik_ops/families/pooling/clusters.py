@@ -21,9 +21,9 @@ _FAR = 1e200  # the squared distance of padding, and of a cluster to itself; fin
 _COST_MARGIN = 1e-9
 
 
-def find_sequential_clusters(lengths: Tensor, counts: Tensor, n: int) -> Tensor:
+def find_sequential_clusters(tokens: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
     """Split each document into runs of consecutive tokens, whose lengths differ by at most one."""
-    return torch.arange(n, device=lengths.device) * counts[:, None] // lengths.clamp(min=1)[:, None]
+    return torch.arange(tokens.shape[1], device=lengths.device) * counts[:, None] // lengths.clamp(min=1)[:, None]
 
 
 def find_kmeans_clusters(tokens: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:

@@ -195,8 +195,8 @@ def check_document_offsets(op: str, cu_seqlens_d: Any, device: torch.device) -> 
         raise ValueError(f"{op}: cu_seqlens_d: expected the device of D, {device}, or cpu, got {cu_seqlens_d.device}")
 
 
-def _check_operator_args(op: str, s: SearchArgs) -> None:
-    """Raise ValueError or TypeError, naming the argument, unless the operator accepts these arguments."""
+def check_operator_args(op: str, s: SearchArgs) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless the operator `op` accepts these arguments."""
     check_search_args(op, s, must_cover=False)
     check_dense_batched(op, s.Q, s.D if s.cu_seqlens_d is None else s.D.unsqueeze(0), s.q_mask, s.d_mask)
 
@@ -278,9 +278,9 @@ def _run_search(s: SearchArgs) -> ScoresAndIndices:
     offset = 0
     for scores in _iterate_dense_scores(s) if s.cu_seqlens_d is None else _iterate_packed_scores(s, s.cu_seqlens_d):
         top_scores, columns = select_first(scores, s.top_k)
-        best = (
-            (top_scores, columns) if best is None else merge_parts([best, (top_scores, columns.add_(offset))], s.top_k)
-        )
+        if best is not None:
+            top_scores, columns = merge_parts([best, (top_scores, columns.add_(offset))], s.top_k)
+        best = top_scores, columns
         offset += scores.shape[1]
     if best is None:
         empty = s.Q.new_empty((s.Q.shape[0], 0), dtype=score_dtype(s.Q.dtype))
@@ -310,7 +310,7 @@ def maxsim_topk(*args: Any) -> tuple[Tensor, Tensor]:
         indices int64. NaN comes first, and equal scores are ordered by document.
     """
     s = SearchArgs(*args)
-    _check_operator_args(_NAME, s)
+    check_operator_args(_NAME, s)
     reject_derivatives(_NAME, s.Q, s.D, s.q_weight)
     return _run_search(s)
 
@@ -318,7 +318,7 @@ def maxsim_topk(*args: Any) -> tuple[Tensor, Tensor]:
 @maxsim_topk.register_fake
 def _(*args):
     s = SearchArgs(*args)
-    _check_operator_args(_NAME, s)
+    check_operator_args(_NAME, s)
     shape = (s.Q.shape[0], torch.sym_min(s.top_k, s.documents))
     return s.Q.new_empty(shape, dtype=score_dtype(s.Q.dtype)), s.Q.new_empty(shape, dtype=torch.int64)
 

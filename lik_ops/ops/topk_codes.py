@@ -21,7 +21,6 @@ from ..core.arguments import (
     INDEX_DTYPES,
     as_bool,
     check_count,
-    check_dense_batched,
     check_device,
     check_tensor,
     require,
@@ -114,37 +113,28 @@ def _check_operator_args(s: CodeSearchArgs) -> None:
     )
     D = make_tokens_like(s.Q, (*s.codes.shape, s.Q.shape[-1]))
     search_args = SearchArgs(s.Q, D, s.q_mask, s.d_mask, s.cu_seqlens_d, s.q_weight, s.normalize, s.top_k, None)
-    topk.check_search_args(_NAME, search_args, must_cover=False)
-    check_dense_batched(_NAME, s.Q, D if s.cu_seqlens_d is None else D.unsqueeze(0), s.q_mask, s.d_mask)
+    topk.check_operator_args(_NAME, search_args)
     if s.n_probe is not None:
         check_count(_NAME, "n_probe", s.n_probe, 1)
 
 
-def _copy_offsets(s: CodeSearchArgs) -> CodeSearchArgs:
-    """Return the arguments with contiguous codes of packed documents, and their offsets on the device."""
-    if s.cu_seqlens_d is None:
-        return s
-    return s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
+def _run_search(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAndIndices:
+    """Search all documents, or the chosen ones, for some queries at a time, so that products fit `_MAX_TABLE_BYTES`.
 
-
-def _count_fitting_queries(s: CodeSearchArgs) -> int:
-    """Return the number of queries whose products fit `_MAX_TABLE_BYTES`, at least 1."""
-    return max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1))
-
-
-def _run_search(s: CodeSearchArgs) -> ScoresAndIndices:
-    """Search for some queries at a time, so that their products fit `_MAX_TABLE_BYTES`."""
-    s, step = _copy_offsets(s), _count_fitting_queries(s)
+    Queries with their own documents, ``chosen [Nq, K]``, are searched one at a time.
+    """
+    if s.cu_seqlens_d is not None:
+        s = s._replace(codes=s.codes.contiguous(), cu_seqlens_d=s.cu_seqlens_d.to(s.Q.device, non_blocking=True))
+    is_shared = chosen is None or chosen.dim() == 1
+    step = max(1, _MAX_TABLE_BYTES // max(4 * s.centroids.shape[0] * s.Q.shape[1], 1)) if is_shared else 1
     parts = [slice(begin, begin + step) for begin in range(0, max(len(s.Q), 1), step)]
-    results = [_search_queries(s.of_queries(part)) for part in parts]
+    documents = [chosen if chosen is None or is_shared else chosen[part].flatten() for part in parts]
+    results = [_search_queries(s.of_queries(part), some) for part, some in zip(parts, documents, strict=True)]
     return results[0] if len(results) == 1 else (torch.cat([x[0] for x in results]), torch.cat([x[1] for x in results]))
 
 
-def _search_queries(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAndIndices:
-    """Return the best documents of queries whose products with the centroids exist at once.
-
-    With ``chosen [K]``, the indices count from its first column.
-    """
+def _search_queries(s: CodeSearchArgs, chosen: Tensor | None) -> ScoresAndIndices:
+    """Return the best documents, or of ``chosen [K]``, of queries whose products with the centroids exist at once."""
     backend, documents = backends.select_backend(s.Q.device, s.Q.dtype), s.documents if chosen is None else len(chosen)
     (table, weight, probe_mask), is_nonfinite = _make_score_table(s)
     empty = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)
@@ -156,10 +146,10 @@ def _search_queries(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAn
         if chosen is not None:
             scores.masked_fill_(chosen[begin:end] < 0, -torch.inf)
         top_scores, columns = topk.select_first(scores, s.top_k)
-        best = topk.merge_parts(
-            [best, (top_scores, columns.add_(begin))] if begin else [(top_scores, columns)], s.top_k
-        )
-    return best
+        if begin:
+            top_scores, columns = topk.merge_parts([best, (top_scores, columns.add_(begin))], s.top_k)
+        best = top_scores, columns
+    return best if chosen is None else (best[0], chosen[best[1]])
 
 
 @torch.no_grad()
@@ -169,15 +159,7 @@ def search_chosen(s: CodeSearchArgs, chosen: Tensor) -> ScoresAndIndices:
     The indices `chosen` are int64 ``[K]``, or ``[Nq, K]`` for each query, ascending, with -1 for none at the end. The
     results are ``[Nq, min(top_k, K)]``, with -1 and ``-inf`` for missing documents.
     """
-    s = _copy_offsets(s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask)))
-    step = _count_fitting_queries(s) if chosen.dim() == 1 else 1
-    results = []
-    for begin in range(0, max(len(s.Q), 1), step):
-        candidates = chosen if chosen.dim() == 1 or not len(chosen) else chosen[begin]
-        candidates = candidates.flatten()
-        scores, columns = _search_queries(s.of_queries(slice(begin, begin + step)), candidates)
-        results.append((scores, candidates[columns]))
-    return torch.cat([x[0] for x in results]), torch.cat([x[1] for x in results])
+    return _run_search(s._replace(q_mask=as_bool(s.q_mask), d_mask=as_bool(s.d_mask)), chosen)
 
 
 def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensor]:
@@ -189,7 +171,10 @@ def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor |
     keep = torch.ones(s.Q.shape[:2], dtype=torch.bool, device=s.Q.device) if s.q_mask is None else s.q_mask
     # Masked rows may hold NaN. The tensor is made contiguous, because the order of sums depends on strides.
     Q = torch.where(keep.unsqueeze(-1), s.Q, 0).contiguous()
-    Q = (_normalize_rows(Q.float()) if s.normalize else Q).to(s.centroids.dtype)
+    if s.normalize:  # unlike torch.nn.functional.normalize, with bits that do not depend on the number of rows
+        Q = Q.float()
+        Q = Q / compute_row_norms(Q)
+    Q = Q.to(s.centroids.dtype)
     products = multiply_by_rows(Q.flatten(0, 1), s.centroids.contiguous().t()).unflatten(0, Q.shape[:2]).float()
     probe_mask = None
     if s.n_probe is not None and s.n_probe < s.centroids.shape[0]:
@@ -199,11 +184,6 @@ def _make_score_table(s: CodeSearchArgs) -> tuple[tuple[Tensor, Tensor, Tensor |
     weight = keep.float() if s.q_weight is None else torch.where(keep, s.q_weight.float(), 0)
     is_nonfinite = ((Q * 0).sum((1, 2)) + (weight * 0).sum(1)).isnan().unsqueeze(1)
     return (products.transpose(1, 2), weight.contiguous(), probe_mask), is_nonfinite
-
-
-def _normalize_rows(rows: Tensor) -> Tensor:
-    """Return `torch.nn.functional.normalize` of each row, with bits that do not depend on the number of rows."""
-    return rows / compute_row_norms(rows)
 
 
 @custom_op(add_op_namespace_prefix("maxsim_topk_codes"), _SCHEMA)

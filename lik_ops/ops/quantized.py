@@ -172,10 +172,8 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         ``(scores, argmax)`` with the shapes and dtypes of ``lik::maxsim_ragged_fwd``.
     """
     (tensors, encoded_tokens), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
-    lookup_args, options = args[:_FIRST_OPTION], args[_FIRST_OPTION:]
-    backend = lookup_backend(
-        _FWD, lookup_args, options, args[0], _check_forward_args, tensors, encoded_tokens, argmax_dtype
-    )
+    check_args = tensors, encoded_tokens, argmax_dtype
+    backend = lookup_backend(_FWD, args, (), args[0], _check_forward_args, *check_args)
     values.check_ragged(_FWD, tensors, max_seqlen_q)
     functional.reject_forward_ad(args[0], tensors[8])
     return backend.forward_quantized(tensors, encoded_tokens, normalize, argmax_dtype, max_seqlen_q)

@@ -29,8 +29,8 @@ _FWD = add_op_namespace_prefix("maxsim_token_topk_fwd")
 _log = logging.getLogger("lik_ops")
 
 
-def _check_and_select(args: tuple) -> DenseArgs:
-    """Check the arguments and return their tensors."""
+def _unpack_args(args: tuple) -> DenseArgs:
+    """Return the validated tensors of a call."""
     x, top_k = DenseArgs(*args[:5]), args[5]
     x.check(_FWD)
     if top_k < 1:
@@ -53,7 +53,7 @@ def maxsim_token_topk_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         argmax is int32 ``[top_k, Nd, Nq, Lq]``, or ``[top_k, Nq, K, Lq]`` for candidates, best first. It is -1 after
         the last kept token of a document. Without `keep` its size is [0].
     """
-    x, (top_k, normalize, keep) = _check_and_select(args), args[5:]
+    x, (top_k, normalize, keep) = _unpack_args(args), args[5:]
     functional.reject_forward_ad(x.Q, x.D, x.q_weight)
     if x.Q.device.type != "cpu":
         _log.debug("%s on %s: by plain torch, there is no kernel", _FWD, x.Q.device)
@@ -62,7 +62,7 @@ def maxsim_token_topk_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 @maxsim_token_topk_fwd.register_fake
 def _(*args):
-    x, (top_k, _, keep) = _check_and_select(args), args[5:]
+    x, (top_k, _, keep) = _unpack_args(args), args[5:]
     argmax = x.Q.new_empty((top_k, *x.argmax_shape()) if keep else (0,), dtype=torch.int32)
     return x.Q.new_empty(x.scores_shape(), dtype=score_dtype(x.Q.dtype)), argmax
 

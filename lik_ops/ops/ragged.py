@@ -27,7 +27,6 @@ from .registration.family import (
     make_raising_double_backward,
     register_autograd,
 )
-from .registration.gradients import is_unified
 from .stack import batching_ragged, functional
 
 _TENSORS = (
@@ -150,7 +149,7 @@ def _call_backward(grad_scores, tensors, argmax, options, needs):
     if argmax_dtype is None:  # the forward saved no argmax
         dtype = choose_argmax_dtype(PackedArgs.from_tensors(tensors, max_seqlen_q).Td)
         argmax = lik.maxsim_ragged_fwd(*tensors, normalize, dtype, max_seqlen_q, "auto")[1]
-    return lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, is_unified(backward), needs)
+    return lik.maxsim_ragged_bwd(grad_scores, *tensors, argmax, normalize, backward == "unified", needs)
 
 
 register_autograd(maxsim_ragged_fwd, RaggedArgs, _call_backward)

@@ -29,7 +29,7 @@ from .registration.family import (
     make_raising_double_backward,
     register_autograd,
 )
-from .registration.gradients import is_unified, plan_backward
+from .registration.gradients import plan_backward
 from .stack import batching, functional
 
 _FWD_SCHEMA = (
@@ -126,7 +126,7 @@ def _select_saved(inputs: Sequence, output: Sequence) -> tuple:
 def _call_backward(grad_scores, tensors, argmax, options, needs):
     Q, data, scale, q_mask, q_weight = tensors
     normalize, _, backward = options
-    unified = is_unified(backward)
+    unified = backward == "unified"
     return lik.maxsim_bwd_int8(grad_scores, Q, data, scale, argmax, q_mask, q_weight, normalize, unified, needs)
 
 

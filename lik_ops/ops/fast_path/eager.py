@@ -35,15 +35,9 @@ from .watchers import (
     make_rowless_key,
 )
 
-_ARG_TYPES = (
-    Tensor,
-    Tensor,
-    *[Tensor | None] * 3,
-    bool,
-    str,
-    bool,
-)  # types of the arguments of `try_maxsim`; other types use the operator
-_fp32, _is_grad_enabled, _is_compiling = torch.float32, torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
+# Types of the arguments of `try_maxsim`. Other types use the operator.
+_ARG_TYPES = (Tensor, Tensor, *[Tensor | None] * 3, bool, str, bool)
+_is_grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_dynamo_compiling
 
 
 def try_maxsim(

@@ -14,7 +14,7 @@ from ..._ops import ops as lik
 from ...core.arguments import add_batch_axes, as_bool, choose_argmax_dtype
 from ...core.segments import PackedArgs
 from ...core.settings import get_requested_backend, use_backend
-from ..registration.gradients import choose_backward, is_unified
+from ..registration.gradients import choose_backward
 from .watchers import is_backward_direct
 
 _log = logging.getLogger("lik_ops")
@@ -160,7 +160,7 @@ class PackedCall(EagerCall):
 
     def gradients(self, grad_scores: Tensor, inputs: tuple, needs: list[bool], argmax: Tensor | None) -> tuple:
         """Return the gradients of Q, D and q_weight."""
-        c, unified = PackedArgs._make(inputs), is_unified(self.backward)
+        c, unified = PackedArgs._make(inputs), self.backward == "unified"
         if argmax is None:  # recompute it
             _, argmax = self.backend.ragged_plan(c, self.normalize, choose_argmax_dtype(c.Td)).forward(c)
         if is_backward_direct(grad_scores, c.Q, c.D):

@@ -17,7 +17,7 @@ _KEYS, _Key = torch._C._dispatch_keys, torch._C.DispatchKey
 # The C function of the method, which costs a third less time.
 _get_key_bits = getattr(torch._C.DispatchKeySet.raw_repr, "__func__", torch._C.DispatchKeySet.raw_repr)
 # Names that every call looks up are bound here, because fifty attribute lookups cost more time than a tiny call.
-_Tensor, _Parameter, _dtype = torch.Tensor, torch.nn.Parameter, torch.dtype
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 count_function_modes, is_profiling = torch._C._len_torch_function_stack, torch.autograd._profiler_enabled
 _is_autocasting = autocast.is_enabled_anywhere
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

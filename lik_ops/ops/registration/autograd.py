@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +16,13 @@ from ..stack import functional
 _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
 
 
-class RecordedCall(Protocol):
-    """A computation and its gradient."""
-
-    def record(self, ctx: Any, inputs: tuple) -> Any:
-        """Return the outputs for `inputs`, and save in `ctx` what `run_backward` needs."""
-
-    def run_backward(self, ctx: Any, *grads: Tensor | None) -> Sequence[Tensor | None]:
-        """Return a gradient, or None, for each argument of `RecordGradient.apply` before the call."""
-
-
 class RecordGradient(_Function):
-    """The node of a `RecordedCall`. The arguments of `apply` are any arguments, the call and its arguments."""
+    """The node of a call, an `OperatorCall` or an `EagerCall`.
+
+    The arguments of `apply` are any arguments, the call and the tuple of its inputs. The call has two methods. `record`
+    returns the outputs for the inputs, and saves in `ctx` what `run_backward` needs. `run_backward` returns a gradient,
+    or None, for each of the first arguments of `apply`.
+    """
 
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 

@@ -102,8 +102,9 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str, record_body: 
     record_body = record_body or (lambda *args: record(*args, call, args))
     for device in _DEVICES:
         autograd = f"Autograd{device}"
-        keys = (device, autograd, "BackendSelect", "ADInplaceOrView")
-        unusual = ~_union_keys([getattr(_C.DispatchKey, key) for key in keys])
+        unusual = -1  # the bits of all dispatch keys but those of an ordinary call
+        for key in (device, autograd, "BackendSelect", "ADInplaceOrView"):
+            unusual &= ~_C.DispatchKeySet(getattr(_C.DispatchKey, key)).raw_repr()
 
         def recorded(keyset: Any, *args: Any, unusual: int = unusual) -> Any:
             records = is_grad_enabled() and any_requires_grad(*args)
@@ -122,11 +123,3 @@ def _register_directly(op: CustomOpDef, body: Callable, name: str, record_body: 
             return
         _LIBRARY.impl(name, direct, device)
         _LIBRARY.impl(name, recorded, autograd, with_keyset=True)
-
-
-def _union_keys(keys: list) -> int:
-    """Return the bits of the union of dispatch keys."""
-    bits = 0
-    for key in keys:
-        bits |= _C.DispatchKeySet(key).raw_repr()
-    return bits

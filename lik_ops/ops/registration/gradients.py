@@ -8,20 +8,15 @@ from types import ModuleType
 from ..._ops import ops as lik
 
 
-def is_unified(backward: str) -> bool:
-    """Return whether `backward` selects the unified backward."""
-    return backward == "unified"
-
-
 def choose_backward(backward: str, backend: ModuleType | None = None) -> Callable[..., tuple]:
     """Return the operator, or the function of `backend` with the same arguments, that computes dense gradients.
 
     To request recomputation, pass an argmax of size [0] to the operator, or None to the function.
     """
-    name = "unified" if is_unified(backward) else "lowmem"
+    unified = backward == "unified"
     if backend is not None:
-        return getattr(backend, f"backward_{name}")
-    return lik.maxsim_bwd_unified if name == "unified" else lik.maxsim_bwd_lowmem
+        return backend.backward_unified if unified else backend.backward_lowmem
+    return lik.maxsim_bwd_unified if unified else lik.maxsim_bwd_lowmem
 
 
 def plan_backward(backward: str, backend: ModuleType) -> Callable[..., tuple]:
@@ -30,4 +25,4 @@ def plan_backward(backward: str, backend: ModuleType) -> Callable[..., tuple]:
     A backend may return a plan that keeps state between these calls.
     """
     plan = getattr(backend, "GradientPlan", None)
-    return choose_backward(backward, backend) if plan is None else plan(is_unified(backward))
+    return choose_backward(backward, backend) if plan is None else plan(backward == "unified")

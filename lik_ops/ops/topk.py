@@ -106,19 +106,17 @@ def merge_parts(parts: list[ScoresAndIndices], top_k: int, missing: bool = False
     if len(parts) == 1:
         return parts[0]
     scores, indices = (torch.cat(columns, dim=1) for columns in zip(*parts, strict=True))
+    return select_candidates(scores, indices, top_k, missing)
+
+
+def select_candidates(scores: Tensor, indices: Tensor, top_k: int, missing: bool = False) -> ScoresAndIndices:
+    """Return the `top_k` best of candidates ``[Nq, n]``, in which equal scores are in the order of their documents.
+
+    With `missing`, documents with index -1 are missing ones, which come last.
+    """
     if missing:
-        scores, indices = _move_missing(scores, indices)
-    return select_candidates(scores, indices, top_k)
-
-
-def _move_missing(scores: Tensor, indices: Tensor) -> ScoresAndIndices:
-    """Return scores and indices with missing documents, whose index is -1, moved to the end."""
-    order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
-    return scores.gather(1, order), indices.gather(1, order)
-
-
-def select_candidates(scores: Tensor, indices: Tensor, top_k: int) -> ScoresAndIndices:
-    """Return the `top_k` best of candidates ``[Nq, n]``, in which equal scores are in the order of their documents."""
+        order = (indices < 0).to(torch.uint8).argsort(dim=1, stable=True)
+        scores, indices = scores.gather(1, order), indices.gather(1, order)
     return _select_backend(scores).best(scores, top_k, indices)
 
 
@@ -137,9 +135,8 @@ def merge_messages(
     if not missing and dtype == torch.float32 and min(counts) == received.shape[3]:
         return backends.select_backend(received.device, dtype).best_of_parts(received, top_k)
     scores, indices = torch.cat([x[:, :, :count] for x, count in zip(received, counts, strict=True)], dim=2)
-    if missing:
-        scores, indices = _move_missing(scores, indices)
-    return select_candidates((scores if dtype == torch.float64 else scores.int()).view(dtype), indices, top_k)
+    scores = (scores if dtype == torch.float64 else scores.int()).view(dtype)
+    return select_candidates(scores, indices, top_k, missing)
 
 
 def locate_documents(chosen: Tensor, documents: Any, length: Any, cu_seqlens_d: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -238,15 +238,13 @@ def check_tokens(
         else:
             expected = " or ".join([", ".join(shapes[:-1]), shapes[-1]] if len(shapes) > 1 else shapes)
             raise ValueError(f"{op}: {name}: expected {expected}{hint}, got {format_shape(t)}")
-        if t.dtype not in DTYPES:
-            raise TypeError(f"{op}: {name}: expected float16, bfloat16, float32 or float64, got {t.dtype}")
+        check_dtype(op, name, t.dtype)
     check_dtype_and_device(op, "D", D, "Q", Q)
+    d = Q.shape[-1]
     check_same_size(
-        D.shape[-1],
-        Q.shape[-1],
-        lambda: f"{op}: D: expected d = {Q.shape[-1]} as in Q {format_shape(Q)}, got {format_shape(D)}",
+        D.shape[-1], d, lambda: f"{op}: D: expected d = {d} as in Q {format_shape(Q)}, got {format_shape(D)}"
     )
-    if isinstance(Q.shape[-1], int) and Q.shape[-1] < 1:
+    if isinstance(d, int) and d < 1:
         raise ValueError(f"{op}: Q: expected d >= 1, got {format_shape(Q)}")
 
 
@@ -292,14 +290,12 @@ def _check_token_shape(op: str, name: str, x: Any, tokens_name: str, tokens: Ten
         return False
     check_strided(op, name, x)
     expected = tokens.shape[:-1]
-    _check_sizes(
-        x,
-        expected,
-        lambda: (
-            f"{op}: {name}: expected shape {list(expected)} to match {tokens_name} {format_shape(tokens)},"
-            f" got {format_shape(x)}"
-        ),
-    )
+
+    def message() -> str:
+        shape = f"shape {list(expected)} to match {tokens_name} {format_shape(tokens)}"
+        return f"{op}: {name}: expected {shape}, got {format_shape(x)}"
+
+    _check_sizes(x, expected, message)
     check_device(op, name, x, tokens.device, tokens_name)
     return True
 
@@ -346,11 +342,8 @@ def check_dense(
     if D.dim() == 4:
         if Q.dim() == 2:
             raise ValueError(f"{op}: Q: expected [Nq, Lq, d] for D [Nq, K, Ld, d], got {format_shape(Q)}")
-        check_same_size(
-            D.shape[0],
-            Q.shape[0],
-            lambda: f"{op}: D: expected Nq = {Q.shape[0]} candidate lists, got {format_shape(D)}",
-        )
+        Nq = Q.shape[0]
+        check_same_size(D.shape[0], Nq, lambda: f"{op}: D: expected Nq = {Nq} candidate lists, got {format_shape(D)}")
     check_per_token(op, Q, D, q_mask, d_mask, q_weight)
     check_choice(op, "backward", backward, BACKWARDS)
 

@@ -285,8 +285,3 @@ def cut_pieces(
         for i in split_range(0, items, item_step):
             for t in split_range(0, tokens, token_step):
                 yield Piece(b, i, t)
-
-
-def find_first_true(mask: Tensor) -> Tensor:
-    """Return the index of the first True along the last axis, 0 if there is none."""
-    return mask.view(torch.uint8).argmax(-1)

@@ -41,11 +41,6 @@ def _mask_wrong_temperature(temperature: Temperature) -> Temperature:
     return temperature
 
 
-def _replace_infinities(x: Tensor) -> Tensor:
-    """Replace infinities by 0, to get a finite offset for exponents."""
-    return x.masked_fill(x.isinf(), 0)
-
-
 class SoftForward(SliceForward):
     """The forward by slices, with a log-sum-exp in place of the maximum."""
 
@@ -57,7 +52,8 @@ class SoftForward(SliceForward):
         self, b: slice, x: slice, start: int, documents: Tensor, views: _BlockViews, panel: QueryPanel, best: Tensor
     ) -> None:
         S, best = self._split_documents(self._mask_overlaps(start, documents, views, panel), best)
-        m = _replace_infinities(S.amax(-2))
+        m = S.amax(-2)
+        m = m.masked_fill(m.isinf(), 0)  # a finite offset for exponents
         lse = S.sub_(m.unsqueeze(-2)).div_(self.temperature).exp_().sum(-2).log_().mul_(self.temperature).add_(m)
         best.copy_(lse if start == 0 else self._merge(best, lse))
 

@@ -10,7 +10,7 @@ from ..blocks import MIN_ROWS, MiB, ceil_div, choose_slice_shape, is_product_rea
 from ..layout import BatchedArgs, make_batched_args
 from ..pace import adjust_threads
 from .narrow import FewDocumentsForward, FewQueriesForward
-from .scores import NEG_INF, PortableForward
+from .scores import NEG_INF
 from .slices import QueryPanel, SliceForward, choose_tiling
 from .wide import WideForward
 
@@ -62,16 +62,11 @@ def allocate_outputs(
 
 def run_forward(layout: BatchedArgs, normalize: bool) -> None:
     """Fill the outputs of `layout`, whose tensors must not be empty."""
-    kind: type[PortableForward] = InPlaceForward if InPlaceForward.supports(layout, normalize) else SliceForward
-    kind = next(
-        (
-            candidate
-            for candidate in (WideForward, FewQueriesForward, FewDocumentsForward)
-            if candidate.supports(layout)
-        ),
-        kind,
-    )
-    kind(layout, normalize).run()
+    for kind in (WideForward, FewQueriesForward, FewDocumentsForward):
+        if kind.supports(layout):
+            kind(layout, normalize).run()
+            return
+    (InPlaceForward if InPlaceForward.supports(layout, normalize) else SliceForward)(layout, normalize).run()
 
 
 class InPlaceForward(SliceForward):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blocks import find_first_true, is_host_readable, split_range, sum_pairwise
+from ..blocks import is_host_readable, split_range, sum_pairwise
 from ..layout import BatchedArgs
 
 NEG_INF = float("-inf")
@@ -68,7 +68,7 @@ class PortableForward:
             argmax = layout.argmax[b, x, y]
             if d_mask is not None:
                 is_unmatched = (best == NEG_INF).flatten(2, 3)[:, :, :count]
-                first = find_first_true(d_mask).to(argmax.dtype)[:, :, None, None]
+                first = d_mask.view(torch.uint8).argmax(-1).to(argmax.dtype)[:, :, None, None]  # the first True
                 argmax.copy_(torch.where(is_unmatched, first, argmax))
                 argmax.masked_fill_(~d_mask.any(-1)[:, :, None, None], -1)
             if q_mask is not None:

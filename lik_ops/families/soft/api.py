@@ -11,8 +11,6 @@ from ...formats.index import Index
 from ...formats.quantized import Quantized
 from . import ops as soft_ops
 
-__all__ = ["maxsim_soft"]
-
 
 def maxsim_soft(
     Q: Tokens,

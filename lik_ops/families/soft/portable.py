@@ -6,6 +6,8 @@ owner. A piece of query tokens sums over all documents, and a piece of document 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -137,19 +139,25 @@ class SoftBackward:
     def gradients(self) -> SoftGradients:
         """Compute the gradients of Q, D, q_weight and the temperature."""
         if 0 not in (self.B, self.Y, self.Lq, self.X, self.Ld):
-            self._write_query_gradients()
-            if self.needs[1]:
-                self._write_document_gradients()
+            for queries, documents in self._pieces():
+                if self.needs[0] or self.needs[2] or self.needs[3]:
+                    for query in queries:
+                        self._sum_into(query, documents)
+                if self.needs[1]:
+                    for document in documents:
+                        total = sum_tensors(self._sum_queries(query, document) for query in queries)
+                        self._write_tokens(self.grad_D, self.layout.D, document, total)
         return self.grad_Q, self.grad_D, self.grad_weight, self.grad_tau
 
-    def _pieces(self) -> tuple[list[Piece], list[Piece]]:
-        """Cut queries and documents into pieces, and set `batches`, the slices of batches."""
+    def _pieces(self) -> Iterator[list[list[Piece]]]:
+        """Yield the pieces of the queries and of the documents of some batches at a time."""
         max_tokens = max(1, MAX_PIECE_BYTES // (self.d * self.dtype.itemsize))
         rows = max(1, min(max_tokens, 512, self.Y * self.Lq))
         tokens = max(1, min(max_tokens, MAX_BLOCK_BYTES // (rows * self.dtype.itemsize)))
-        batches = max(1, min(self.B, tokens // max(self.X * self.Ld, 1), max_tokens // (self.Y * self.Lq)))
-        self.batches = list(split_range(0, self.B, batches))
-        return list(cut_pieces((1, self.Y, self.Lq), rows)), list(cut_pieces((1, self.X, self.Ld), tokens))
+        step = max(1, min(self.B, tokens // max(self.X * self.Ld, 1), max_tokens // (self.Y * self.Lq)))
+        sides = ((1, self.Y, self.Lq), rows), ((1, self.X, self.Ld), tokens)
+        for batches in split_range(0, self.B, step):
+            yield [[piece._replace(batches=batches) for piece in cut_pieces(*side)] for side in sides]
 
     def _tokens(self, piece: Piece, of_queries: bool) -> tuple[Tensor, Tensor | None]:
         """Return tokens ``[batches, n, d]`` and their mask; masked tokens are 0, others are normalized on request."""
@@ -192,15 +200,6 @@ class SoftBackward:
         P = torch.where(g == 0, 0, P.mul_(g))  # masked rows and documents without tokens have no P
         return P.flatten(2), x
 
-    def _write_query_gradients(self) -> None:
-        if not (self.needs[0] or self.needs[2] or self.needs[3]):
-            return
-        queries, documents = self._pieces()
-        for batches in self.batches:
-            for query in queries:
-                query = query._replace(batches=batches)
-                self._sum_into(query, [document._replace(batches=batches) for document in documents])
-
     def _sum_into(self, query: Piece, documents: list[Piece]) -> None:
         """Compute the gradients of a piece of query tokens."""
         entropies = _Entropies() if self.needs[3] else None
@@ -239,14 +238,6 @@ class SoftBackward:
     def _write(target: Tensor, shape: torch.Size, piece: Piece, values: Tensor) -> None:
         part = target.view(shape)[tuple(piece)]
         part.copy_(values.view(part.shape))
-
-    def _write_document_gradients(self) -> None:
-        queries, documents = self._pieces()
-        for batches in self.batches:
-            for document in documents:
-                document = document._replace(batches=batches)
-                total = sum_tensors(self._sum_queries(query._replace(batches=batches), document) for query in queries)
-                self._write_tokens(self.grad_D, self.layout.D, document, total)
 
     def _sum_queries(self, query: Piece, document: Piece) -> Tensor:
         """Compute the contribution of a piece of queries to a piece of document tokens."""

@@ -20,8 +20,7 @@ from ..core.segments import DenseArgs
 from .fast_path import eager
 from .fast_path.eager_calls import DenseCall
 from .registration.autograd import record
-from .registration.custom import custom_op
-from .registration.docstrings import set_docstring
+from .registration.custom import custom_op, set_docstring
 from .registration.family import (
     check_forward,
     check_gradient,

@@ -15,7 +15,7 @@ from .._ops import ops as lik
 from ..core.arguments import check_dense, check_dense_batched, score_dtype
 from ..csrc_triton.export.packaged import maxsim_packaged as _kernel
 from ..gpu.runtime.arguments import is_tf32_allowed
-from .registration.docstrings import set_docstring
+from .registration.custom import set_docstring
 from .registration.family import make_raising_backward
 
 _NAME = add_op_namespace_prefix("maxsim_packaged")

@@ -8,6 +8,7 @@ backends reach it in 2 to 3 us.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,6 @@ from ..._ops import ops as lik
 from ..stack import functional
 from ..stack.checkpointing import copy_cached
 from .autograd import OperatorCall, record, record_level
-from .docstrings import set_docstring
 
 _HIDDEN_ATTRIBUTE = "__dynamo_disable"  # torch caches the hidden version of a function in this attribute
 _LIBRARY = torch.library.Library(lik.name, "FRAGMENT")
@@ -54,6 +54,12 @@ def custom_op(
         return op
 
     return define
+
+
+def set_docstring(name: str, text: str) -> None:
+    """Set the docstring of an operator and of its overload to its schema and `text`. torch provides none."""
+    packet: Any = getattr(lik, name)
+    packet.__doc__ = packet.default.__doc__ = f"{packet.default._schema}\n\n{inspect.cleandoc(text)}"
 
 
 def _run_hidden(hidden: Callable, body: Callable, *args: Any) -> Any:

@@ -40,20 +40,13 @@ def make_batched_args(
 ) -> BatchedArgs:
     """Build `BatchedArgs` from dense arguments in either layout; an empty `argmax` becomes None."""
     cross = D.dim() == 3
-
-    def unsqueeze(x: Tensor | None, axis: int) -> Tensor | None:
-        """Insert an axis into an optional tensor."""
-        return None if x is None else x.unsqueeze(axis)
-
-    return BatchedArgs(
-        Q=Q.unsqueeze(0 if cross else 1),
-        D=D.unsqueeze(0) if cross else D,
-        q_mask=unsqueeze(q_mask, 0 if cross else 1),
-        d_mask=unsqueeze(d_mask, 0) if cross else d_mask,
-        q_weight=unsqueeze(q_weight, 0 if cross else 1),
-        pairs=pairs.t().unsqueeze(0) if cross else pairs.unsqueeze(2),
-        argmax=None if argmax is None or argmax.dim() != 3 else argmax.unsqueeze(0 if cross else 2),
-    )
+    axis = 0 if cross else 1
+    q_mask, q_weight = (None if x is None else x.unsqueeze(axis) for x in (q_mask, q_weight))
+    if cross:
+        D, d_mask = D.unsqueeze(0), None if d_mask is None else d_mask.unsqueeze(0)
+    pairs = pairs.t().unsqueeze(0) if cross else pairs.unsqueeze(2)
+    argmax = None if argmax is None or argmax.dim() != 3 else argmax.unsqueeze(0 if cross else 2)
+    return BatchedArgs(Q.unsqueeze(axis), D, q_mask, d_mask, q_weight, pairs, argmax)
 
 
 class PaddedRows:

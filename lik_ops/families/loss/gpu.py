@@ -20,17 +20,8 @@ def label_losses(scores: Tensor, labels: Tensor, options: LossOptions, losses: T
     """Fill `losses` and `lse` as `portable.label_losses` does, for contiguous scores."""
     rows, columns = scores.shape
     if rows:
-        args = (
-            scores,
-            labels,
-            labels.stride(0),
-            losses,
-            lse,
-            columns,
-            options.temperature,
-            options.ignore_index,
-            BLOCK_SCORES,
-        )
+        settings = options.temperature, options.ignore_index, BLOCK_SCORES
+        args = scores, labels, labels.stride(0), losses, lse, columns, *settings
         with use_device(scores.device):
             launcher.launch(maxsim_label_losses, check_grid(rows), args, LAUNCH_OPTIONS)
 

@@ -74,13 +74,8 @@ def check_segments(
     # The sum of offsets and lengths may overflow.
     if (at := _find_first((lengths < 0) | (lengths > rows - offsets.long()))) is not None:
         limit = rows - int(offsets[tuple(at)])
-        _raise_wrong_value(
-            op,
-            length_name,
-            f"0 to {limit} rows, as many as {packed_name} {format_shape(packed)} has from there",
-            lengths,
-            at,
-        )
+        expected = f"0 to {limit} rows, as many as {packed_name} {format_shape(packed)} has from there"
+        _raise_wrong_value(op, length_name, expected, lengths, at)
 
 
 def check_lengths(op: str, name: str, lengths: Tensor, max_length: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,16 +46,9 @@ def _try_dense(r: RaggedArgs, stored: EncodedTokens) -> DenseArgs | None:
     if not (torch.equal(r.d_offsets.long(), torch.arange(0, Td, Ld)) and bool((r.d_lengths == Ld).all())):
         return None
     D = stored.decode(slice(None), d).to(r.Q.dtype)
-
-    def unflatten(x: Tensor | None, L: int) -> Any:
-        return None if x is None else x.unflatten(0, (-1, L))
-
-    return DenseArgs(
-        unflatten(r.Q, Lq),
-        unflatten(D, Ld),
-        unflatten(r.q_mask, Lq),
-        unflatten(r.d_mask, Ld),
-        unflatten(r.q_weight, Lq),
+    tensors, lengths = (r.Q, D, r.q_mask, r.d_mask, r.q_weight), (Lq, Ld, Lq, Ld, Lq)
+    return DenseArgs._make(
+        None if x is None else x.unflatten(0, (-1, L)) for x, L in zip(tensors, lengths, strict=True)
     )
 
 

@@ -42,12 +42,6 @@ class SliceTiling(NamedTuple):
     span: int  # panels of each unit in memory
 
 
-def count_slices_within_budget(shape: SliceShape, d: int, dtype: torch.dtype) -> int:
-    """Return the number of slices that the memory budgets of a block allow."""
-    documents, similarities = (shape.rows * n * dtype.itemsize for n in (d, shape.columns))
-    return max(2, min(MAX_DOCUMENT_BYTES // documents, MAX_SIMILARITY_BYTES // similarities))
-
-
 @lru_cache(maxsize=1024)
 def choose_tiling(
     shape: SliceShape, max_slices: int, B: int, X: int, Y: int, d: int, dtype: torch.dtype
@@ -118,8 +112,9 @@ class SliceForward(PortableForward):
         """Set `tiling`, the maximum number of `slices` in one bmm, and the buffers of a block."""
         layout, shape, d, dtype = self.layout, self.shape, self.d, self.dtype
         self.tokens = self.Ld if len(shape.starts) == 1 else shape.rows  # tokens of one document in a slice
+        documents, similarities = (shape.rows * n * dtype.itemsize for n in (d, shape.columns))
         # MKL uses another kernel for a single slice. Other libraries may choose by the number of slices.
-        max_slices = count_slices_within_budget(shape, d, dtype)
+        max_slices = max(2, min(MAX_DOCUMENT_BYTES // documents, MAX_SIMILARITY_BYTES // similarities))
         self.tiling = tiling = choose_tiling(shape, max_slices, self.B, self.X, self.Y, d, dtype)
         self.slices = max(2, tiling.block_batches * tiling.block_slices) if self.may_look else max_slices
         allocate = layout.pairs.new_empty

@@ -123,10 +123,11 @@ def select_candidates(scores: Tensor, indices: Tensor, top_k: int, missing: bool
 def merge_messages(
     received: Tensor, counts: list[int], top_k: int, dtype: torch.dtype, missing: bool = False
 ) -> ScoresAndIndices:
-    """Return the best of messages from several processes, in the order of their documents.
+    """Return the best of messages from several processes.
 
     Args:
-        received: int64 ``[parts, 2, Nq, width]``, the bits of the scores and the document indices.
+        received: int64 ``[parts, 2, Nq, width]``, the bits of the scores and the document indices. The parts are in the
+            order of their documents.
         counts: the number of valid entries per query in each part.
         top_k: the number of documents to return for each query.
         dtype: the dtype of the scores.

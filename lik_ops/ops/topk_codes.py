@@ -134,7 +134,7 @@ def _run_search(s: CodeSearchArgs, chosen: Tensor | None = None) -> ScoresAndInd
 
 
 def _search_queries(s: CodeSearchArgs, chosen: Tensor | None) -> ScoresAndIndices:
-    """Return the best documents, or of ``chosen [K]``, of queries whose products with the centroids exist at once."""
+    """Return the best of all documents, or of ``chosen [K]``, for queries whose products fit `_MAX_TABLE_BYTES`."""
     backend, documents = backends.select_backend(s.Q.device, s.Q.dtype), s.documents if chosen is None else len(chosen)
     (table, weight, probe_mask), is_nonfinite = _make_score_table(s)
     empty = s.Q.new_empty((s.Q.shape[0], 0), dtype=torch.float32)

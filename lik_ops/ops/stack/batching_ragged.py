@@ -6,6 +6,7 @@ are too large, the samples are computed one by one (see `batching`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,33 +34,28 @@ class _SharedSides(NamedTuple):
 
 
 class _RaggedVmapBatch:
-    """A batch of ragged arguments, in which Q has the position `first`."""
+    """A batch of `RaggedArgs`, of which the gradients in `needs` are needed."""
 
-    def __init__(self, batch: _VmapBatch, first: int, needs: tuple | list) -> None:
-        self.batch, self.first, self.size = batch, first, batch.size
-        pairs = batch.args[first + _PAIRS] is not None
-        candidates = batch.sample_dim(first + _OFFSETS) == 2
-        queries = self.any_of(*_QUERY_SIDE, _ENDS) or needs[0] or needs[2] or (candidates and not pairs)
-        documents = self.any_of(*_DOCUMENT_SIDE) or needs[1]
-        columns = documents or self.any_of(_OFFSETS, _LENGTHS)
+    def __init__(self, batch: _VmapBatch, needs: Sequence[bool] = (False, False, False)) -> None:
+        self.batch, self.size = batch, batch.size
+        pairs = batch.args[_PAIRS] is not None
+        candidates = batch.sample_dim(_OFFSETS) == 2
+        queries = batch.any_of(*_QUERY_SIDE, _ENDS) or needs[0] or needs[2] or (candidates and not pairs)
+        documents = batch.any_of(*_DOCUMENT_SIDE) or needs[1]
+        columns = documents or batch.any_of(_OFFSETS, _LENGTHS)
         has_both = not pairs and (candidates or queries == columns)
         self.layout = _SharedSides(queries or has_both, columns, documents, pairs, has_both)
         self.candidates = candidates
 
-    def any_of(self, *indices: int) -> bool:
-        """Return whether any of these fields of `RaggedArgs` has a batch axis."""
-        return self.batch.any_of(*(self.first + i for i in indices))
-
     def sample_shape(self, i: int) -> tuple:
         """Return the shape of field i in a sample."""
-        x = self.batch.args[self.first + i]
-        return tuple(x.shape[self.batch.is_batched[self.first + i] :])
+        return tuple(self.batch.args[i].shape[self.batch.is_batched[i] :])
 
     @property
     def has_large_copies(self) -> bool:
         """Return whether the repeated tokens exceed the limit for copies."""
         sides = ((0, self.layout.queries), (1, self.layout.documents))
-        return any(is_repeated and self.batch.is_too_large_to_copy(self.first + i) for i, is_repeated in sides)
+        return any(is_repeated and self.batch.is_too_large_to_copy(i) for i, is_repeated in sides)
 
     @property
     def queries(self) -> Any:
@@ -77,13 +73,13 @@ class _RaggedVmapBatch:
 
     def _tokens(self, i: int, is_folded: bool) -> Any:
         """Return field i. It is folded if `is_folded`, because each sample has its own."""
-        return self.batch.fold(self.first + i) if is_folded else self.batch.args[self.first + i]
+        return self.batch.fold(i) if is_folded else self.batch.args[i]
 
     def _make_cu_seqlens(self) -> Tensor:
         """Return the query offsets of the one call. Invalid offsets become -1."""
         if not self.layout.queries:
-            return self.batch.args[self.first + _ENDS]
-        ends, tokens = self.batch.expand(self.first + _ENDS).long(), self.sample_shape(0)[0]
+            return self.batch.args[_ENDS]
+        ends, tokens = self.batch.expand(_ENDS).long(), self.sample_shape(0)[0]
         is_inside = (ends >= 0) & (ends <= tokens)
         ends = torch.where(is_inside, ends + self._samples(ends) * tokens, -1)
         return pad(pad(ends, (0, 1), value=-1).flatten(), (0, 1), value=-1)
@@ -91,8 +87,8 @@ class _RaggedVmapBatch:
     def _columns(self) -> tuple[Tensor, Tensor]:
         """Return the document offsets and lengths of the one call."""
         if not self.layout.columns and not self.layout.both:
-            return self.batch.args[self.first + _OFFSETS], self.batch.args[self.first + _LENGTHS]
-        offsets, lengths = (self.batch.expand(self.first + i).long() for i in (_OFFSETS, _LENGTHS))
+            return self.batch.args[_OFFSETS], self.batch.args[_LENGTHS]
+        offsets, lengths = (self.batch.expand(i).long() for i in (_OFFSETS, _LENGTHS))
         if self.layout.documents:
             tokens = self.sample_shape(1)[0]
             is_inside = (offsets >= 0) & (lengths >= 0) & (lengths <= tokens - offsets)
@@ -111,7 +107,7 @@ class _RaggedVmapBatch:
         """Return the pairs of the one call. Invalid pairs become -1."""
         if not self.layout.pairs:
             return None
-        pairs = self.batch.expand(self.first + _PAIRS).long()
+        pairs = self.batch.expand(_PAIRS).long()
         columns = self.sample_shape(_OFFSETS)[0]
         limits = torch.tensor([self.queries, columns], device=pairs.device)
         strides = torch.tensor(
@@ -161,7 +157,7 @@ def vmap_ragged_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     """Return the outputs of `lik::maxsim_ragged_fwd` for a batch."""
     tensors, dims = _pack_samples(args[:9], in_dims[:9])
     batch, constants, op = _VmapBatch(info.batch_size, tuple(dims), tuple(tensors)), args[9:], lik.maxsim_ragged_fwd
-    packed = _RaggedVmapBatch(batch, 0, (False, False, False))
+    packed = _RaggedVmapBatch(batch)
     if packed.has_large_copies:
         return batch.run_samples(op, *constants)
     with checks(False):  # the invalid offsets between samples are intended
@@ -177,9 +173,7 @@ def vmap_quantized_forward(info: Any, in_dims: tuple, *args: Any) -> Outputs:
     args, in_dims = (Q, data, *args[2:8], *tensors), (q_dim, data_dim, *in_dims[2:8], *dims)
     encoded_args, dims = args[1:8], [q_dim, None, *dims]
     if not any(dim is not None for dim in in_dims[1:8]):
-        packed = _RaggedVmapBatch(
-            _VmapBatch(info.batch_size, tuple(dims), (Q, data, *tensors)), 0, (False, False, False)
-        )
+        packed = _RaggedVmapBatch(_VmapBatch(info.batch_size, tuple(dims), (Q, data, *tensors)))
         if not (packed.layout.documents or packed.has_large_copies):
             x = packed.tensors()
             with checks(False):
@@ -202,9 +196,9 @@ def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any
     """Return the outputs of `lik::maxsim_ragged_bwd` for a batch."""
     *inputs, argmax, normalize, unified, needs = args
     tensors, dims = _pack_samples(tuple(inputs), in_dims[1:10])
-    op, dims = lik.maxsim_ragged_bwd, [in_dims[0], *dims, in_dims[10]]
-    batch = _VmapBatch(info.batch_size, tuple(dims), (grad_scores, *tensors, argmax))
-    packed = _RaggedVmapBatch(batch, 1, needs)
+    op, size = lik.maxsim_ragged_bwd, info.batch_size
+    batch = _VmapBatch(size, (in_dims[0], *dims, in_dims[10]), (grad_scores, *tensors, argmax))
+    packed = _RaggedVmapBatch(_VmapBatch(size, tuple(dims), tuple(tensors)), needs)
     if packed.has_large_copies:
         grads = batch.run_samples(op, normalize, unified, needs)[0]
     else:
@@ -215,7 +209,7 @@ def vmap_ragged_backward(info: Any, in_dims: tuple, grad_scores: Any, *args: Any
         x.shape if dim is None else x.movedim(dim, 0).shape[1:] for x, dim in zip(inputs[:2], in_dims[1:3], strict=True)
     )
     batched_grads = (
-        g.reshape(batch.size, *shape) if need else g.new_empty(0)
+        g.reshape(size, *shape) if need else g.new_empty(0)
         for g, need, shape in zip(grads, needs, (q_shape, d_shape, q_shape[:-1]), strict=True)
     )
     return tuple(batched_grads), tuple(0 if need else None for need in needs)

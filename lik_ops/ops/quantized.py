@@ -173,7 +173,8 @@ def maxsim_quantized_fwd(*args: Any) -> tuple[Tensor, Tensor]:
     """
     (tensors, encoded_tokens), (normalize, argmax_dtype, max_seqlen_q) = _unpack_args(args), args[_FIRST_OPTION:]
     check_args = tensors, encoded_tokens, argmax_dtype
-    backend = lookup_backend(_FWD, args, (), args[0], _check_forward_args, *check_args)
+    operands, options = args[:_FIRST_OPTION], args[_FIRST_OPTION:]
+    backend = lookup_backend(_FWD, operands, options, args[0], _check_forward_args, *check_args)
     values.check_ragged(_FWD, tensors, max_seqlen_q)
     functional.reject_forward_ad(args[0], tensors[8])
     return backend.forward_quantized(tensors, encoded_tokens, normalize, argmax_dtype, max_seqlen_q)

@@ -77,9 +77,9 @@ def maxsim_ragged_fwd(*args: Any) -> tuple[Tensor, Tensor]:
         ``[Nd, Tq]``, ``[K, Tq]`` or ``[P, max_seqlen_q]``. It is a token index within the document, or -1 if there is
         none. Without `argmax_dtype` it has size [0].
     """
-    tensors = args[:9]
-    run = lookup_once(_FWD, args, (), _make_forward, tensors, *args[9:])
-    values.check_ragged(_FWD, tensors, args[11])
+    tensors, options = args[:9], args[9:]
+    run = lookup_once(_FWD, tensors, options, _make_forward, tensors, *options)
+    values.check_ragged(_FWD, tensors, options[2])
     functional.reject_forward_ad(args[0], args[1], args[8])
     return run(tensors)
 

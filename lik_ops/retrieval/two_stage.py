@@ -120,36 +120,23 @@ def search_quantized(s: SearchArgs) -> ScoresAndIndices:
     """Run `retrieve_quantized` on checked arguments, without stages."""
     D: Quantized = s.D
     Q, s = s.Q, add_query_axis(s)
-    count = _count_documents(D, s.cu_seqlens_d)
+    count = s.documents
     step, best = s.chunk or max(1, _MAX_COARSE_BYTES // (4 * max(len(s.Q), 1))), []
     for begin in range(0, max(count, 1), step):
         end = min(begin + step, count)
-        scores = _score_coarse(s.Q, D, begin, end, s)
+        scores = _score_coarse(s, D, begin, end)
         values, indices = topk.select_first(scores, s.top_k)
         best.append((values, indices + begin))
     return drop_query_axis(Q, topk.merge_parts(best, s.top_k))
 
 
-def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None, subset: Any = None) -> TwoStage:
-    """Run `retrieve` with ``coarse=``.
-
-    Args:
-        s: the arguments of the search.
-        coarse: the quantized documents.
-        n_candidates: the number of documents of each query to score in full, or None for an exact search.
-        subset: the documents to search, or None for all.
-
-    Returns:
-        The results with `rescored` and `proven`.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a rank, size, device or option is wrong.
-    """
+def retrieve_two_stage(s: SearchArgs, coarse: Any, n_candidates: Any, subset: Any = None) -> TwoStage:
+    """Run `retrieve` with ``coarse=`` on a tensor of documents or a corpus."""
+    s = _open_corpus(s, coarse)
     Q, q_weight = _check_and_cast(s, coarse, n_candidates)
     s = add_query_axis(s._replace(Q=Q, q_mask=as_bool(s.q_mask), q_weight=q_weight))
-    indices, width = (None, 0) if subset is None else _resolve_checked_subset(subset, Q, coarse, s)
-    count = _count_documents(coarse, s.cu_seqlens_d) if indices is None else indices.shape[-1]
+    indices, width = (None, 0) if subset is None else _resolve_checked_subset(subset, Q, s.documents)
+    count = s.documents if indices is None else indices.shape[-1]
     step = max(1, _MAX_COARSE_BYTES // (20 * max(count, 1))) if indices is None or indices.dim() == 1 else 1
     blocks = []
     for begin in range(0, max(len(s.Q), 1), step):
@@ -168,9 +155,8 @@ def search_two_stage(s: SearchArgs, coarse: Quantized, n_candidates: int | None,
     return drop_query_axis(Q, result)
 
 
-def _resolve_checked_subset(subset: Any, Q: Tensor, coarse: Quantized, s: SearchArgs) -> tuple[Tensor, int]:
+def _resolve_checked_subset(subset: Any, Q: Tensor, count: int) -> tuple[Tensor, int]:
     """Return the chosen documents and the width of a subset, after checking its indices on any device."""
-    count = _count_documents(coarse, s.cu_seqlens_d)
     indices, width = resolve_subset(_OP, subset, Q, count, Q.device)
     if bool((indices >= count).any()):
         raise ValueError(f"{_OP}: subset: expected indices of {count} documents, or -1, got {int(indices.max())}")
@@ -182,12 +168,18 @@ def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, su
 
     The indices count from the first of these documents.
     """
-    count = _count_documents(coarse, s.cu_seqlens_d) if subset is None else len(subset)
+    count = s.documents if subset is None else len(subset)
     k = min(s.top_k, count)
-    intervals = _compute_intervals(s, coarse, _score_coarse(s.Q, coarse, 0, count, s, subset), subset)
-    is_candidate = (
-        _select_possible(intervals, k) if n_candidates is None else _select_best(intervals, max(n_candidates, k))
-    )
+    if subset is None:
+        coarse_scores = _score_coarse(s, coarse, 0, count)
+    else:
+        d_mask = None if s.d_mask is None else s.d_mask.to(s.Q.device)
+        coarse_scores = score_chosen(_OP, s._replace(D=coarse, d_mask=d_mask), subset)
+    intervals = _compute_intervals(s, coarse, coarse_scores, subset)
+    if n_candidates is None:
+        is_candidate = _select_possible(intervals, k)
+    else:
+        is_candidate = _select_best(intervals, max(n_candidates, k))
     documents, n_rescored = _list_documents(is_candidate)
     document_indices = documents if subset is None else name_results((intervals.scores, documents), subset)[1]
     scores = _score_full(s, document_indices).masked_fill_(documents < 0, -torch.inf)
@@ -197,11 +189,28 @@ def _search_block(s: SearchArgs, coarse: Quantized, n_candidates: int | None, su
         max_upper = intervals.upper.masked_fill(is_candidate, -torch.inf).amax(1, keepdim=True)
         is_certain = (values > max_upper) | (values.isnan() & (max_upper < torch.inf))
         # Documents that score -inf are ordered by index, together with documents that were not chosen.
-        first_skipped = (
-            (~is_candidate).int().argmax(1, keepdim=True).masked_fill(is_candidate.all(1, keepdim=True), count)
-        )
+        first_skipped = (~is_candidate).int().argmax(1, keepdim=True)
+        first_skipped.masked_fill_(is_candidate.all(1, keepdim=True), count)
         n_proven = (is_certain | ((max_upper == -torch.inf) & (indices < first_skipped))).sum(1)
     return TwoStage(values, indices, n_rescored, n_proven)
+
+
+def _open_corpus(s: SearchArgs, coarse: Any) -> SearchArgs:
+    """Return the search with a snapshot in place of a corpus. Raise unless the documents can have a coarse stage."""
+    from .store.corpus import Corpus
+
+    if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
+        raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus with coarse, got {describe_non_tensor(s.D)}")
+    if isinstance(coarse, Corpus):
+        raise TypeError(f"{_OP}: coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus")
+    if isinstance(s.D, Corpus):
+        if s.cu_seqlens_d is not None:
+            raise ValueError(f"{_OP}: cu_seqlens_d: expected None with a Corpus, got {type(s.cu_seqlens_d).__name__}")
+        if s.D.format is not None:  # `error` bounds the distance of `coarse` from the original tokens
+            raise TypeError(f"{_OP}: D: expected unquantized tokens with coarse, got a Corpus in {s.D.format}")
+        snapshot = s.D._snapshot  # read once, because another process may append meanwhile
+        return s._replace(D=snapshot, cu_seqlens_d=snapshot.cu_seqlens)
+    return s
 
 
 def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tensor, Tensor | None]:
@@ -227,7 +236,7 @@ def _check_and_cast(s: SearchArgs, coarse: Any, n_candidates: Any) -> tuple[Tens
         raise ValueError(f"{_OP}: normalize: expected False with coarse (normalize tokens before quantizing), got True")
     if coarse.device != Q.device:
         raise ValueError(f"{_OP}: coarse: expected the device of Q, {Q.device}, got {coarse.device}")
-    count, expected = _count_documents(coarse, s.cu_seqlens_d), _count_documents(s.D, s.cu_seqlens_d)
+    count, expected = s._replace(D=coarse).documents, s.documents
     if coarse.d != shape[-1] or count != expected or coarse.dim() == 4:
         raise ValueError(
             f"{_OP}: coarse: expected {expected} documents of d = {shape[-1]} as in D, got {count} of d = {coarse.d}"
@@ -247,24 +256,16 @@ def _get_metadata(D: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
     return (int(D.cu_seqlens[-1]), D.manifest.d), D.manifest.dtype, torch.device("cpu")
 
 
-def _count_documents(D: Any, cu_seqlens_d: Tensor | None) -> int:
-    """Return the number of documents."""
-    return len(D) if cu_seqlens_d is None else len(cu_seqlens_d) - 1
-
-
-def _score_coarse(Q: Tensor, D: Quantized, begin: int, end: int, s: SearchArgs, subset: Tensor | None = None) -> Tensor:
-    """Return the scores ``[Nq, end - begin]`` of quantized documents, or ``[Nq, n]`` of ``subset [n]``."""
-    if subset is not None:
-        d_mask = None if s.d_mask is None else s.d_mask.to(Q.device)
-        return score_chosen(_OP, s._replace(Q=Q, D=D, d_mask=d_mask), subset)
+def _score_coarse(s: SearchArgs, D: Quantized, begin: int, end: int) -> Tensor:
+    """Return the scores ``[Nq, end - begin]`` of quantized documents."""
     options: Any = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize, "must_cover_d": False}
     if s.cu_seqlens_d is not None:
-        options["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(Q.device, non_blocking=True)
+        options["cu_seqlens_d"] = s.cu_seqlens_d[begin : end + 1].to(s.Q.device, non_blocking=True)
     elif (begin, end) != (0, len(D)):
         D = D[begin:end]
     if s.d_mask is not None:
-        options["d_mask"] = s.d_mask[begin:end].to(Q.device)
-    return inputs.score_varlen(inputs.prepare_args(_OP, Q, D, **options))[0]
+        options["d_mask"] = s.d_mask[begin:end].to(s.Q.device)
+    return inputs.score_varlen(inputs.prepare_args(_OP, s.Q, D, **options))[0]
 
 
 def _compute_intervals(
@@ -391,27 +392,18 @@ def _list_documents(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
     """Return the full scores ``[n, K]`` of documents given by index, with -1 for none."""
-    D, Q, is_document = s.D, s.Q, documents >= 0
-    at = documents.clamp(min=0)
+    D, Q = s.D, s.Q
     if not isinstance(D, Tensor):
         g = inputs.ScoringArgs(_OP, Q, Q.new_empty((0, Q.shape[-1])), q_mask=s.q_mask, q_weight=s.q_weight)
         scores = Q.new_full(documents.shape, -torch.inf, dtype=score_dtype(Q.dtype))
         return _rerank._fill_scores(g, D, documents.cpu(), scores)
-    cu_seqlens, d_mask = s.cu_seqlens_d, s.d_mask
     if D.device != Q.device or D.dtype != Q.dtype:  # copy and cast only the documents that are needed
-        indices, inverse = at.to(D.device).unique(return_inverse=True)
-        D, cu_seqlens = _gather_documents(D, cu_seqlens, indices)
-        D = D.to(Q.device, Q.dtype)
-        d_mask = None if d_mask is None else d_mask[indices].to(Q.device)
-        at = inverse.to(Q.device)
-    if cu_seqlens is None:
-        offsets, lengths = at * D.shape[1], torch.where(is_document, D.shape[1], 0)
-        D, d_mask = D.flatten(0, 1), None if d_mask is None else d_mask.flatten()
-    else:
-        bounds = cu_seqlens.to(Q.device).long()
-        offsets, lengths = bounds[at], torch.where(is_document, bounds.diff()[at], 0)
-    g = inputs.ScoringArgs(_OP, Q, D, q_mask=s.q_mask, d_mask=as_bool(d_mask), q_weight=s.q_weight)
-    return inputs.score_candidates(g, offsets, lengths)[0]
+        indices, inverse = documents.clamp(min=0).to(D.device).unique(return_inverse=True)
+        D, cu_seqlens = _gather_documents(D, s.cu_seqlens_d, indices)
+        d_mask = None if s.d_mask is None else s.d_mask[indices].to(Q.device)
+        s = s._replace(D=D.to(Q.device, Q.dtype), d_mask=d_mask, cu_seqlens_d=cu_seqlens)
+        documents = torch.where(documents < 0, -1, inverse.to(Q.device))
+    return score_chosen(_OP, s, documents)
 
 
 def _gather_documents(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -421,21 +413,3 @@ def _gather_documents(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> t
         bounds = cu_seqlens.to(D.device).long()
         rows, starts = make_segment_rows(bounds[chosen], bounds.diff()[chosen])
     return D.index_select(0, rows), starts  # copies whole rows; `D[rows]` copies element by element
-
-
-def retrieve_two_stage(s: SearchArgs, coarse: Any, n_candidates: Any, subset: Any = None) -> TwoStage:
-    """Run `search_two_stage` on the arguments of `retrieve`: a tensor of documents or a corpus."""
-    from .store.corpus import Corpus
-
-    if not isinstance(s.D, (Tensor, Corpus)) or (isinstance(s.D, Tensor) and s.D.is_nested):
-        raise TypeError(f"{_OP}: D: expected a Tensor or a Corpus with coarse, got {describe_non_tensor(s.D)}")
-    if isinstance(coarse, Corpus):
-        raise TypeError(f"{_OP}: coarse: expected a Quantized, as `documents` of a Corpus with a format, got a Corpus")
-    if isinstance(s.D, Corpus):
-        if s.cu_seqlens_d is not None:
-            raise ValueError(f"{_OP}: cu_seqlens_d: expected None with a Corpus, got {type(s.cu_seqlens_d).__name__}")
-        if s.D.format is not None:  # `error` bounds the distance of `coarse` from the original tokens
-            raise TypeError(f"{_OP}: D: expected unquantized tokens with coarse, got a Corpus in {s.D.format}")
-        snapshot = s.D._snapshot  # read once, because another process may append meanwhile
-        s = s._replace(D=snapshot, cu_seqlens_d=snapshot.cu_seqlens)
-    return search_two_stage(s, coarse, n_candidates, subset)

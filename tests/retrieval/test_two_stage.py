@@ -69,7 +69,7 @@ def test_full_scores_are_inside_their_intervals(region):
         mask = options.pop("d_mask", None)
         coarse = quantize(D, list(FORMATS)[trial % len(FORMATS)], SCALES[trial % 3], d_mask=mask)
         s = SearchArgs(Q, D, options.get("q_mask"), mask, None, options.get("q_weight"), False, 1, None)
-        rough = two_stage._compute_intervals(s, coarse, two_stage._score_coarse(Q, coarse, 0, len(D), s))
+        rough = two_stage._compute_intervals(s, coarse, two_stage._score_coarse(s, coarse, 0, len(D)))
         full = lik_ops.maxsim(Q, D.to(Q.dtype), d_mask=mask, **options).double()
         inside = (rough.lower <= full) & (full <= rough.upper)
         assert (inside | full.isnan()).all(), trial
@@ -131,7 +131,7 @@ def test_tf32_matmul_widens_the_intervals(backend):
     """The setting of torch for all backends may no longer be readable."""
     Q, D, _, _ = draw(1)
     s, coarse = SearchArgs(Q, D, None, None, None, None, False, 1, None), quantize(D)
-    scores = two_stage._score_coarse(Q, coarse, 0, len(D), s)
+    scores = two_stage._score_coarse(s, coarse, 0, len(D))
     exact = two_stage._compute_intervals(s, coarse, scores)
     with override_setting(getattr(torch.backends, backend).matmul, "fp32_precision", "tf32"):
         rough = two_stage._compute_intervals(s, coarse, scores)

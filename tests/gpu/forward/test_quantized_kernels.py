@@ -476,7 +476,7 @@ def test_two_stage_interval_covers_term_rounding_error(place, format, query, ste
     assert not made.error.any()
     s = SearchArgs(Q.to(place.device), D.to(place.device), None, None, None, None, False, 1, None)
     with place.use():
-        rough = two_stage._compute_intervals(s, made, two_stage._score_coarse(s.Q, made, 0, 2, s))
+        rough = two_stage._compute_intervals(s, made, two_stage._score_coarse(s, made, 0, 2))
     full = Q.double().sum()
     assert ((rough.lower <= full) & (full <= rough.upper)).all()
     assert ((rough.scores.double() - full).abs() > 120 * step).all()  # else this shows nothing

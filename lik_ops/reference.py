@@ -67,13 +67,26 @@ def _prepare_tokens(X: Tensor, mask: Tensor | None, normalize: bool) -> tuple[Te
     return (F.normalize(X, dim=-1) if normalize else X), keep
 
 
-def _add_axes(
-    Q: Tensor, D: Tensor, *per_token: tuple[Tensor | None, bool]
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Add the axis that a 2-D `Q` or `D` lacks. `per_token` pairs a mask or weight with True if it belongs to Q."""
-    q_flat, d_flat = Q.dim() == 2, D.dim() == 2
-    tensors = [x if x is None or not (q_flat if is_query else d_flat) else x[None] for x, is_query in per_token]
-    return (Q[None] if q_flat else Q), (D[None] if d_flat else D), tensors
+def _prepare(
+    Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None, q_weight: Tensor | None, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return Q ``[Nq, Lq, d]`` and its mask, D and its mask ``[Nq | 1, Nd | K, Ld]``, and the weights, all checked.
+
+    A 2-D Q or D gets the axis that it lacks. D has at least one token, because a maximum needs one.
+    """
+    _check(Q, D, q_mask, d_mask, q_weight, normalize)
+    if Q.dim() == 2:
+        Q, q_mask, q_weight = Q[None], _add_axis(q_mask), _add_axis(q_weight)
+    if D.dim() == 2:
+        D, d_mask = D[None], _add_axis(d_mask)
+    (Q, q_keep), (D, d_keep) = _prepare_tokens(Q, q_mask, normalize), _prepare_tokens(D, d_mask, normalize)
+    if D.shape[-2] == 0:  # a masked token changes nothing
+        D, d_keep = F.pad(D, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
+    return Q, q_keep, D, d_keep if D.dim() == 4 else d_keep[None], q_weight
+
+
+def _add_axis(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x[None]
 
 
 def _drop_axes(x: Tensor, Q: Tensor, D: Tensor) -> Tensor:
@@ -95,26 +108,21 @@ def maxsim_with_argmax(
 
     The argmax is -1 for a masked query token and for a document that keeps no token.
     """
-    _check(Q, D, q_mask, d_mask, q_weight, normalize)
-    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    Qn, q_keep = _prepare_tokens(Q3, q_mask, normalize)
-    Dn, d_keep = _prepare_tokens(D3, d_mask, normalize)
-    if Dn.shape[-2] == 0:  # argmax needs one token; a masked one changes nothing
-        Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
-    d_keep = d_keep[:, :, None] if D3.dim() == 4 else d_keep[None, :, None]  # [Nq | 1, Nd | K, 1, Ld]
-    S = similarities(Qn, Dn).masked_fill(~d_keep, float("-inf"))
+    Qn, q_keep, Dn, d_keep, q_weight = _prepare(Q, D, q_mask, d_mask, q_weight, normalize)
+    d_any = d_keep.any(-1)
+    S = similarities(Qn, Dn).masked_fill(~d_keep[:, :, None], float("-inf"))
     argmax = S.argmax(-1)  # the first index; torch orders NaN above all numbers
     best = S.gather(-1, argmax[..., None])[..., 0]
-    first_kept = d_keep.int().argmax(-1)
+    first_kept = d_keep.int().argmax(-1)[:, :, None]
     argmax = torch.where(best == float("-inf"), first_kept, argmax)
-    argmax = torch.where(d_keep.any(-1) & q_keep[:, None], argmax, -1)
-    scores = _sum_maxima(best, argmax, q_keep, q_weight, d_keep.any(-1)[..., 0])
+    argmax = torch.where(d_any[:, :, None] & q_keep[:, None], argmax, -1)
+    scores = _sum_maxima(best, q_keep, q_weight, d_any)
     return _drop_axes(scores, Q, D), _drop_axes(argmax, Q, D)
 
 
-def _sum_maxima(best: Tensor, argmax: Tensor, q_keep: Tensor, q_weight: Tensor | None, d_any: Tensor) -> Tensor:
-    """Sum the maxima ``best [Nq, Nd, Lq]`` that have an argmax. Documents that keep no token score -inf."""
-    terms = torch.where(argmax >= 0, best, 0)
+def _sum_maxima(best: Tensor, q_keep: Tensor, q_weight: Tensor | None, d_any: Tensor) -> Tensor:
+    """Sum the maxima ``best [Nq, Nd, Lq]`` of kept query tokens. Documents that keep no token score -inf."""
+    terms = torch.where(d_any[:, :, None] & q_keep[:, None], best, 0)
     if q_weight is not None:
         terms = terms * torch.where(q_keep, q_weight, 0)[:, None]
     return terms.sum(-1).masked_fill(q_keep.any(-1)[:, None] & ~d_any, float("-inf"))
@@ -147,24 +155,18 @@ def maxsim_soft(
 
     Masks and shapes are the same as in `maxsim`.
     """
-    _check(Q, D, q_mask, d_mask, q_weight, normalize)
+    Qn, q_keep, Dn, d_keep, q_weight = _prepare(Q, D, q_mask, d_mask, q_weight, normalize)
     if isinstance(temperature, Tensor):
         is_valid = temperature.dim() == 0 and temperature.dtype in _WEIGHTS and temperature.device == Q.device
     else:
         is_valid = isinstance(temperature, (int, float)) and not isinstance(temperature, bool) and temperature > 0
     if not is_valid:
         raise ValueError(f"reference: temperature: expected a number above 0 or a 0-dim Tensor, got {temperature}")
-    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    Qn, q_keep = _prepare_tokens(Q3, q_mask, normalize)
-    Dn, d_keep = _prepare_tokens(D3, d_mask, normalize)
     d_any = d_keep.any(-1)
     keep = d_keep | ~d_any[..., None]  # a sum over nothing has no gradient, not even 0
-    keep = keep[:, :, None] if D3.dim() == 4 else keep[None, :, None]
-    S = (similarities(Qn, Dn) / temperature).masked_fill(~keep, float("-inf"))
-    best = torch.logsumexp(S, -1) * temperature if S.shape[-1] else S.sum(-1)
-    d_any = d_any if D3.dim() == 4 else d_any[None]
-    has_match = d_any[:, :, None] & q_keep[:, None]
-    return _drop_axes(_sum_maxima(best, torch.where(has_match, 0, -1), q_keep, q_weight, d_any), Q, D)
+    S = (similarities(Qn, Dn) / temperature).masked_fill(~keep[:, :, None], float("-inf"))
+    best = torch.logsumexp(S, -1) * temperature
+    return _drop_axes(_sum_maxima(best, q_keep, q_weight, d_any), Q, D)
 
 
 def maxsim_from_hidden(
@@ -257,12 +259,8 @@ def maxsim_xtr(
     normalizer: str = "retrieved",
 ) -> Tensor:
     """Return XTR scores ``[Nq, Nd]``: maxima over the `top_k` best tokens of the batch, divided by their number."""
-    _check(Q, D, q_mask, d_mask, q_weight, False)
-    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    (Qn, q_keep), (Dn, d_keep) = _prepare_tokens(Q3, q_mask, False), _prepare_tokens(D3, d_mask, False)
-    if Dn.shape[-2] == 0:
-        Dn, d_keep = F.pad(Dn, (0, 0, 0, 1)), F.pad(d_keep, (0, 1))
-    S = similarities(Qn, Dn).masked_fill(~d_keep[None, :, None], float("-inf"))  # [Nq, Nd, Lq, Ld]
+    Qn, q_keep, Dn, d_keep, q_weight = _prepare(Q, D, q_mask, d_mask, q_weight, False)
+    S = similarities(Qn, Dn).masked_fill(~d_keep[:, :, None], float("-inf"))  # [Nq, Nd, Lq, Ld]
     candidates = S.transpose(1, 2).flatten(2)
     if not candidates.shape[2]:  # no documents
         return _drop_axes(S.sum((-1, -2)), Q, D)
@@ -294,19 +292,14 @@ def maxsim_token_topk(
 
     Masks and shapes are the same as in `maxsim`.
     """
-    _check(Q, D, q_mask, d_mask, q_weight, normalize)
-    Q3, D3, (q_mask, d_mask, q_weight) = _add_axes(Q, D, (q_mask, True), (d_mask, False), (q_weight, True))
-    (Qn, q_keep), (Dn, d_keep) = _prepare_tokens(Q3, q_mask, normalize), _prepare_tokens(D3, d_mask, normalize)
-    d_keep = d_keep if D3.dim() == 4 else d_keep[None]  # [Nq | 1, Nd | K, Ld]
+    Qn, q_keep, Dn, d_keep, q_weight = _prepare(Q, D, q_mask, d_mask, q_weight, normalize)
     S = similarities(Qn, Dn).masked_fill(~d_keep[:, :, None], float("-inf"))
     best = S.sort(dim=-1, descending=True, stable=True).values[..., :top_k]
     count = d_keep.sum(-1)[:, :, None]
     terms = torch.where(torch.arange(best.shape[-1], device=Q.device) < count[..., None], best, 0).sum(-1)
     if reduction == "mean":
         terms = terms / count.clamp(1, top_k)
-    d_any = d_keep.any(-1)
-    has_match = d_any[:, :, None] & q_keep[:, None]
-    return _drop_axes(_sum_maxima(terms, torch.where(has_match, 0, -1), q_keep, q_weight, d_any), Q, D)
+    return _drop_axes(_sum_maxima(terms, q_keep, q_weight, d_keep.any(-1)), Q, D)
 
 
 def chamfer_distance(

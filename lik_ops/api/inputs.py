@@ -108,31 +108,13 @@ def prepare_args(
 ) -> ScoringArgs:
     """Pack lists and nested tensors, and check the arguments that all layouts share.
 
-    Args:
-        op: the name of the function, for error messages.
-        Q: queries: a tensor, a list or a nested tensor.
-        D: documents: a tensor, a list, a nested tensor, a `Quantized` or an `Index`.
-        cu_seqlens_q: ``[Nq + 1]``: the bounds of packed queries, or None.
-        cu_seqlens_d: ``[Nd + 1]``: the bounds of packed documents, or None.
-        q_mask: query tokens to keep, or None.
-        d_mask: document tokens to keep, or None.
-        q_weight: the weight of each query token, or None.
-        normalize: L2-normalize every token first.
-        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``.
-        recompute: do not keep the argmax for the backward.
-        with_argmax: also return the argmax.
-        d_shape: the expected shape of D, if it does not follow from `cu_seqlens_d`.
-        lifts: the sides, out of "QD", that may be 2-D without `cu_seqlens`: a single query or document.
-        packs: the sides, out of "QD", that the function accepts packed with `cu_seqlens`. Only for messages.
-        refused: `eager.try_maxsim_ragged` has refused these arguments. It is tried again only if they change here.
-        must_cover_d: whether `cu_seqlens_d` must cover D. False for a slice of the caller's bounds.
+    Masks, weights and options are as in `lik_ops.maxsim`, and the bounds as in `lik_ops.maxsim_varlen`.
 
-    Returns:
-        The checked arguments.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a rank, size, device or option is wrong.
+    - `d_shape`: the expected shape of D, if it does not follow from `cu_seqlens_d`.
+    - `lifts`: the sides, out of "QD", that may be 2-D without `cu_seqlens`: a single query or document.
+    - `packs`: the sides, out of "QD", that the function accepts packed with `cu_seqlens`. Only for messages.
+    - `refused`: `eager.try_maxsim_ragged` has refused these arguments. It is tried again only if they change here.
+    - `must_cover_d`: whether `cu_seqlens_d` must cover D. False for a slice of the caller's bounds.
     """
     check_options(op, normalize, backward, recompute)
     sharding.register_if_needed()
@@ -155,16 +137,20 @@ def prepare_args(
         D, d_mask = _add_batch_axis(D), _add_batch_axis(d_mask)
     queries = None
     if is_sequences(Q):
-        queries = pack_side(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, cu_seqlens_q, D)
+        queries = pack_side(op, "Q", Q, q_mask, cu_seqlens_q, D)
         Q, cu_seqlens_q = queries.tokens, queries.cu_seqlens
         q_weight = pack_weights(op, q_weight, queries)
     if is_sequences(D) and d_shape is None:
-        documents = pack_side(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
+        documents = pack_side(op, "D", D, d_mask, cu_seqlens_d, Q)
         D, cu_seqlens_d = documents.tokens, documents.cu_seqlens
     Q, D, q_weight = _cast_to_autocast(Q, D, q_weight, quantized is not None)
     check_sides(op, Q, D, cu_seqlens_q, cu_seqlens_d, d_shape, lifts, packs)
-    _check_per_token(op, (Q, D, q_mask, d_mask), q_weight, normalize or quantized is not None)
-    _check_offsets(op, (cu_seqlens_q, Q), (cu_seqlens_d, D), must_cover_d)
+    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
+    hints.inspect_tokens(op, Q, D, q_mask, d_mask, normalize or quantized is not None)
+    for side, offsets, x, must_cover in (("q", cu_seqlens_q, Q, True), ("d", cu_seqlens_d, D, must_cover_d)):
+        if offsets is not None:
+            check_cu_seqlens(op, f"cu_seqlens_{side}", offsets, x.device)
+            hints.inspect_offsets(op, f"cu_seqlens_{side}", offsets, side.upper(), x, must_cover)
     tensors = Q, D, cu_seqlens_q, cu_seqlens_d, as_bool(q_mask), as_bool(d_mask), q_weight
     is_same_call = refused and all(map(operator.is_, tensors, original_args))
     refused = quantized is not None or torch.compiler.is_dynamo_compiling() or is_same_call
@@ -173,10 +159,7 @@ def prepare_args(
 
 
 def _cast_to_autocast(Q: Tensor, D: Tensor, q_weight: Any, stands_in: bool) -> tuple[Tensor, Tensor, Any]:
-    """Return Q, D and `q_weight` in the dtype of the autocast region.
-
-    A placeholder D follows the dtype of Q.
-    """
+    """Return Q, D and `q_weight` in the dtype of the autocast region. A placeholder D follows the dtype of Q."""
     if not stands_in:
         return autocast.cast_to_autocast(Q, D, q_weight)
     Q, _, q_weight = autocast.cast_to_autocast(Q, Q, q_weight)
@@ -192,27 +175,8 @@ def _check_candidate_lists(op: str, Q: Any, D: Tensor) -> None:
     check_same_size(D.shape[0], count, lambda: f"{op}: D: expected Nq = {count} candidate lists, got {format_shape(D)}")
 
 
-def _check_per_token(op: str, tensors: tuple, q_weight: Any, is_normalized: bool) -> None:
-    """Check masks and weights, and inspect tokens for the warnings of `hints`."""
-    Q, D, q_mask, d_mask = tensors
-    check_per_token(op, Q, D, q_mask, d_mask, q_weight)
-    hints.inspect_tokens(op, Q, D, q_mask, d_mask, is_normalized)
-
-
-def _check_offsets(op: str, queries: tuple, documents: tuple, must_cover_d: bool) -> None:
-    """Raise unless the offsets of each side fit the tensor of that side."""
-    for side, (cu_seqlens, tokens), must_cover in (("q", queries, True), ("d", documents, must_cover_d)):
-        if cu_seqlens is not None:
-            name = f"cu_seqlens_{side}"
-            check_cu_seqlens(op, name, cu_seqlens, tokens.device)
-            hints.inspect_offsets(op, name, cu_seqlens, side.upper(), tokens, must_cover)
-
-
 def unpack_index(op: str, D: Index, cu_seqlens_d: Any) -> tuple[Quantized, Tensor]:
-    """Return the quantized documents of an index and their ``cu_seqlens``.
-
-    Raise if `cu_seqlens_d` is also given.
-    """
+    """Return the quantized documents of an index and their ``cu_seqlens``. Raise if `cu_seqlens_d` is also given."""
     if cu_seqlens_d is not None:
         raise ValueError(f"{op}: cu_seqlens_d: expected None with an Index, got {describe_type(cu_seqlens_d)}")
     return D.documents, D.cu_seqlens
@@ -268,39 +232,24 @@ def _try_eager(
 
 
 def score_varlen(g: ScoringArgs) -> tuple[Tensor, Any]:
-    """Score every query against every document, or against its own candidates if `g.has_candidates`.
+    """Return the scores and the argmax of every query and every document, or of its own candidates for 4-D documents.
 
-    Args:
-        g: the checked arguments.
-
-    Returns:
-        ``(scores, argmax)``: scores ``[Nq, Nd]``, or ``[Nq, K]`` for quantized candidates ``[Nq, K, Ld, d]``. The
-        argmax has the form of the queries, or is None if it was not requested.
+    Scores are ``[Nq, Nd]``, or ``[Nq, K]`` for quantized candidates ``[Nq, K, Ld, d]``. The argmax has the form of the
+    queries, or is None if it was not requested.
     """
     if g.has_candidates:
         assert g.quantized is not None
         r, shape = g.packed(None).ragged(), g.quantized.shape[:2]
         r = r._replace(d_offsets=r.d_offsets.view(shape), d_lengths=r.d_lengths.view(shape))
         return _restore_axes(g, *_call_operator(g, PackedArgs.from_tensors(r, g.query_length_bound)))
-    results = _try_eager(g, g.cu_seqlens_d)
-    return _restore_axes(g, *(_call_operator(g, g.packed(g.cu_seqlens_d)) if results is None else results))
+    return _restore_axes(g, *score_documents(g, g.cu_seqlens_d))
 
 
 def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Any]:
-    """Score each query against its own candidates in a packed store.
+    """Return the scores ``[Nq, K]`` and the argmax of each query and its own candidates in the packed store D.
 
-    Args:
-        g: the checked arguments, with the store as D.
-        offsets: ``[Nq, K]``, or ``[K]`` for a single query: the first row of each candidate.
-        lengths: the number of rows of each candidate, with the shape of `offsets`.
-
-    Returns:
-        ``(scores, argmax)``: scores ``[Nq, K]``. The argmax has the form of the queries, or is None if it was not
-        requested.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a shape or device is wrong.
+    `offsets` and `lengths` are ``[Nq, K]``, or ``[K]`` for a single query: the first row and the number of rows of each
+    candidate. They are checked here. The argmax has the form of the queries, or is None if it was not requested.
     """
     segments = offsets, lengths
     if g.q_flat:
@@ -319,19 +268,12 @@ def score_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> tuple[
     return _restore_axes(g, *_call_operator(g, g.packed(offsets, lengths)))
 
 
-def score_documents(g: ScoringArgs, offsets: Tensor, lengths: Tensor) -> Tensor:
-    """Score every query against the same documents of a packed store, or against its own documents.
-
-    Args:
-        g: the checked arguments, with 3-D queries and the store as D.
-        offsets: valid integers ``[K]``, or ``[Nq, K]``: the first row of each document.
-        lengths: the number of rows of each document, with the shape of `offsets`.
-
-    Returns:
-        Scores ``[Nq, K]``.
-    """
+def score_documents(
+    g: ScoringArgs, offsets: Tensor | None, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores ``[Nq, K]`` and the argmax of the operator, with `offsets` and `lengths` as in `PackedArgs`."""
     results = _try_eager(g, offsets, lengths)
-    return (_call_operator(g, g.packed(offsets, lengths)) if results is None else results)[0]
+    return _call_operator(g, g.packed(offsets, lengths)) if results is None else results
 
 
 def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected: tuple, spelled: str) -> None:
@@ -341,19 +283,9 @@ def _check_candidates(g: ScoringArgs, offsets: Tensor, lengths: Tensor, expected
 
 
 def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = None) -> tuple[Tensor, Any]:
-    """Score the pairs of a list.
+    """Return the scores ``[P]`` and the argmax ``[P, max_seqlen_q]`` of ``pairs [P, 2]``.
 
-    Args:
-        g: the checked arguments.
-        pairs: ``[P, 2]``: the index of a query and the index of a document.
-        max_seqlen_q: an upper bound on the tokens of a query, or None.
-
-    Returns:
-        ``(scores, argmax)``: scores ``[P]``. The argmax is ``[P, max_seqlen_q]``, or None if it was not requested.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a shape or device is wrong, or `max_seqlen_q` is required.
+    The argmax is None if it was not requested. ValueError is raised if `max_seqlen_q` is required and not given.
     """
     check_indices(g.op, "pairs", pairs, (None, 2), "[P, 2]", g.Q.device)
     if max_seqlen_q is not None:
@@ -361,15 +293,11 @@ def score_pair_list(g: ScoringArgs, pairs: Tensor, max_seqlen_q: int | None = No
         check_fits_memory(g.op, "max_seqlen_q", (pairs.shape[0], max_seqlen_q) if g.with_argmax else ())
     elif g.queries is not None and g.queries.lengths is not None:
         max_seqlen_q = max(g.queries.lengths, default=0)
-    padding = 0
-    if (
-        not torch.compiler.is_dynamo_compiling()
-        and isinstance(g.query_length_bound, int)
-        and isinstance(max_seqlen_q, int)
-    ):
+    padding, bound = 0, g.query_length_bound
+    if not torch.compiler.is_dynamo_compiling() and isinstance(bound, int) and isinstance(max_seqlen_q, int):
         # No query has more tokens than all queries together, so larger bounds are cut and padded at the end. A traced
         # size would add a guard.
-        padding = max(max_seqlen_q - g.query_length_bound, 0)
+        padding = max(max_seqlen_q - bound, 0)
         max_seqlen_q -= padding
     scores, argmax = _score_pairs(g, pairs, max_seqlen_q)
     return scores, F.pad(argmax, (0, padding), value=-1) if argmax is not None and padding else argmax
@@ -410,10 +338,7 @@ def _call_operator(g: ScoringArgs, c: PackedArgs) -> tuple[Tensor, Tensor | None
 
 
 def _call_quantized_operator(g: ScoringArgs, D: Quantized, c: PackedArgs) -> tuple[Tensor, Tensor | None]:
-    """Return scores and argmax of ``lik::maxsim_quantized_fwd``.
-
-    Raise if a gradient of the documents is needed.
-    """
+    """Return scores and argmax of ``lik::maxsim_quantized_fwd``. Raise if a gradient of the documents is needed."""
     _reject_unsupported_transforms(c.Q, c.q_weight)
     encoded_tokens = D.to_flat_encoded()
     if needs_gradients(*encoded_tokens[:3], *encoded_tokens[4:]):
@@ -425,9 +350,8 @@ def _call_quantized_operator(g: ScoringArgs, D: Quantized, c: PackedArgs) -> tup
     needs_argmax = g.with_argmax or (needs_gradients(c.Q, c.q_weight) and not g.recompute)
     dtype = choose_argmax_dtype(c.Td) if needs_argmax else None
     if c.offsets is None:
-        encoded_tokens = encoded_tokens._replace(
-            data=encoded_tokens.data.view(*c.D.shape[:-1], encoded_tokens.data.shape[1])
-        )
+        data = encoded_tokens.data
+        encoded_tokens = encoded_tokens._replace(data=data.view(*c.D.shape[:-1], data.shape[1]))
     Q, _, *tensors = c.operator_tensors
     scores, argmax = lik.maxsim_quantized_fwd(Q, *encoded_tokens, *tensors, g.normalize, dtype, c.max_seqlen_q)
     return scores, argmax if g.with_argmax else None
@@ -453,18 +377,7 @@ def call_ragged_operator(
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores and argmax of ``lik::maxsim_ragged_fwd``, after rejecting unsupported transforms.
 
-    Args:
-        c: the arguments of the operator.
-        normalize: L2-normalize every token first.
-        backward: ``"lowmem"``, ``"unified"`` or ``"auto"``.
-        recompute: do not keep the argmax for the backward.
-        with_argmax: also return the argmax.
-
-    Returns:
-        ``(scores, argmax)``, with None for the argmax if it was not requested.
-
-    Raises:
-        NotImplementedError: ``torch.func`` or forward-mode AD would differentiate the call.
+    The argmax is None if it was not requested.
     """
     _reject_unsupported_transforms(c.Q, c.D, c.q_weight)
     sharding.register_if_needed()

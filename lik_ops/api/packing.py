@@ -204,20 +204,10 @@ def is_sequences(x: Any) -> bool:
 
 
 def pack_sequences(op: str, name: str, x: Any, nothing: Tensor | None = None) -> PackedSequences:
-    """Pack a list or a nested tensor.
+    """Return a list of tensors ``[L_i, ...]`` or a nested tensor packed.
 
-    Args:
-        op: the name of the function, for error messages.
-        name: the name of the argument, for error messages.
-        x: a list of tensors ``[L_i, ...]`` or a nested tensor.
-        nothing: the packed tokens of an empty list. If None, an empty list is an error.
-
-    Returns:
-        The packed sequences.
-
-    Raises:
-        TypeError: an element is not a tensor, or the dtypes differ.
-        ValueError: there is no element, or the ranks, d or devices differ.
+    `nothing` are the packed tokens of an empty list, which is an error if `nothing` is None. Raise TypeError or
+    ValueError, naming the element, if an element is not a tensor or differs from the first in d, dtype or device.
     """
     if isinstance(x, Tensor) and x.is_nested:
         jagged: Any = x
@@ -265,10 +255,7 @@ def copy_from_host(values: list, device: torch.device) -> Tensor:
 
 
 def _make_empty_tokens(other_side: Any) -> Tensor | None:
-    """Return the packed tokens of an empty list, with the d, dtype and device of the other side.
-
-    Return None if the other side has no tokens.
-    """
+    """Return the packed tokens of an empty list, like the other side, or None if the other side has no tokens."""
     if is_sequences(other_side):
         is_jagged = isinstance(other_side, Tensor) and other_side.layout == torch.jagged
         other_side = other_side.values() if is_jagged else next(iter(other_side), None)
@@ -276,53 +263,28 @@ def _make_empty_tokens(other_side: Any) -> Tensor | None:
     return other_side.new_empty((0, other_side.shape[-1])) if is_tokens else None
 
 
-def pack_side(
-    op: str, name: str, mask: str, cu: str, x: Any, given_mask: Any, given_cu: Any, other_side: Any
-) -> PackedSequences:
-    """Return one side of a call packed.
+def pack_side(op: str, name: str, x: Any, mask: Any, cu_seqlens: Any, other_side: Any) -> PackedSequences:
+    """Return one side of a call packed ``[T, d]``. Raise if a mask or bounds are given with a list or nested tensor.
 
-    A mask or bounds next to a list or nested tensor are an error.
-
-    Args:
-        op: the name of the function, for error messages.
-        name: the name of the side, "Q" or "D".
-        mask: the name of its mask argument.
-        cu: the name of its bounds argument.
-        x: the sequences.
-        given_mask: the mask argument, which must be None.
-        given_cu: the bounds argument, which must be None.
-        other_side: the other side. It gives an empty list its d, dtype and device.
-
-    Returns:
-        The packed sequences ``[T, d]``.
-
-    Raises:
-        TypeError: an element is not a tensor, or the dtypes differ.
-        ValueError: a shape or device is wrong, or a mask or bounds were given.
+    `name` is "Q", or the name of the documents. `other_side` gives an empty list its d, dtype and device.
     """
     is_empty = isinstance(x, (list, tuple)) and not x
     sequences = pack_sequences(op, name, x, _make_empty_tokens(other_side) if is_empty else None)
     if sequences.tokens.dim() != 2:
         shape = ", ".join(map(str, ("L", *sequences.tokens.shape[1:])))
         raise ValueError(f"{op}: {name}: expected a list of [L, d], got one of [{shape}]")
-    if given_cu is not None:
-        raise ValueError(
-            f"{op}: {cu}: expected None with a list or nested tensor {name}, got {type(given_cu).__name__}"
-        )
-    if given_mask is not None:
-        raise ValueError(
-            f"{op}: {mask}: expected None with a list or nested tensor {name} (leave out masked tokens),"
-            f" got {type(given_mask).__name__}"
-        )
+    side = "q" if name == "Q" else "d"
+    expected = f"expected None with a list or nested tensor {name}"
+    if cu_seqlens is not None:
+        raise ValueError(f"{op}: cu_seqlens_{side}: {expected}, got {type(cu_seqlens).__name__}")
+    if mask is not None:
+        raise ValueError(f"{op}: {side}_mask: {expected} (leave out masked tokens), got {type(mask).__name__}")
     _check_width(op, name, sequences, other_side)
     return sequences
 
 
 def _check_width(op: str, name: str, sequences: PackedSequences, other_side: Any) -> None:
-    """Raise ValueError unless the sequences have the d of the other side.
-
-    The message shows the sequences unpacked.
-    """
+    """Raise ValueError unless the sequences have the d of the other side. The message shows them unpacked."""
     if not isinstance(other_side, Tensor) or other_side.is_nested or other_side.dim() == 0:
         return  # the other side is checked when it is packed, or has no tokens
 
@@ -345,10 +307,7 @@ def check_sides(
     lifts: str,
     packs: str,
 ) -> None:
-    """Raise unless Q and D are embeddings, packed or dense, that fit together.
-
-    See `inputs.prepare_args`.
-    """
+    """Raise unless Q and D are embeddings, packed or dense, that fit together. See `inputs.prepare_args`."""
     q_shapes, q_hint = _describe_shapes("q", cu_seqlens_q, lifts, packs)
     d_shapes, d_hint = ((d_shape,), "") if d_shape else _describe_shapes("d", cu_seqlens_d, lifts, packs)
     check_tokens(op, Q, D, q_shapes, d_shapes, (q_hint, d_hint))

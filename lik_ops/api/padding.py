@@ -20,27 +20,14 @@ def make_dense(
     lengths differ. Reading the lengths of a nested tensor waits for a GPU. Other values are returned unchanged, for the
     checks of the function.
 
-    Args:
-        op: the name of the function, for error messages.
-        Q: query tokens.
-        D: document tokens.
-        q_mask: query tokens to keep. None for a list or nested tensor.
-        d_mask: document tokens to keep. None for a list or nested tensor.
-        q_weight: the weight of each query token. For a list of queries, a list of ``[L_i]`` or packed ``[Tq]``.
-        documents: the name of the argument `D`.
-
-    Returns:
-        Q, D, q_mask, d_mask and q_weight.
-
-    Raises:
-        TypeError: an element of a list is not a tensor or an array, or the dtypes differ.
-        ValueError: the shapes or devices in a list differ, or a list has a mask.
+    `documents` is the name of the argument `D`. The weights of a list of queries are a list of ``[L_i]`` or packed
+    ``[Tq]``. Raise if the elements of a list do not fit together, or a list has a mask.
     """
     Q, D, q_mask, d_mask, q_weight = share_token_arrays(op, (Q, D, q_mask, d_mask, q_weight), documents)
     has_features = documents == "D"  # hidden states have another number of features than queries
     Q, q_mask, q_weight = pad_queries(op, Q, q_mask, q_weight, D if has_features else None)
     if is_sequences(D):
-        packed = pack_side(op, documents, "d_mask", "cu_seqlens_d", D, d_mask, None, Q if has_features else None)
+        packed = pack_side(op, documents, D, d_mask, None, Q if has_features else None)
         D, d_mask, _ = _pad(packed)
     return Q, D, q_mask, d_mask, q_weight
 
@@ -52,7 +39,7 @@ def pad_queries(op: str, Q: Any, q_mask: Any, q_weight: Any, D: Any = None) -> t
     """
     if not is_sequences(Q):
         return Q, q_mask, q_weight
-    queries = pack_side(op, "Q", "q_mask", "cu_seqlens_q", Q, q_mask, None, D)
+    queries = pack_side(op, "Q", Q, q_mask, None, D)
     weights = pack_weights(op, q_weight, queries)
     Q, q_mask, lengths = _pad(queries)
     return Q, q_mask, weights if weights is None else _pad_rows(weights, lengths)

@@ -369,7 +369,7 @@ def pack_documents(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = Non
     """
     if not is_sequences(D):
         return D, cu_seqlens_d
-    side = pack_side(op, "D", "d_mask", "cu_seqlens_d", D, d_mask, cu_seqlens_d, Q)
+    side = pack_side(op, "D", D, d_mask, cu_seqlens_d, Q)
     return side.tokens, side.cu_seqlens
 
 

@@ -113,7 +113,7 @@ def search_chosen(op: str, s: SearchArgs, chosen: Tensor, lowest: bool = False) 
     step = s.chunk or topk.count_fitting_documents(s.Q, s.top_k, count)
     for begin in range(0, max(count, 1), step):
         part = chosen[..., begin : begin + step]
-        scores = inputs.score_documents(g, *locate_documents(s, part))
+        scores = inputs.score_documents(g, *locate_documents(s, part))[0]
         scores = (-scores if lowest else scores).masked_fill(part < 0, -torch.inf)
         parts.append(topk.select_candidates(scores, part.expand(scores.shape), s.top_k))
     values, indices = topk.merge_parts(parts, s.top_k, missing=True)
@@ -122,7 +122,7 @@ def search_chosen(op: str, s: SearchArgs, chosen: Tensor, lowest: bool = False) 
 
 def score_chosen(op: str, s: SearchArgs, chosen: Tensor) -> Tensor:
     """Return the scores ``[Nq, K]`` of documents ``[K]`` or ``[Nq, K]``. The scores of index -1 are undefined."""
-    return inputs.score_documents(make_scoring_args(op, s), *locate_documents(s, chosen))
+    return inputs.score_documents(make_scoring_args(op, s), *locate_documents(s, chosen))[0]
 
 
 def make_scoring_args(op: str, s: SearchArgs) -> inputs.ScoringArgs:

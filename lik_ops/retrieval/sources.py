@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,68 +35,14 @@ class DocumentPart(NamedTuple):
 
     def join_pieces(self) -> DocumentPart:
         """Return the part with D in one piece."""
-        return (
-            self._replace(D=join_pieces([self.D, *self.more_pieces], torch.cat), more_pieces=())
-            if self.more_pieces
-            else self
-        )
-
-
-class DocumentSource(Protocol):
-    """Documents that can be read one range at a time, with the shape and dtype of all of them."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of all documents: ``[Nd, Ld, d]``, or packed ``[Td, d]``."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tokens."""
-        ...
-
-    @property
-    def d_mask(self) -> Tensor | None:
-        """The mask of the documents, or None."""
-        ...
-
-    @property
-    def offsets(self) -> Tensor | None:
-        """The bounds ``[Nd + 1]`` of packed documents on the CPU, or None."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
-        """Split ``[begin, end)`` into ranges of `chunk` documents, or of about `budget` bytes if `chunk` is None."""
-
-    def split(self, parts: int) -> list[tuple[int, int]]:
-        """Split all documents into `parts` contiguous ranges with about the same number of tokens."""
-
-    def nbytes(self, begin: int, end: int) -> int:
-        """Return the bytes of a range that must be copied to a device."""
-
-    def read(self, begin: int, end: int) -> DocumentPart:
-        """Read the documents of a range on the CPU.
-
-        Mapped memory is not copied.
-        """
-
-    def select(self, chosen: Tensor) -> DocumentSource:
-        """Return a source of the documents ``chosen [n]``, ascending int64 indices on the CPU."""
+        if not self.more_pieces:
+            return self
+        return self._replace(D=join_pieces([self.D, *self.more_pieces], torch.cat), more_pieces=())
 
 
 def choose_part_bytes(device: torch.device) -> int:
-    """Return the bytes of documents that are copied at a time.
-
-    A GPU holds two such parts.
-    """
+    """Return the bytes of documents that are copied at a time. A GPU holds two such parts."""
     return _CPU_PART_BYTES if device.type != "cuda" else min(topk.choose_workspace_bytes(device), _MAX_PART_BYTES)
-
-
-def _split_by_count(begin: int, end: int, count: int) -> list[tuple[int, int]]:
-    """Split ``[begin, end)`` into ranges of `count` documents."""
-    return [(b, min(b + count, end)) for b in range(begin, end, count)]
 
 
 def _slice_rows(D: Any, begin: int, end: int) -> Tensor:
@@ -116,98 +62,47 @@ def _gather_rows(D: Any, rows: Tensor) -> Tensor:
 
 
 def split_by_tokens(offsets: Tensor, parts: int) -> list[int]:
-    """Split documents into `parts` contiguous ranges with about the same number of tokens.
-
-    Args:
-        offsets: ``[Nd + 1]``: the bounds of packed documents.
-        parts: the number of ranges.
-
-    Returns:
-        The bounds ``[parts + 1]`` of the ranges, in documents.
-    """
+    """Return the bounds ``[parts + 1]`` of contiguous ranges of documents with about the same number of tokens."""
     documents, total = offsets.shape[0] - 1, offsets[-1] - offsets[0]
     targets = offsets[0] + total * torch.arange(1, parts, device=offsets.device) // parts
     return [0, *torch.searchsorted(offsets, targets.to(offsets.dtype)).clamp_(max=documents).tolist(), documents]
 
 
-class _DenseSource:
-    """Dense documents ``[Nd, Ld, d]``."""
+class DocumentSource:
+    """Documents that can be read one range at a time. Subclasses implement `read` and `gather`.
 
-    offsets = None
-
-    def __init__(self, D: Any, d_mask: Tensor | None) -> None:
-        self.D, self.d_mask = D, d_mask
-        self.shape, self.dtype = tuple(D.shape), _slice_rows(D, 0, 0).dtype
-        _, Ld, d = self.shape
-        self.padded_document_bytes = Ld * d * self.dtype.itemsize + (
-            0 if d_mask is None else Ld * d_mask.element_size()
-        )
-
-    def __len__(self) -> int:
-        return self.D.shape[0]
-
-    def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
-        return _split_by_count(
-            begin, end, max(budget // max(self.padded_document_bytes, 1), 1) if chunk is None else chunk
-        )
-
-    def split(self, parts: int) -> list[tuple[int, int]]:
-        bounds = [len(self) * i // parts for i in range(parts + 1)]
-        return list(itertools.pairwise(bounds))
-
-    def nbytes(self, begin: int, end: int) -> int:
-        return (end - begin) * self.padded_document_bytes
-
-    def read(self, begin: int, end: int) -> DocumentPart:
-        return DocumentPart(_slice_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
-
-    def gather(self, chosen: Tensor) -> DocumentPart:
-        """Read the tokens of some documents."""
-        return DocumentPart(_gather_rows(self.D, chosen))
-
-    def select(self, chosen: Tensor) -> _SelectedDense:
-        return _SelectedDense(self, chosen)
-
-
-class _SelectedDense(_DenseSource):
-    """Some documents of a dense source."""
-
-    def __init__(self, source: _DenseSource, chosen: Tensor) -> None:
-        self.source, self.chosen = source, chosen
-        self.dtype, self.padded_document_bytes = source.dtype, source.padded_document_bytes
-        # The copies of parts run on a second stream, which does not wait for a mask that is selected later.
-        self.d_mask = None if source.d_mask is None else source.d_mask[chosen.to(source.d_mask.device)]
-        self.shape = (len(chosen), *source.shape[1:])
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def read(self, begin: int, end: int) -> DocumentPart:
-        part = _read_chosen(self.source, self.chosen[begin:end])
-        return part._replace(d_mask=None if self.d_mask is None else self.d_mask[begin:end])
-
-
-class PackedSource:
-    """Packed documents with offsets on the CPU.
-
-    Subclasses implement `read` and `gather`.
+    Args:
+        shape: the shape of all documents: ``[Nd, Ld, d]``, or packed ``[Td, d]``.
+        dtype: the dtype of the tokens.
+        document_bytes: the bytes of a document that must be copied to a device, without the bytes of packed tokens.
+        token_bytes: the bytes of a packed token that must be copied to a device.
+        offsets: the bounds ``[Nd + 1]`` of packed documents on the CPU, or None.
+        d_mask: the mask of dense documents, or None.
     """
 
-    d_mask = None
-
-    def __init__(self, offsets: Tensor, tokens: int, layout: StorageLayout) -> None:
-        self.offsets, self.shape, self.dtype, self.layout = offsets, (tokens, layout.d), layout.dtype, layout
-        self.token_bytes, self.document_bytes = layout.nbytes(True), layout.nbytes(False)
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        document_bytes: int,
+        token_bytes: int = 0,
+        offsets: Tensor | None = None,
+        d_mask: Tensor | None = None,
+    ) -> None:
+        self.shape, self.dtype, self.offsets, self.d_mask = shape, dtype, offsets, d_mask
+        self.document_bytes, self.token_bytes = document_bytes, token_bytes
 
     def __len__(self) -> int:
-        return self.offsets.shape[0] - 1
+        return self.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
     def ranges(self, begin: int, end: int, chunk: int | None, budget: int) -> list[tuple[int, int]]:
         """Split ``[begin, end)`` into ranges of `chunk` documents, or of about `budget` bytes if `chunk` is None."""
+        if chunk is None and self.offsets is None:
+            chunk = max(budget // max(self.document_bytes, 1), 1)
         if chunk is not None:
-            return _split_by_count(begin, end, chunk)
-        ranges = []
-        ends = self.offsets * self.token_bytes
+            return [(b, min(b + chunk, end)) for b in range(begin, end, chunk)]
+        assert self.offsets is not None
+        ranges, ends = [], self.offsets * self.token_bytes
         ends += torch.arange(len(ends), device="cpu") * self.document_bytes
         while begin < end:
             last = int(torch.searchsorted(ends, ends[begin] + budget, right=True)) - 1
@@ -218,37 +113,75 @@ class PackedSource:
 
     def split(self, parts: int) -> list[tuple[int, int]]:
         """Split all documents into `parts` contiguous ranges with about the same number of tokens."""
+        if self.offsets is None:
+            return list(itertools.pairwise(len(self) * i // parts for i in range(parts + 1)))
         return list(itertools.pairwise(split_by_tokens(self.offsets, parts)))
 
     def nbytes(self, begin: int, end: int) -> int:
         """Return the bytes of a range that must be copied to a device."""
-        tokens = int(self.offsets[end] - self.offsets[begin])
+        tokens = 0 if self.offsets is None else int(self.offsets[end] - self.offsets[begin])
         return tokens * self.token_bytes + (end - begin) * self.document_bytes
 
-    def select(self, chosen: Tensor) -> _SelectedPacked:
-        """Return a source of some documents."""
-        return _SelectedPacked(self, chosen)
+    def read(self, begin: int, end: int) -> DocumentPart:
+        """Read the documents of a range on the CPU. Mapped memory is not copied."""
+        raise NotImplementedError
+
+    def gather(self, chosen: Tensor) -> DocumentPart:
+        """Read the tokens of the documents ``chosen [n]``, ascending int64 indices, on the CPU as a copy."""
+        raise NotImplementedError
+
+    def select(self, chosen: Tensor) -> DocumentSource:
+        """Return a source of the documents ``chosen [n]``, ascending int64 indices on the CPU."""
+        return _SelectedSource(self, chosen)
 
 
-class _SelectedPacked(PackedSource):
-    """Some documents of a packed source."""
+class _SelectedSource(DocumentSource):
+    """Some documents of a source."""
 
-    def __init__(self, source: Any, chosen: Tensor) -> None:
+    def __init__(self, source: DocumentSource, chosen: Tensor) -> None:
         self.source, self.chosen = source, chosen
-        offsets = compute_offsets(source.offsets.diff()[chosen])
-        super().__init__(offsets, int(offsets[-1]), source.layout)
+        offsets = None if source.offsets is None else compute_offsets(source.offsets.diff()[chosen])
+        # The copies of parts run on a second stream, which does not wait for a mask that is selected later.
+        d_mask = None if source.d_mask is None else source.d_mask[chosen.to(source.d_mask.device)]
+        shape = (len(chosen) if offsets is None else int(offsets[-1]), *source.shape[1:])
+        super().__init__(shape, source.dtype, source.document_bytes, source.token_bytes, offsets, d_mask)
 
     def read(self, begin: int, end: int) -> DocumentPart:
-        return _read_chosen(self.source, self.chosen[begin:end])
+        """Read the documents of a range, in place if they are next to each other in the source."""
+        chosen = self.chosen[begin:end]
+        count = len(chosen)
+        if count == 0 or int(chosen[-1]) - int(chosen[0]) == count - 1:
+            first = int(chosen[0]) if count else 0
+            part = self.source.read(first, first + count)
+        else:
+            part = self.source.gather(chosen)
+        return part._replace(d_mask=None if self.d_mask is None else self.d_mask[begin:end])
 
 
-def _read_chosen(source: Any, chosen: Tensor) -> DocumentPart:
-    """Read some documents of a source, in place if they are next to each other."""
-    count = len(chosen)
-    if count == 0 or int(chosen[-1]) - int(chosen[0]) == count - 1:
-        begin = int(chosen[0]) if count else 0
-        return source.read(begin, begin + count)
-    return source.gather(chosen)
+class _DenseSource(DocumentSource):
+    """Dense documents ``[Nd, Ld, d]``."""
+
+    def __init__(self, D: Any, d_mask: Tensor | None) -> None:
+        self.D, dtype = D, _slice_rows(D, 0, 0).dtype
+        _, Ld, d = D.shape
+        mask_bytes = 0 if d_mask is None else Ld * d_mask.element_size()
+        super().__init__(tuple(D.shape), dtype, Ld * d * dtype.itemsize + mask_bytes, d_mask=d_mask)
+
+    def read(self, begin: int, end: int) -> DocumentPart:
+        return DocumentPart(_slice_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
+
+    def gather(self, chosen: Tensor) -> DocumentPart:
+        return DocumentPart(_gather_rows(self.D, chosen))
+
+
+class PackedSource(DocumentSource):
+    """Packed documents in a storage layout."""
+
+    offsets: Tensor
+
+    def __init__(self, offsets: Tensor, tokens: int, layout: StorageLayout) -> None:
+        sizes = layout.nbytes(False), layout.nbytes(True)
+        super().__init__((tokens, layout.d), layout.dtype, *sizes, offsets)
 
 
 class _PackedTensorSource(PackedSource):
@@ -265,7 +198,6 @@ class _PackedTensorSource(PackedSource):
         return DocumentPart(_slice_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
 
     def gather(self, chosen: Tensor) -> DocumentPart:
-        """Read some documents."""
         rows, cu_seqlens = make_segment_rows(self.offsets[chosen], self.offsets.diff()[chosen])
         return DocumentPart(_gather_rows(self.D, rows), None, cu_seqlens)
 
@@ -282,7 +214,6 @@ class _CorpusSource(PackedSource):
         return DocumentPart(D, None, cu_seqlens, tuple(more_pieces))
 
     def gather(self, chosen: Tensor) -> DocumentPart:
-        """Read some documents."""
         D, cu_seqlens = self.snapshot.gather_documents(chosen)
         return DocumentPart(D, None, cu_seqlens)
 
@@ -290,20 +221,10 @@ class _CorpusSource(PackedSource):
 def prepare_queries(
     op: str, Q: Any, shape: tuple[int, ...], dtype: torch.dtype, q_weight: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return Q and `q_weight` in the dtype of the autocast region, and a placeholder for D.
+    """Return Q, a placeholder for documents and `q_weight`, in the dtype of the autocast region.
 
-    Args:
-        op: the name of the function, for error messages.
-        Q: query tokens.
-        shape: the shape of the documents.
-        dtype: the dtype of the documents.
-        q_weight: the weight of each query token, or None.
-
-    Returns:
-        ``(Q, D, q_weight)``. D has the given shape and the dtype of the region, without the memory.
-
-    Raises:
-        TypeError: Q is not a Tensor, or its dtype differs from the dtype of the documents.
+    The placeholder has the given shape without the memory. Raise TypeError if Q is not a Tensor, or has another dtype
+    than the documents.
     """
     if not isinstance(Q, Tensor):
         raise TypeError(f"{op}: Q: expected a Tensor, got {describe_non_tensor(Q)}")
@@ -314,29 +235,15 @@ def prepare_queries(
 
 
 def check_dtype(op: str, Q: Any, dtype: torch.dtype) -> None:
-    """Raise TypeError if Q has another dtype than the documents.
-
-    The message says how to convert Q.
-    """
+    """Raise TypeError if Q has another dtype than the documents. The message says how to convert Q."""
     if isinstance(Q, Tensor) and Q.dtype != dtype and Q.dtype in DTYPES and dtype in DTYPES:
         raise TypeError(f"{op}: D: expected the dtype of Q, {Q.dtype}, got {dtype}: convert the queries, Q.to({dtype})")
 
 
 def open_source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | None) -> DocumentSource:
-    """Return the source that reads the documents `D`.
+    """Return the source that reads `D`, a tensor on the CPU, an array or a `Corpus`.
 
-    Args:
-        op: the name of the function, for error messages.
-        D: a tensor on the CPU, an array or a `Corpus`.
-        d_mask: document tokens to keep, or None.
-        cu_seqlens_d: the bounds of packed documents, or None.
-
-    Returns:
-        The source.
-
-    Raises:
-        TypeError: `D` has a type that cannot be read.
-        ValueError: `D`, `d_mask` and `cu_seqlens_d` do not fit together.
+    Raise TypeError if `D` cannot be read, and ValueError if the arguments do not fit together.
     """
     if isinstance(snapshot := getattr(D, "_snapshot", None), Snapshot):
         for name, x in (("d_mask", d_mask), ("cu_seqlens_d", cu_seqlens_d)):
@@ -363,10 +270,7 @@ def open_source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | N
 
 
 def pack_documents(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = None) -> tuple[Any, Any]:
-    """Return D and `cu_seqlens_d`, packed if D is a list or nested tensor.
-
-    Q gives an empty list its d and dtype.
-    """
+    """Return D and `cu_seqlens_d`, packed if D is a list or nested tensor. Q gives an empty list its d and dtype."""
     if not is_sequences(D):
         return D, cu_seqlens_d
     side = pack_side(op, "D", D, d_mask, cu_seqlens_d, Q)

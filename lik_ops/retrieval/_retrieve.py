@@ -11,7 +11,6 @@ from torch.torch_version import TorchVersion
 
 from ..api import inputs
 from ..api.inputs import Tokens
-from ..api.packing import is_sequences
 from ..core.arguments import check_flag, check_no_dtensor, check_tensor, short_repr
 from ..formats.index import Index
 from ..formats.quantized import Quantized
@@ -241,8 +240,10 @@ def retrieve(
     if return_argmax:
         check_no_dtensor(f"{_OP}(return_argmax=True)", Q=Q, D=D)
         D = fix_snapshot(D)
-    search = SearchArgs._make((Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk))
     _check_stages(D, coarse, n_probe, n_candidates)
+    if coarse is None:
+        D, cu_seqlens_d = sources.pack_documents(_OP, D, d_mask, cu_seqlens_d, Q)
+    search = SearchArgs._make((Q, D, q_mask, d_mask, cu_seqlens_d, q_weight, normalize, top_k, chunk))
     results: Any
     if coarse is not None or isinstance(D, Quantized):
         if not largest:
@@ -253,9 +254,6 @@ def retrieve(
             else:
                 results = retrieve_quantized(search, n_probe, n_candidates, subset=subset)
     else:
-        if is_sequences(D):
-            D, cu_seqlens_d = sources.pack_documents(_OP, D, d_mask, cu_seqlens_d, Q)
-            search = search._replace(D=D, cu_seqlens_d=cu_seqlens_d)
         results = _search_documents(search, subset, largest, progress)
     if not return_argmax:
         return results
@@ -281,12 +279,8 @@ def _search_documents(s: SearchArgs, subset: Any, largest: bool, progress: bool 
         check_no_dtensor(f"{_OP}(largest=False)", Q=s.Q, D=s.D)
         if subset is None:
             return _streamed.retrieve_lowest(_OP, s, progress)
-    if (
-        isinstance(s.D, Tensor)
-        and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device)
-        and (not progress or s.D.device.type != "cpu")
-    ):
-        return retrieve_from_tensors(s, subset, lowest=not largest)
+    if _streamed.is_searched_in_place(s, progress):
+        return retrieve_checked(_streamed.check_search(_OP, s), subset, lowest=not largest)
     source = sources.open_source(_OP, s.D, s.d_mask, s.cu_seqlens_d)
     options: Any = {"chunk": s.chunk, "q_mask": s.q_mask, "q_weight": s.q_weight}
     options |= {"normalize": s.normalize, "progress": progress}
@@ -301,17 +295,10 @@ def _search_documents(s: SearchArgs, subset: Any, largest: bool, progress: bool 
 def select_from_source(
     op: str, Q: Any, source: sources.DocumentSource, subset: Any
 ) -> tuple[sources.DocumentSource, Tensor, Tensor | None, int]:
-    """Return the documents of a subset as a source.
+    """Return ``(selected, names, positions, width)`` for the subset of `retrieve`, before Q is checked.
 
-    Args:
-        op: the name of the function, for error messages.
-        Q: queries, which are not checked yet.
-        source: all documents.
-        subset: the subset of `retrieve`.
-
-    Returns:
-        ``(source, names, own, width)``: the documents that any query may find, their indices, the positions of each
-        query as for `retrieve_from_source`, and the largest number of results.
+    `selected` is a source of the documents that any query may find, and `names` are their indices. `positions` are the
+    positions of each query as for `retrieve_from_source`. `width` is the largest number of results.
     """
     check_tensor(op, "Q", Q, or_none=True)
     indices, width = resolve_subset(op, subset, Q, len(source), torch.device("cpu"))
@@ -319,16 +306,11 @@ def select_from_source(
     return source.select(names), names, positions, width
 
 
-def retrieve_from_tensors(s: SearchArgs, subset: Any = None, lowest: bool = False) -> ScoresAndIndices:
-    """Run `retrieve` on tensors of one device.
+def retrieve_checked(s: SearchArgs, subset: Any = None, lowest: bool = False) -> ScoresAndIndices:
+    """Run `retrieve` on checked tensors of one device in the dtype of the autocast region.
 
     `cu_seqlens_d` may be on the CPU.
     """
-    return retrieve_checked(_streamed.check_search(_OP, s), subset, lowest)
-
-
-def retrieve_checked(s: SearchArgs, subset: Any = None, lowest: bool = False) -> ScoresAndIndices:
-    """Run `retrieve_from_tensors` on checked arguments in the dtype of the autocast region."""
     if not torch.compiler.is_dynamo_compiling():
         sharding.register_if_needed()
     Q, indices = s.Q, None
@@ -364,22 +346,8 @@ def retrieve_from_source(
 ) -> tuple[Tensor, Tensor]:
     """Run `retrieve` on the documents ``[begin, end)`` of a source.
 
-    Args:
-        Q: query tokens.
-        source: the result of `open_source`.
-        top_k: the number of documents to return for each query.
-        begin: the first document.
-        end: one past the last document.
-        chunk: the number of documents to score at a time, or None.
-        q_mask: query tokens to keep, or None.
-        q_weight: the weight of each query token, or None.
-        normalize: L2-normalize every token first.
-        progress: show a progress bar.
-        positions: the positions ``[Nq, K]`` of the documents of each query, as in `Subset`, or None for all documents.
-        lowest: return the lowest scores.
-
-    Returns:
-        ``(scores, indices)``. Indices count from the first document of the source, not from `begin`.
+    `positions` are the positions ``[Nq, K]`` of the documents of each query, as in `Subset`, or None for all documents.
+    The indices of the result count from the first document of the source, not from `begin`.
     """
     Q, placeholder, q_weight = sources.prepare_queries(_OP, Q, source.shape, source.dtype, q_weight)
     search = SearchArgs(Q, placeholder, q_mask, None, source.offsets, q_weight, normalize, top_k, chunk)
@@ -397,10 +365,7 @@ def retrieve_from_source(
 
 
 def _search_part(s: SearchArgs, at: tuple[int, int], positions: Tensor | None, lowest: bool) -> ScoresAndIndices:
-    """Return the best documents ``[Nq, k]`` of a part of a source, with negated scores if `lowest`.
-
-    The queries are 3-D.
-    """
+    """Return the best documents ``[Nq, k]`` of a part, for 3-D queries, with negated scores if `lowest`."""
     begin, end = at
     if positions is None and not lowest:
         find = retrieve_checked if isinstance(s.D, Tensor) else search_quantized

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..api import inputs
 from ..api.inputs import Tokens
-from ..api.packing import is_sequences
 from ..api.score import maxsim
 from ..core.arguments import check_flag
 from ..ops import topk
@@ -83,16 +82,7 @@ def maxsim_streamed(
 
 @torch.no_grad()
 def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndIndices:
-    """Run `retrieve` with ``largest=False``.
-
-    Args:
-        op: the name of the function, for error messages.
-        s: the arguments of the search.
-        progress: show a progress bar.
-
-    Returns:
-        ``(scores, indices)``, the lowest scores first.
-    """
+    """Run `retrieve` with ``largest=False``."""
     topk.check_counts(op, s.top_k, s.chunk)
     best: ScoresAndIndices | None = None
     for begin, scores in iterate_scores(op, s, progress):
@@ -106,21 +96,13 @@ def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndI
 def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tuple[int, Tensor]]:
     """Yield the first document of each part and the scores ``[Nq, n]`` of the part.
 
-    Args:
-        op: the name of the function, for error messages.
-        s: the arguments of the search. D may be a corpus.
-        progress: show a progress bar.
-
-    Yields:
-        ``(begin, scores)`` for each part. There is at least one part, even without documents.
+    D of the search may be a corpus. There is at least one part, even without documents.
     """
     if progress is not None:
         check_flag(op, "progress", progress)
-    if is_sequences(s.D):
-        D, cu_seqlens_d = sources.pack_documents(op, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
-        s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
-    in_place = isinstance(s.D, Tensor) and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device)
-    if in_place and not (progress and s.D.device.type == "cpu"):
+    D, cu_seqlens_d = sources.pack_documents(op, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
+    s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
+    if is_searched_in_place(s, progress):
         s = check_search(op, s)
         step = s.chunk or _MAX_DOCUMENTS_AT_ONCE
         for begin in range(0, max(s.documents, 1), step):
@@ -140,6 +122,12 @@ def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tu
         yield begin, _collect_scores(op, s._replace(D=D, d_mask=documents.d_mask, cu_seqlens_d=documents.cu_seqlens))
 
 
+def is_searched_in_place(s: SearchArgs, progress: bool | None) -> bool:
+    """Return whether the documents are a tensor on the device of Q, and no progress bar is wanted for a CPU."""
+    in_place = isinstance(s.D, Tensor) and (not isinstance(s.Q, Tensor) or s.D.device == s.Q.device)
+    return in_place and not (progress and s.D.device.type == "cpu")
+
+
 def check_search(op: str, s: SearchArgs) -> SearchArgs:
     """Return a search among tensors in the dtype of the autocast region, after checking all arguments."""
     Q, D, q_weight = autocast.cast_to_autocast(s.Q, s.D, s.q_weight)
@@ -151,10 +139,7 @@ def check_search(op: str, s: SearchArgs) -> SearchArgs:
 
 
 def check_source(op: str, s: SearchArgs, source: sources.DocumentSource) -> None:
-    """Raise unless the search fits the source.
-
-    D of the search is a placeholder for the documents of the source.
-    """
+    """Raise unless the search, in which a placeholder stands for the documents, fits the source."""
     topk.check_search_args(op, s)
     if source.d_mask is not None and source.d_mask.device not in (s.Q.device, torch.device("cpu")):
         raise ValueError(f"{op}: d_mask: expected the device of Q, {s.Q.device}, or cpu, got {source.d_mask.device}")
@@ -163,25 +148,16 @@ def check_source(op: str, s: SearchArgs, source: sources.DocumentSource) -> None
 def iterate_parts(
     source: sources.DocumentSource, begin: int, end: int, chunk: int | None, device: torch.device, progress: bool | None
 ) -> Iterator[tuple[tuple[int, int], sources.DocumentPart]]:
-    """Yield the documents ``[begin, end)`` on `device`, one part at a time.
+    """Yield ``((begin, end), part)`` for the documents ``[begin, end)`` on `device`, one part at a time.
 
-    Args:
-        source: the documents.
-        begin: the first document.
-        end: one past the last document.
-        chunk: the number of documents of a part. None selects ranges by their size in bytes.
-        device: the target device.
-        progress: show a progress bar.
-
-    Yields:
-        ``((begin, end), part)``. There is at least one part, which may be empty, so that results have a shape.
+    A part has `chunk` documents, or a fixed number of bytes if `chunk` is None. There is at least one part, which may
+    be empty, so that results have a shape.
     """
     ranges = source.ranges(begin, end, chunk, sources.choose_part_bytes(device)) or [(begin, begin)]
     with make_progress_callback(end - begin, progress) as advance:
-        parts = (source.read(*bounds) for bounds in ranges)
-        for bounds, part in zip(
-            ranges, iterate_on_device(parts, device, max(source.nbytes(*bounds) for bounds in ranges)), strict=True
-        ):
+        max_bytes = max(source.nbytes(*bounds) for bounds in ranges)
+        parts = iterate_on_device((source.read(*bounds) for bounds in ranges), device, max_bytes)
+        for bounds, part in zip(ranges, parts, strict=True):
             yield bounds, part
             advance(bounds[1] - bounds[0])
 
@@ -189,12 +165,8 @@ def iterate_parts(
 def _collect_scores(op: str, s: SearchArgs) -> Tensor:
     """Return the scores ``[Nq, n]`` of one part."""
     s = add_query_axis(s)
-    Q, q_mask, q_weight = s.Q, s.q_mask, s.q_weight
+    options: dict[str, Any] = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize}
     if s.cu_seqlens_d is None:
-        return maxsim(Q, s.D, q_mask, s.d_mask, q_weight=q_weight, normalize=s.normalize)
-    options: dict[str, Any] = {
-        "cu_seqlens_d": s.cu_seqlens_d.to(Q.device, non_blocking=True),
-        "q_mask": q_mask,
-        "q_weight": q_weight,
-    }
-    return inputs.score_varlen(inputs.prepare_args(op, Q, s.D, **options, normalize=s.normalize, must_cover_d=False))[0]
+        return maxsim(s.Q, s.D, d_mask=s.d_mask, **options)
+    options["cu_seqlens_d"] = s.cu_seqlens_d.to(s.Q.device, non_blocking=True)
+    return inputs.score_varlen(inputs.prepare_args(op, s.Q, s.D, must_cover_d=False, **options))[0]

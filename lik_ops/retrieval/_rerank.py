@@ -41,12 +41,7 @@ def _check_indices(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
     shapes = [f"[{len(Q)}, K]", "[K]"] if Q.dim() == 3 else ["[K]"]
     if candidates.dim() != 1 and not (candidates.dim() == 2 and Q.dim() == 3 and len(candidates) == len(Q)):
         raise ValueError(f"{op}: indices: expected {' or '.join(shapes)}, got {list(candidates.shape)}")
-    is_invalid = (candidates < -1) | (candidates >= documents)
-    if bool(is_invalid.any()):
-        at = tuple(is_invalid.nonzero()[0].tolist())
-        raise ValueError(
-            f"{op}: indices: expected indices of {documents} documents, or -1, got {int(candidates[at])} at {list(at)}"
-        )
+    arguments.check_document_indices(op, "indices", candidates, documents)
     return candidates
 
 

@@ -38,16 +38,10 @@ def fix_snapshot(D: Any) -> Any:
 
 @torch.no_grad()
 def find_argmax(op: str, s: SearchArgs, indices: Tensor) -> Tensor:
-    """Return the argmax of documents that a search has returned.
+    """Return the argmax ``[Nq, k, Lq]`` of the documents ``indices [Nq, k]`` that a search has returned.
 
-    Args:
-        op: the name of the function, for error messages.
-        s: the arguments of the search, with packed documents in place of lists.
-        indices: ``[Nq, k]``, or ``[k]`` for a 2-D Q, with -1 for no document.
-
-    Returns:
-        int64 ``[Nq, k, Lq]``, or ``[k, Lq]``: the winning token within its document, and -1 as in
-        `lik_ops.maxsim_with_argmax`.
+    A 2-D Q has no first axis. Index -1 is no document. Packed documents replace lists in the arguments of the search.
+    The argmax is the winning token within its document, and -1 as in `lik_ops.maxsim_with_argmax`.
     """
     source: sources.DocumentSource | None = None
     if isinstance(s.D, Quantized):

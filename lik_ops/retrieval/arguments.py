@@ -52,10 +52,7 @@ def drop_query_axis(Q: Tensor, results: Results) -> Results:
 
 
 def as_index(op: str, name: str, x: Any) -> int:
-    """Return `x` as an int if Python accepts it as an index and it is not a bool.
-
-    Raise TypeError otherwise.
-    """
+    """Return `x` as an int if Python accepts it as an index and it is not a bool. Raise TypeError otherwise."""
     try:
         if not isinstance(x, bool) and getattr(x, "dtype", None) != torch.bool:
             return operator.index(x)
@@ -72,18 +69,9 @@ def check_unmasked(op: str, name: str, x: Any) -> None:
 
 
 def as_integers(op: str, name: str, x: Any) -> Tensor:
-    """Return a tensor, an array or nested lists of integers as an int64 tensor on the CPU.
+    """Return a tensor, an array or nested lists of integers as a detached int64 tensor on the CPU.
 
-    Args:
-        op: the name of the function, for error messages.
-        name: the name of the argument, for error messages.
-        x: the integers.
-
-    Returns:
-        The integers, detached.
-
-    Raises:
-        TypeError: `x` does not hold integers that fit int64.
+    Raise TypeError if `x` does not hold integers that fit int64.
     """
     x = _as_tensor(op, name, x, "integers")
     check_strided(op, name, x)
@@ -95,6 +83,15 @@ def as_integers(op: str, name: str, x: Any) -> Tensor:
     if x.dtype == torch.uint64 and bool((integers < 0).any()):
         raise TypeError(f"{op}: {name}: expected integers of int64, got {int(integers[integers < 0][0]) + 2**64}")
     return integers
+
+
+def check_document_indices(op: str, name: str, indices: Tensor, documents: int) -> None:
+    """Raise ValueError if an index on the CPU is neither a document nor -1."""
+    is_invalid = (indices < -1) | (indices >= documents)
+    if bool(is_invalid.any()):
+        at = tuple(is_invalid.nonzero()[0].tolist())
+        expected = f"indices of {documents} documents, or -1"
+        raise ValueError(f"{op}: {name}: expected {expected}, got {int(indices[at])} at {list(at)}")
 
 
 def as_mask_or_integers(op: str, name: str, x: Any) -> Tensor:

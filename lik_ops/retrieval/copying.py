@@ -156,16 +156,7 @@ class DoubleBuffer:
 
 
 def iterate_on_device(parts: Iterable[DocumentPart], device: torch.device, nbytes: int) -> Iterable[DocumentPart]:
-    """Iterate over parts of up to `nbytes` on `device`.
-
-    Args:
-        parts: parts on the CPU.
-        device: the target device. For a CPU, the parts are not copied.
-        nbytes: the size of the largest part.
-
-    Returns:
-        The parts on `device`.
-    """
+    """Return parts of up to `nbytes`, which are on the CPU, on `device`. For a CPU, the parts are not copied."""
     if device.type == "cpu":
         return (part.join_pieces() for part in parts)
     lanes = CudaLanes(device) if device.type == "cuda" else CopyLanes()

@@ -11,12 +11,7 @@ from contextlib import contextmanager
 def make_progress_callback(total: int, progress: bool | None) -> Iterator[Callable[[int], object]]:
     """Yield a function that advances the progress bar by a number of documents.
 
-    Args:
-        total: the number of all documents.
-        progress: whether to show the bar. None shows it only on a terminal.
-
-    Yields:
-        A function to call with the number of documents that were processed since the last call.
+    `total` is the number of all documents. If `progress` is None, the bar is shown only on a terminal.
     """
     is_shown = sys.stderr.isatty() if progress is None else progress
     if is_shown:

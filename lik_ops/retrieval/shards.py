@@ -26,10 +26,7 @@ Sample: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]  # D, d_mask and
 
 @dataclass
 class RangeResult:
-    """The best documents ``[Nq, k]`` of a range.
-
-    Index 0 is document `first` of the documents of this process.
-    """
+    """The best documents ``[Nq, k]`` of a range. Index 0 is document `first` of the documents of this process."""
 
     best: topk.ScoresAndIndices
     first: int
@@ -46,9 +43,8 @@ class StreamedTarget:
         self.names: Tensor | None = None
         self.positions: Tensor | None = None
         if subset is not None:
-            self.source, self.names, self.positions, self.width = _retrieve.select_from_source(
-                op, Q, self.source, subset
-            )
+            selection = _retrieve.select_from_source(op, Q, self.source, subset)
+            self.source, self.names, self.positions, self.width = selection
         self.size = len(self.source)
         self.device: torch.device | None = None  # the search runs on the device of the queries
 
@@ -57,10 +53,7 @@ class StreamedTarget:
         return self.source.split(parts)
 
     def sample(self) -> Sample:
-        """Return an empty range of documents to check arguments with.
-
-        Quantized documents give their original dtype.
-        """
+        """Return an empty range of documents, in their dtype before quantization, to check arguments with."""
         part, shape = self.source.read(0, 0), (0, *self.source.shape[1:])
         return torch.empty(shape, dtype=self.source.dtype, device="cpu"), part.d_mask, part.cu_seqlens
 
@@ -72,7 +65,7 @@ class StreamedTarget:
         )
         if self.names is not None:
             results = pad_results(name_results(results, self.names), min(top_k, end - begin))
-        return RangeResult(_add_batch_axis(Q, *results), 0)
+        return RangeResult(_add_query_axis(Q, *results), 0)
 
 
 class ResidentTarget:
@@ -139,7 +132,7 @@ class ResidentTarget:
         D, d_mask, cu_seqlens_d = self.part(begin, end) if indices is None else (self.D, self.d_mask, self.cu_seqlens_d)
         tensors = Q, D, q_mask, d_mask, cu_seqlens_d, q_weight
         results = self._search(topk.SearchArgs(*tensors, options["normalize"], top_k, options["chunk"]), indices)
-        return RangeResult(_add_batch_axis(Q, *results), begin if indices is None else 0)
+        return RangeResult(_add_query_axis(Q, *results), begin if indices is None else 0)
 
     def _search(self, s: topk.SearchArgs, listed: Tensor | None) -> topk.ScoresAndIndices:
         """Return the best of the documents of a search, or of the documents `listed` among them."""
@@ -174,7 +167,7 @@ class QuantizedTarget(ResidentTarget):
         return retrieve_quantized(s, *self.stages, must_cover=False, subset=listed)
 
 
-def _add_batch_axis(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.ScoresAndIndices:
+def _add_query_axis(Q: Tensor, scores: Tensor, indices: Tensor) -> topk.ScoresAndIndices:
     """Return results with the axis that a single query does not have."""
     return (scores, indices) if Q.dim() == 3 else (scores.unsqueeze(0), indices.unsqueeze(0))
 
@@ -195,21 +188,8 @@ def make_target(
 ) -> StreamedTarget | ResidentTarget:
     """Return the object that searches `corpus`.
 
-    Args:
-        op: the name of the function, for error messages.
-        corpus: the documents.
-        d_mask: document tokens to keep, or None.
-        cu_seqlens_d: the bounds of packed documents, or None.
-        stages: the options `chunk`, `n_probe` and `n_candidates`.
-        Q: queries, which give an empty list of documents its d and dtype, or None.
-        subset: the documents to search, or None for all.
-
-    Returns:
-        The target.
-
-    Raises:
-        TypeError: `corpus` has a type that cannot be read.
-        ValueError: the arguments do not fit together.
+    `stages` are the options `chunk`, `n_probe` and `n_candidates`. Q gives an empty list of documents its d and dtype.
+    Raise TypeError or ValueError if `corpus` cannot be read, or the arguments do not fit together.
     """
     if isinstance(corpus, Index):
         corpus, cu_seqlens_d = inputs.unpack_index(op, corpus, cu_seqlens_d)

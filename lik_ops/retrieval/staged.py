@@ -17,7 +17,7 @@ from ..ops.quantized import make_tokens_like
 from ..ops.stack import autocast
 from ..ops.topk import ScoresAndIndices, SearchArgs
 from .arguments import add_query_axis, convert_search, drop_query_axis
-from .subset import locate_documents, pack_tokens
+from .subset import score_chosen
 
 
 @torch.no_grad()
@@ -92,21 +92,9 @@ def plaid_approx_score(
 def retrieve_staged(
     op: str, s: SearchArgs, n_probe: Any, n_candidates: Any, subset: Tensor | None = None
 ) -> ScoresAndIndices:
-    """Run `retrieve` with `n_probe` or `n_candidates`.
+    """Run `retrieve` with `n_probe` or `n_candidates`, for a 3-D Q and residual codes as D.
 
-    Args:
-        op: the name of the function, for error messages.
-        s: checked arguments of the search, with a 3-D Q and residual codes as D.
-        n_probe: the number of centroids that each query token probes, or None.
-        n_candidates: the number of documents of each query to score by their full codes, or None.
-        subset: the documents to search as in `Subset`, or None for all.
-
-    Returns:
-        ``(scores, indices)``, with -1 and ``-inf`` for missing documents.
-
-    Raises:
-        TypeError: an option has the wrong type.
-        ValueError: an option is out of range or does not fit D.
+    `subset` has the documents to search as in `Subset`. Missing documents have index -1 and score ``-inf``.
     """
     D: Quantized = s.D
     check_stages(op, D, s.chunk, n_probe, n_candidates)
@@ -119,14 +107,8 @@ def retrieve_staged(
         topk_codes.search_best(args) if subset is None else topk_codes.search_chosen(args, subset)
     )
     is_reached = coarse_scores > -torch.inf
-    offsets, lengths = locate_documents(s, candidates)
-    d_mask = None if s.d_mask is None else s.d_mask.flatten()
-    empty = s.Q.new_empty((0, s.Q.shape[-1]))
-    g = inputs.ScoringArgs(op, s.Q, empty, q_mask=s.q_mask, d_mask=d_mask, q_weight=s.q_weight, normalize=s.normalize)
-    g = inputs.replace_documents(g, pack_tokens(D))
-    scores = inputs.score_candidates(g, offsets, lengths.where(is_reached, 0))[0]
-    scores = scores.masked_fill(~is_reached, -torch.inf)
     documents = candidates.where(is_reached, -1)
+    scores = score_chosen(op, s, documents).masked_fill(~is_reached, -torch.inf)
     # Equal scores are ordered by document index, and missing documents come last.
     order = candidates.where(is_reached, s.documents).argsort(dim=1)
     return topk.select_candidates(scores.gather(1, order), documents.gather(1, order), s.top_k)

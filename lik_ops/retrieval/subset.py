@@ -27,21 +27,10 @@ class Subset(NamedTuple):
 
 
 def resolve_subset(op: str, subset: Any, Q: Tensor | None, documents: int, device: torch.device) -> Subset:
-    """Return the subset of a search on `device`.
+    """Return the subset of a search on `device`: a mask ``[Nd]`` or ``[Nq, Nd]``, or indices ``[K]`` or ``[Nq, K]``.
 
-    Args:
-        op: the name of the function, for error messages.
-        subset: a mask ``[Nd]`` or ``[Nq, Nd]``, or indices ``[K]`` or ``[Nq, K]``, on any device.
-        Q: queries ``[Nq, Lq, d]``, or ``[Lq, d]``. None accepts any number of queries.
-        documents: the number of documents.
-        device: the device of the search.
-
-    Returns:
-        The subset.
-
-    Raises:
-        TypeError: `subset` holds neither bools nor integers.
-        ValueError: the shape or device is wrong, or an index on the CPU is out of range.
+    Q is 3-D, or 2-D for one query. None accepts any number of queries. Raise TypeError or ValueError unless the subset
+    has valid values. An index out of range raises only on the CPU.
     """
     x = arguments.as_mask_or_integers(op, "subset", subset)
     last, queries = "Nd" if x.dtype == torch.bool else "K", "Nq" if Q is None else Q.shape[0] if Q.dim() == 3 else None
@@ -74,11 +63,7 @@ def _sort_indices(op: str, x: Tensor, documents: int) -> Tensor:
     On a GPU, an index out of range stays, or becomes the number of documents if it is negative.
     """
     if x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
-        is_invalid = (x < -1) | (x >= documents)
-        if bool(is_invalid.any()):
-            at = tuple(is_invalid.nonzero()[0].tolist())
-            expected = f"indices of {documents} documents, or -1"
-            raise ValueError(f"{op}: subset: expected {expected}, got {int(x[at])} at {list(at)}")
+        arguments.check_document_indices(op, "subset", x, documents)
         if x.numel() and bool((x[..., 0] >= 0).all() & (x[..., 1:] > x[..., :-1]).all()):
             return x.long()
     sentinel = torch.iinfo(torch.int64).max
@@ -98,16 +83,9 @@ def _trim(chosen: Tensor) -> Tensor:
 
 
 def search_chosen(op: str, s: SearchArgs, chosen: Tensor, lowest: bool = False) -> ScoresAndIndices:
-    """Return the best of some documents.
+    """Return the best ``[Nq, min(top_k, K)]`` of the documents `chosen`, as in `Subset`, or the lowest.
 
-    Args:
-        op: the name of the function, for error messages.
-        s: checked arguments of the search, with a 3-D Q and a tensor or a `Quantized` as D, on one device.
-        chosen: the documents, as in `Subset`.
-        lowest: return the lowest scores instead of the highest.
-
-    Returns:
-        ``(scores, indices)``, both ``[Nq, min(top_k, K)]``, with -1 and ``-inf`` for missing documents.
+    Q is 3-D, and D is a tensor or a `Quantized` on its device. Missing documents have index -1 and score ``-inf``.
     """
     g, count, parts = make_scoring_args(op, s), chosen.shape[-1], []
     step = s.chunk or topk.count_fitting_documents(s.Q, s.top_k, count)
@@ -182,14 +160,9 @@ def name_results(results: ScoresAndIndices, names: Tensor) -> ScoresAndIndices:
 
 
 def list_union(chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the documents of a subset on the CPU that any query may find, and their positions for each query.
+    """Return the documents ``[n]`` of a subset on the CPU that any query may find, and their positions for each query.
 
-    Args:
-        chosen: the documents, as in `Subset`.
-
-    Returns:
-        ``(documents, own)``: ascending int64 ``[n]``, and positions in them as in `Subset`, or None if all queries have
-        the same documents.
+    The positions are as in `Subset`, or None if all queries have the same documents.
     """
     if chosen.dim() == 1:
         return chosen[chosen >= 0], None
@@ -203,9 +176,7 @@ def limit_to_part(positions: Tensor, begin: int, end: int) -> Tensor:
     rows = torch.where(positions < 0, torch.iinfo(torch.int64).max, positions)
     first, last = (torch.searchsorted(rows, rows.new_full((len(rows), 1), x)) for x in (begin, end))
     width = int((last - first).max()) if len(rows) else 0
+    if not width:
+        return positions[:, :0]
     at = first + torch.arange(width, device=positions.device)
-    return (
-        torch.where(at < last, positions.gather(1, at.clamp(max=positions.shape[1] - 1)) - begin, -1)
-        if width
-        else positions[:, :0]
-    )
+    return torch.where(at < last, positions.gather(1, at.clamp(max=positions.shape[1] - 1)) - begin, -1)

@@ -65,19 +65,7 @@ def retrieve_quantized(
 ) -> ScoresAndIndices:
     """Run `retrieve` on quantized documents, by their own scores.
 
-    Args:
-        s: the arguments of the search.
-        n_probe: the number of centroids that each query token probes, or None.
-        n_candidates: the number of documents to score by their full codes, or None.
-        must_cover: whether `cu_seqlens_d` must cover D, as in `topk.check_search_args`.
-        subset: the documents to search, or None for all.
-
-    Returns:
-        ``(scores, indices)``.
-
-    Raises:
-        TypeError: a dtype or type is wrong.
-        ValueError: a rank, size, device or option is wrong.
+    `must_cover` says whether `cu_seqlens_d` must cover D, as in `topk.check_search_args`.
     """
     D: Quantized = s.D
     check_floats(_OP, "Q", s.Q)  # before the placeholder, which torch cannot make for some dtypes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,10 +150,7 @@ def _run_dense(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list, Ca
     rules = _apply(choose.DENSE_RULES, args)
     scores, argmax = backend.forward(*x, call.normalize, dtype)
     run = backend.backward_unified if call.backward == "unified" else backend.backward_lowmem
-
-    def backward() -> None:
-        run(scores, x.Q, x.D, argmax, *x[2:], call.normalize, [True, True, False])
-
+    backward = partial(run, scores, x.Q, x.D, argmax, *x[2:], call.normalize, [True, True, False])
     return rules, backward if call.backward else None
 
 
@@ -161,11 +159,8 @@ def _run_soft(call: CallDescription, x: DenseArgs) -> tuple[list, Callable | Non
     from .gpu import backend
 
     scores, lse = backend.forward_soft(x, 0.1, call.normalize, bool(call.backward))
-
-    def backward() -> None:
-        needs_grad = [True, True, False, False]
-        backend.backward_soft(scores, x, lse, 0.1, call.normalize, needs_grad)
-
+    needs_grad = [True, True, False, False]
+    backward = partial(backend.backward_soft, scores, x, lse, 0.1, call.normalize, needs_grad)
     return [], backward if call.backward else None
 
 
@@ -188,13 +183,11 @@ def _run_packed(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list, C
     dtype = choose_argmax_dtype(c.Td) if call.argmax or call.backward else None
     rules = _apply(choose.PACKED_RULES, choose.PackedChoiceArgs(c, call.normalize, dtype is not None, "", arch))
     scores, argmax = backend.ragged_plan(c, call.normalize, dtype).forward(c)
-
-    def backward() -> None:
-        assert argmax is not None
-        needs_grad = [True, True, False]
-        backend.backward_cut(scores, c, argmax, call.normalize, needs_grad, call.backward == "unified")
-
-    return rules, backward if call.backward else None
+    if not call.backward:
+        return rules, None
+    assert argmax is not None
+    args = scores, c, argmax, call.normalize, [True, True, False], call.backward == "unified"
+    return rules, partial(backend.backward_cut, *args)
 
 
 def _run_quantized(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list, Callable | None]:

@@ -67,15 +67,7 @@ def describe_choice(
 ) -> str:
     """Return the backend, and for Triton the kernel and its tile, that would score documents of a shape.
 
-    Args:
-        device: the device of Q and D.
-        dtype: the dtype of Q and D.
-        Nq: the number of queries.
-        Lq: the tokens of a query.
-        d: the features of a token.
-        int8: whether documents are quantized to int8.
-        Nd: the number of documents.
-        Ld: the tokens of a document.
+    Documents have the dtype of Q, or are quantized to int8.
     """
     try:
         backend = backends.select_backend(device, dtype)

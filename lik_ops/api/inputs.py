@@ -40,7 +40,6 @@ from .packing import PackedSequences, check_sides, is_sequences, pack_side, pack
 
 # Tensors, nested ones included, arrays, or lists of them.
 Tokens: TypeAlias = Union[Tensor, "np.ndarray", Sequence[Tensor], Sequence["np.ndarray"]]
-Documents: TypeAlias = Tokens | Quantized | Index
 if TYPE_CHECKING:
     import numpy as np
 

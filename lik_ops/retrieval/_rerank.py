@@ -30,8 +30,7 @@ def score_indices(
     Q3, q_mask, q_weight = (add_batch_axis(x, is_single) for x in (Q, as_bool(q_mask), q_weight))
     assert Q3 is not None
     g = inputs.ScoringArgs(op, Q3, placeholder, q_mask=q_mask, q_weight=q_weight, normalize=normalize)
-    scores = Q3.new_full((len(Q3), candidates.shape[-1]), -torch.inf, dtype=score_dtype(Q3.dtype))
-    scores = _fill_scores(g, snapshot, candidates.expand(scores.shape), scores)
+    scores = score_stored(g, snapshot, candidates.expand(len(Q3), -1))
     return scores.squeeze(0) if is_single else scores
 
 
@@ -45,12 +44,13 @@ def _check_indices(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
     return candidates
 
 
-def _fill_scores(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Return `scores` with the scores of the chosen documents filled in.
+def score_stored(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor) -> Tensor:
+    """Return the scores of the documents ``chosen [Nq, K]`` on the CPU, and ``-inf`` for index -1.
 
-    Each document is read once, in parts that fit the device. Index -1 keeps its score.
+    Each document is read once, in parts that fit the device.
     """
-    device = scores.device
+    device = g.Q.device
+    scores = g.Q.new_full(chosen.shape, -torch.inf, dtype=score_dtype(g.Q.dtype))
     documents, inverse = chosen.unique(return_inverse=True)  # ascending
     n_missing = int((documents < 0).sum())
     documents, inverse = documents[n_missing:], (inverse - n_missing).to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +55,14 @@ def _slice_rows(D: Any, begin: int, end: int) -> Tensor:
     return torch.from_numpy(np.array(D[begin:end], order="C"))
 
 
-def _gather_rows(D: Any, rows: Tensor) -> Tensor:
-    """Return some rows of a tensor or an array as a copy."""
+def gather_documents(D: Any, offsets: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return some documents of a tensor or an array as a copy, and the bounds of packed ones, which have `offsets`."""
+    rows, cu_seqlens = chosen, None
+    if offsets is not None:
+        rows, cu_seqlens = make_segment_rows(offsets[chosen], offsets.diff()[chosen])
     if isinstance(D, Tensor):
-        return D.index_select(0, rows)
-    return torch.from_numpy(D[rows.numpy()])
+        return D.index_select(0, rows), cu_seqlens  # copies whole rows; `D[rows]` copies element by element
+    return torch.from_numpy(D[rows.numpy()]), cu_seqlens
 
 
 def split_by_tokens(offsets: Tensor, parts: int) -> list[int]:
@@ -158,20 +162,27 @@ class _SelectedSource(DocumentSource):
         return part._replace(d_mask=None if self.d_mask is None else self.d_mask[begin:end])
 
 
-class _DenseSource(DocumentSource):
-    """Dense documents ``[Nd, Ld, d]``."""
+class _TensorSource(DocumentSource):
+    """Documents of a tensor or an array: dense ``[Nd, Ld, d]``, or packed ``[Td, d]`` with offsets."""
 
-    def __init__(self, D: Any, d_mask: Tensor | None) -> None:
+    def __init__(self, D: Any, d_mask: Tensor | None, offsets: Tensor | None) -> None:
         self.D, dtype = D, _slice_rows(D, 0, 0).dtype
-        _, Ld, d = D.shape
-        mask_bytes = 0 if d_mask is None else Ld * d_mask.element_size()
-        super().__init__(tuple(D.shape), dtype, Ld * d * dtype.itemsize + mask_bytes, d_mask=d_mask)
+        row_bytes = prod(D.shape[1:]) * dtype.itemsize
+        if d_mask is not None:
+            row_bytes += D.shape[1] * d_mask.element_size()
+        document_bytes, token_bytes = (row_bytes, 0) if offsets is None else (0, row_bytes)
+        super().__init__(tuple(D.shape), dtype, document_bytes, token_bytes, offsets, d_mask)
 
     def read(self, begin: int, end: int) -> DocumentPart:
-        return DocumentPart(_slice_rows(self.D, begin, end), None if self.d_mask is None else self.d_mask[begin:end])
+        if self.offsets is None:
+            d_mask = None if self.d_mask is None else self.d_mask[begin:end]
+            return DocumentPart(_slice_rows(self.D, begin, end), d_mask)
+        offsets = self.offsets[begin : end + 1]
+        return DocumentPart(_slice_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
 
     def gather(self, chosen: Tensor) -> DocumentPart:
-        return DocumentPart(_gather_rows(self.D, chosen))
+        D, cu_seqlens = gather_documents(self.D, self.offsets, chosen)
+        return DocumentPart(D, None, cu_seqlens)
 
 
 class PackedSource(DocumentSource):
@@ -180,26 +191,7 @@ class PackedSource(DocumentSource):
     offsets: Tensor
 
     def __init__(self, offsets: Tensor, tokens: int, layout: StorageLayout) -> None:
-        sizes = layout.nbytes(False), layout.nbytes(True)
-        super().__init__((tokens, layout.d), layout.dtype, *sizes, offsets)
-
-
-class _PackedTensorSource(PackedSource):
-    """Packed documents ``[Td, d]`` with offsets."""
-
-    def __init__(self, op: str, D: Any, cu_seqlens_d: Tensor) -> None:
-        topk.check_document_offsets(op, cu_seqlens_d, cu_seqlens_d.device)
-        self.D, offsets = D, cu_seqlens_d.cpu().long()
-        super().__init__(offsets, D.shape[0], StorageLayout(D.shape[1], _slice_rows(D, 0, 0).dtype))
-        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D, must_cover=values.needs_value_checks(offsets))
-
-    def read(self, begin: int, end: int) -> DocumentPart:
-        offsets = self.offsets[begin : end + 1]
-        return DocumentPart(_slice_rows(self.D, int(offsets[0]), int(offsets[-1])), None, offsets - offsets[0])
-
-    def gather(self, chosen: Tensor) -> DocumentPart:
-        rows, cu_seqlens = make_segment_rows(self.offsets[chosen], self.offsets.diff()[chosen])
-        return DocumentPart(_gather_rows(self.D, rows), None, cu_seqlens)
+        super().__init__((tokens, layout.d), layout.dtype, layout.nbytes(False), layout.nbytes(True), offsets)
 
 
 class _CorpusSource(PackedSource):
@@ -262,11 +254,14 @@ def open_source(op: str, D: Any, d_mask: Tensor | None, cu_seqlens_d: Tensor | N
     if cu_seqlens_d is not None:
         if d_mask is not None:
             raise ValueError(f"{op}: d_mask: expected None next to cu_seqlens_d (pack the tokens to keep), got a mask")
-        return _PackedTensorSource(op, D, cu_seqlens_d)
+        topk.check_document_offsets(op, cu_seqlens_d, cu_seqlens_d.device)
+        offsets = cu_seqlens_d.cpu().long()
+        values.check_cu_seqlens(op, "cu_seqlens_d", offsets, "D", D, must_cover=values.needs_value_checks(offsets))
+        return _TensorSource(D, None, offsets)
     if d_mask is not None:
         like_mask = torch.empty((), device=d_mask.device).expand(shape)
         check_mask(op, "d_mask", d_mask, "D", like_mask)
-    return _DenseSource(D, d_mask)
+    return _TensorSource(D, d_mask, None)
 
 
 def pack_documents(op: str, D: Any, d_mask: Any, cu_seqlens_d: Any, Q: Any = None) -> tuple[Any, Any]:

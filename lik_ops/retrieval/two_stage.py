@@ -24,9 +24,7 @@ from ..core.arguments import (
     check_strided,
     check_tensor,
     describe_non_tensor,
-    score_dtype,
 )
-from ..core.segments import make_segment_rows
 from ..formats.quantize import DocumentBounds
 from ..formats.quantized import Quantized, make_placeholder
 from ..formats.table import ALL_FORMATS
@@ -383,21 +381,12 @@ def _score_full(s: SearchArgs, documents: Tensor) -> Tensor:
     D, Q = s.D, s.Q
     if not isinstance(D, Tensor):
         g = inputs.ScoringArgs(_OP, Q, Q.new_empty((0, Q.shape[-1])), q_mask=s.q_mask, q_weight=s.q_weight)
-        scores = Q.new_full(documents.shape, -torch.inf, dtype=score_dtype(Q.dtype))
-        return _rerank._fill_scores(g, D, documents.cpu(), scores)
+        return _rerank.score_stored(g, D, documents.cpu())
     if D.device != Q.device or D.dtype != Q.dtype:  # copy and cast only the documents that are needed
         indices, inverse = documents.clamp(min=0).to(D.device).unique(return_inverse=True)
-        D, cu_seqlens = _gather_documents(D, s.cu_seqlens_d, indices)
+        offsets = None if s.cu_seqlens_d is None else s.cu_seqlens_d.to(D.device).long()
+        D, cu_seqlens = sources.gather_documents(D, offsets, indices)
         d_mask = None if s.d_mask is None else s.d_mask[indices].to(Q.device)
         s = s._replace(D=D.to(Q.device, Q.dtype), d_mask=d_mask, cu_seqlens_d=cu_seqlens)
         documents = torch.where(documents < 0, -1, inverse.to(Q.device))
     return score_chosen(_OP, s, documents)
-
-
-def _gather_documents(D: Tensor, cu_seqlens: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return some documents of a tensor, in ascending order."""
-    rows, starts = chosen, None
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.to(D.device).long()
-        rows, starts = make_segment_rows(bounds[chosen], bounds.diff()[chosen])
-    return D.index_select(0, rows), starts  # copies whole rows; `D[rows]` copies element by element

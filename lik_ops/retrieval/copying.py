@@ -104,23 +104,18 @@ class DoubleBuffer:
 
         The caller must launch the scoring of a part before requesting the next part.
         """
+        started = ((i % 2, self._start(i % 2, part)) for i, part in enumerate(parts))
         try:
-            previous: tuple[int, DocumentPart] | None = None
-            for i, part in enumerate(parts):
-                current = (i % 2, self._start(i % 2, part))
-                if previous is not None:
-                    yield from self._yield_copied(*previous)
-                previous = current
-            if previous is not None:
-                yield from self._yield_copied(*previous)
+            current = next(started, None)
+            while current is not None:
+                following = next(started, None)  # starts the next copy before the current part is scored
+                slot, part = current
+                self.lanes.wait_for_copy(slot)
+                yield part
+                self.lanes.scored(slot)
+                current = following
         finally:
             self.lanes.close()
-
-    def _yield_copied(self, slot: int, part: DocumentPart) -> Iterator[DocumentPart]:
-        """Yield the part in `slot` after its copy, and record when its scoring is launched."""
-        self.lanes.wait_for_copy(slot)
-        yield part
-        self.lanes.scored(slot)
 
     def _start(self, slot: int, part: DocumentPart) -> DocumentPart:
         """Start the copy of a part into `slot`, and return the part on the device."""

@@ -412,7 +412,8 @@ def test_replays_match_full_calls_in_interpreter(layout, normalize, monkeypatch)
         found = [gradients(x, name, winners, normalize, NEEDS[0], seed)[0] for name in ("lowmem", "unified")]
         r = packed("pairs" if layout == "candidates" else layout, "cpu", torch.float16, seed)
         argmax = cuda.forward_ragged(r, normalize, torch.int16, 9)[1]
-        upstream = torch.randn(r.scores_shape(), generator=torch.Generator().manual_seed(seed))
+        shape = PackedArgs.from_tensors(r, 9).scores_shape()
+        upstream = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return *found[0], *found[1], *cuda.backward_ragged(upstream, r, argmax, normalize, [True] * 3, False)
 
     torch.use_deterministic_algorithms(False)  # atomic adds have one order here

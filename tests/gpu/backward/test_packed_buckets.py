@@ -154,10 +154,9 @@ def test_lists_are_sorted_by_bucket_and_row(place):
     p = cross(place, torch.float32, BLOCKS, documents, 1507, options=False)
     Tq = p.r.Q.shape[0]
     argmax = torch.stack([torch.randint(-1, max(n, 1), (Tq,), device=place.device) for _, n in documents]).int()
-    grad_scores = torch.zeros(p.r.scores_shape(), device=place.device)
-    packed = cuda_ragged_backward._PackedGradientCall(
-        grad_scores, PackedArgs.from_tensors(p.r, Tq).for_kernel(), argmax, False, None
-    )
+    c = PackedArgs.from_tensors(p.r, Tq)
+    grad_scores = torch.zeros(c.scores_shape(), device=place.device)
+    packed = cuda_ragged_backward._PackedGradientCall(grad_scores, c.for_kernel(), argmax, False, None)
     call, lookup = packed.call, packed.lookup
     launch = backward_configs.configure_packed_documents(call.kind, rows=None, flat=True, shared=False, listed=True)
     listing = packed._configure_buckets(launch)

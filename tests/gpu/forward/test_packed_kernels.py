@@ -217,13 +217,14 @@ def kernels_launched(monkeypatch):
 def won(p, normalize):
     """Return the argmax of the reference."""
     most = int(p.r.cu_seqlens_q.diff().max()) if p.r.pairs is not None else 0
-    argmax = torch.full(p.r.argmax_shape(most), -1, dtype=torch.int32, device=p.r.Q.device)
+    c = PackedArgs.from_tensors(p.r, most)
+    argmax = torch.full(c.argmax_shape(), -1, dtype=torch.int32, device=p.r.Q.device)
     for i, j, at in p.meetings:
         q, d, q_mask, d_mask, _ = p.cut(i, j)
         q, d = (x if m is None else torch.where(m[:, None], x, 0) for x, m in ((q, q_mask), (d, d_mask)))
         _, found = reference.maxsim_with_argmax(q.double(), d.double(), q_mask, d_mask, normalize=normalize)
         p.winners(argmax, i, at).copy_(found)
-    return torch.zeros(p.r.scores_shape(), device=argmax.device), argmax
+    return torch.zeros(c.scores_shape(), device=argmax.device), argmax
 
 
 def gradients(p, upstream, argmax, normalize=False, needs=(True, True, True), unified=False):
@@ -333,8 +334,9 @@ def test_gradients_without_queries_or_documents_are_zero(place, mode):
         columns = len(documents)
         shape = (len(queries), columns) if mode == "candidates" else (columns,)
         r = r._replace(d_offsets=r.d_offsets.new_zeros(shape), d_lengths=r.d_lengths.new_zeros(shape))
-        argmax = torch.zeros(r.argmax_shape(5), dtype=torch.int32, device=place.device)
-        upstream = torch.ones(r.scores_shape(), device=place.device)
+        c = PackedArgs.from_tensors(r, 5)
+        argmax = torch.zeros(c.argmax_shape(), dtype=torch.int32, device=place.device)
+        upstream = torch.ones(c.scores_shape(), device=place.device)
         for gradient in cuda_ragged_backward.backward_ragged(upstream, r, argmax, False, [True] * 3, False):
             assert gradient.eq(0).all()
 

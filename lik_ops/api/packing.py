@@ -25,6 +25,7 @@ from ..core.arguments import (
     format_shape,
     score_dtype,
 )
+from ..core.segments import compute_offsets
 from ..ops.checks import hints, values
 from ..ops.stack import autocast, sharding
 
@@ -179,14 +180,7 @@ def pack_padded(Q: Tensor, D: Tensor, query_lengths: Tensor, doc_lengths: Tensor
     q_keep, d_keep = lengths_to_mask(query_lengths, Q.shape[1]), lengths_to_mask(doc_lengths, D.shape[2])
     queries = torch.arange(B, device=Q.device).repeat_interleave(C)
     pairs = torch.stack([queries, torch.arange(B * C, device=Q.device)], dim=1)
-    return PackedPairs(
-        Q[q_keep], D[d_keep], pairs, _compute_cu_seqlens(query_lengths), _compute_cu_seqlens(doc_lengths)
-    )
-
-
-def _compute_cu_seqlens(lengths: Tensor) -> Tensor:
-    """Return the ``cu_seqlens`` of sequences with these lengths."""
-    return torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int64), (1, 0))
+    return PackedPairs(Q[q_keep], D[d_keep], pairs, compute_offsets(query_lengths), compute_offsets(doc_lengths))
 
 
 class PackedSequences(NamedTuple):

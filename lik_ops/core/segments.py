@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import (
@@ -262,9 +263,14 @@ def has_even_rows(x: Tensor, features: int) -> bool:
     return all(stride[n] == stride[n + 1] * shape[n + 1] for n in range(len(shape) - 1))
 
 
+def compute_offsets(lengths: Tensor) -> Tensor:
+    """Return the offsets ``[n + 1]`` of sequences with these integer lengths, in int64."""
+    return F.pad(lengths.flatten().cumsum(0, dtype=torch.int64), (1, 0))
+
+
 def make_segment_rows(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows of some segments, concatenated, and the offset of each segment in them ``[n + 1]``, in int64."""
-    bounds = torch.cat([length.new_zeros(1), length.cumsum(0)])
+    bounds = compute_offsets(length)
     shift = (start - bounds[:-1]).repeat_interleave(length)
     return torch.arange(shift.shape[0], device=start.device) + shift, bounds
 

@@ -73,8 +73,8 @@ class SearchArgs(NamedTuple):
 
 
 def _select_backend(x: Tensor) -> ModuleType:
-    # Tracers record the torch operators of the portable backend.
     """Return the backend for a tensor, which is the portable backend for tracers and tensor subclasses."""
+    # Tracers record the torch operators of the portable backend.
     if torch.compiler.is_dynamo_compiling() or not is_ordinary_tensor(x):
         return backends.portable
     return backends.select_backend(x.device, x.dtype)

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..api import inputs
 from ..core.arguments import add_batch_axis, as_bool, check_dense, check_flag, check_tensor, score_dtype
+from ..core.segments import compute_offsets
 from ..ops import topk
 from . import arguments, sources
-from .store.layout import as_scorable, compute_offsets, join_pieces
+from .store.layout import as_scorable, join_pieces
 from .store.snapshot import Snapshot
 from .subset import filter_candidates
 
@@ -45,9 +46,9 @@ def _check_indices(op: str, indices: Any, Q: Tensor, documents: int) -> Tensor:
 
 
 def score_stored(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor) -> Tensor:
-    """Return the scores of the documents ``chosen [Nq, K]`` on the CPU, and ``-inf`` for index -1.
+    """Return the scores ``[Nq, K]`` of documents on the device of Q, and ``-inf`` for index -1.
 
-    Each document is read once, in parts that fit the device.
+    The indices ``chosen [Nq, K]`` are on the CPU. Each document is read once, in parts that fit the device.
     """
     device = g.Q.device
     scores = g.Q.new_full(chosen.shape, -torch.inf, dtype=score_dtype(g.Q.dtype))

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..api.packing import is_sequences, pack_side
 from ..core.arguments import DTYPES, check_has_values, check_mask, check_strided, check_tensor, describe_non_tensor
-from ..core.segments import make_segment_rows
+from ..core.segments import compute_offsets, make_segment_rows
 from ..ops import topk
 from ..ops.checks import values
 from ..ops.stack import autocast
 from .arguments import check_unmasked
-from .store.layout import StorageLayout, Tokens, compute_offsets, join_pieces
+from .store.layout import StorageLayout, Tokens, join_pieces
 from .store.snapshot import Snapshot
 
 # Leaves room for the alignment of the tensors, because pinned memory is allocated in powers of two.

@@ -25,6 +25,7 @@ from ...core.arguments import (
     score_dtype,
 )
 from ...core.messages import describe_type, format_shape
+from ...core.segments import compute_offsets
 from ...ops.checks import values
 from ...portable.pace import limit_threads
 from . import clusters
@@ -213,7 +214,7 @@ def _label_tokens(
         token_clusters = find_clusters(padded, n_unprotected[at], n_clusters[at])
         labels[rows[is_token]] = (token_clusters + (n_tokens - n_unprotected)[at, None])[is_token]
         n_outputs[at] = (n_tokens - n_unprotected)[at] + token_clusters.masked_fill(~is_token, -1).amax(1) + 1
-    cu_seqlens = torch.nn.functional.pad(n_outputs.cumsum(0), (1, 0))
+    cu_seqlens = compute_offsets(n_outputs)
     return labels + cu_seqlens[document], cu_seqlens
 
 

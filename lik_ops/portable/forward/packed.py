@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.arguments import score_dtype
-from ...core.segments import PackedArgs
+from ...core.segments import PackedArgs, compute_offsets
 from ...formats.table import EncodedTokens
 from ..layout import BatchedArgs, DecodedRows, PaddedRows, PairSegments
 from .dense import run_forward
@@ -202,7 +201,7 @@ def _group_by_length(ids: Tensor, length: Tensor, allowance: int, max_tokens: in
     A group has at most `max_tokens` tokens, or one element. The longest come first, and equal lengths keep their order.
     """
     lengths, order = length[ids].sort(descending=True, stable=True)
-    ids, offsets = ids[order], F.pad(lengths.cumsum(0), (1, 0))
+    ids, offsets = ids[order], compute_offsets(lengths)
     first, count = 0, ids.numel()
     while first < count:
         longest = int(lengths[first])

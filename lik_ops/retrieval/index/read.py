@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...core.arguments import DTYPES, as_device
 from ...core.extras import import_extra
+from ...core.segments import compute_offsets
 from ...formats.index import Index
 from ...formats.quantized import Quantized
 from ...formats.residual import BitOrder, ResidualCodec
@@ -68,7 +69,7 @@ def read_index(path: str | os.PathLike[str], device: torch.device | str = "cpu")
     files, device = _IndexFiles(Path(path)), as_device(_OP, device)
     with torch.device("cpu"):  # overrides the default device
         contents = _read_by_centroid(files) if (files.root / _REPACKED).exists() else _read_by_document(files)
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), contents.lengths]).cumsum(0)
+        bounds = compute_offsets(contents.lengths)
     documents = Quantized.of_codes(contents.codes.to(device), contents.residuals.to(device), contents.codec.to(device))
     return Index(documents, bounds.to(device))
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.segments import compute_offsets
 from . import files
 from .append import commit_shard, encode_ids
-from .layout import StorageLayout, compute_offsets, join_pieces
+from .layout import StorageLayout, join_pieces
 from .manifest import Manifest
 from .snapshot import Snapshot
 

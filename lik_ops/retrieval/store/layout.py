@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import check_choice
+from ...core.segments import compute_offsets
 from ...formats.quantize import quantize
 from ...formats.quantized import Quantized
 from ...formats.residual import ResidualCodec
@@ -171,8 +172,3 @@ def check_format(op: str, format: Any, scale: Any, or_none: bool = False) -> Non
     check_choice(op, "scale", scale, get_args(Scale))
     if format is None and scale != "token":
         raise ValueError(f"{op}: scale: expected 'token' without a format, got {scale!r}")
-
-
-def compute_offsets(lengths: Tensor) -> Tensor:
-    """Return the bounds ``[n + 1]`` of packed documents with these int64 lengths."""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...core.arguments import short_repr
-from ...core.segments import make_segment_rows
+from ...core.segments import compute_offsets, make_segment_rows
 from ...formats.quantized import Quantized
-from .layout import TensorSpec, Tokens, as_scorable, compute_offsets
+from .layout import TensorSpec, Tokens, as_scorable
 from .manifest import Manifest
 from .reading import ShardFile
 

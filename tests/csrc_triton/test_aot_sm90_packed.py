@@ -37,9 +37,12 @@ def constants_of(group: tuple, at: int) -> dict:
 
 
 def segments_of(layout: str) -> SegmentArgs:
-    """Return the argument types of a layout: "packed", "even" dense, "masked", "kept" tokens first, or a "subset"."""
+    """Return the argument types of a layout: "packed", "even" dense, "masked", "kept" tokens first, or a "subset".
+
+    The subset can also have query masks and weights ("subset, options").
+    """
     none = "constexpr"
-    if layout == "subset":
+    if layout.startswith("subset"):
         return SegmentArgs(none, "*i64", "*i64", none, none, "i32", none)
     if layout == "even":
         return SegmentArgs(*(none,) * 5, "i32", "i32")
@@ -52,7 +55,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
     masked = layout == "masked"
     C = choice(dtype, d, 32, argmax, sums).config
     assert sums == C.SUM_ROWS
-    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked))
+    queries, constants = _queries(Case("maxsim_forward", dtype, d, options=masked or layout == "subset, options"))
     tile = make_tile_layout([C.BN, C.BD], str(dtype).removeprefix("torch."))
     segments = segments_of(layout)
     winners = "*i16" if argmax else "constexpr"
@@ -90,6 +93,7 @@ def source(dtype: torch.dtype, d: int, layout: str, argmax: bool, sums: bool = F
         (torch.bfloat16, 128, "packed", False, True),
         (torch.bfloat16, 128, "kept", True, True),
         (torch.bfloat16, 128, "subset", False, True),
+        (torch.bfloat16, 128, "subset, options", False, True),
         pytest.param(torch.bfloat16, 128, "masked", False, True, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 128, "packed", True, True, marks=pytest.mark.slow),
         pytest.param(torch.float16, 128, "masked", True, False, marks=pytest.mark.slow),

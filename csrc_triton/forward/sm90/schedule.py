@@ -214,7 +214,9 @@ def store_empty_scores(Q, spans, out, k0, K, sizes, C: gl.constexpr):
     share = gl.cdiv(K - k0, gl.num_programs(0))
     begin = k0 + share * gl.program_id(0)
     end = gl.minimum(begin + share, K)
-    tokens = gl.arange(0, C.ROWS_PER_QUERY, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    # `load_query_mask` expands the rows, which Triton 3.6 allows for slice layouts only.
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))
+    tokens = gl.arange(0, C.ROWS_PER_QUERY, layout=LAYOUT)
     for block in range(begin, end, BLOCK):
         k = list_block_documents(block)
         ok = k < end

@@ -163,7 +163,7 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     launch = replace(
         launch, config=config._replace(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=is_short, PDL=arch.name == "sm_90")
     )
-    slot, slot_levels = forward_configs.configure_row_sums(arch, c.Q.dtype, Lq, d, normalize, wide)
+    slot, slot_levels = forward_configs.configure_row_sums(KernelKey(arch, c.Q.dtype, d, False, normalize, wide), Lq)
     sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, slot_levels
     reads_tiles = supports_packed_descriptor(c, arch) and c.Td < 2**31
     return SplitChoice(launch, arch, reads_tiles, levels, max_splits, split_tokens, max_splits * row_tiles, sums)

@@ -28,7 +28,7 @@ def test_rows_per_query_do_not_depend_on_the_number_of_queries(arch, dtype):
     lengths, features = (1, 5, 32, 100, 257, 3000), (8, 128, 700)
     for Lq, d, normalize, wide in itertools.product(lengths, features, (False, True), (0, 1, 2)):
         slot = _forward(arch, dtype, 1, Lq, d, normalize, wide=wide).config.ROWS_PER_QUERY
-        most = forward_configs.select_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+        most = forward_configs.select_tiles(KernelKey(arch, dtype, d, False, normalize, wide), Lq)[-1].rows
         for Nq, candidates in itertools.product((1, 2, 5, 1000), (False, True)):
             config = _forward(arch, dtype, Nq, Lq, d, normalize, candidates, wide).config
             assert slot == config.ROWS_PER_QUERY and config.BM % slot == 0

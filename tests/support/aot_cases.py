@@ -14,7 +14,7 @@ import torch
 
 from lik_ops.formats.table import INT8_QUERIES
 from lik_ops.gpu.tuning import forward_configs
-from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture
+from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture, KernelKey
 from lik_ops.gpu.tuning.forward_configs import TileConfig, TileRule
 
 from .aot import KEEP, QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
@@ -289,7 +289,8 @@ def _find_case(
     """Return the first case of these fields that `rule` serves with `tile`, or None."""
     for (Nq, Lq), documents in itertools.product(shapes, (10**6, 100)):
         case = Case(FORWARD, Nq=Nq, Lq=Lq, documents=documents, **fields)
-        tiles = forward_configs.select_tiles(arch, case.dtype, Lq, case.d, case.normalize, case.wide)
+        kind = KernelKey(arch, case.dtype, case.d, case.candidates, case.normalize, case.wide)
+        tiles = forward_configs.select_tiles(kind, Lq)
         chosen, _ = forward_configs.select_tile(tiles, Nq, Lq, case.candidates, documents)
         if tiles is rule.value and chosen is tile:
             return case

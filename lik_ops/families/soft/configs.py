@@ -68,12 +68,11 @@ def configure_soft_forward(kind: KernelKey, Nq: int, Lq: int, *, tf32: bool) -> 
 
     The tile is one of the tiles of `maxsim_forward` that leave registers for the norms of tokens.
     """
-    arch, dtype, d, candidates, _, wide = kind
-    tiles = select_tiles(arch, dtype, 1, d, True, wide)
+    arch, tiles = kind.arch, select_tiles(kind._replace(normalize=True), 1)
     tiles = tuple(tile for tile in tiles if not tile.tokens_first and tile.rows <= _MAX_TILE_ROWS)
     largest_tile = tiles[-1]
     slot = min(next_power_of_2(max(Lq, 1)), largest_tile.rows)
-    rows = slot if candidates else min(Nq * slot, largest_tile.rows)
+    rows = slot if kind.candidates else min(Nq * slot, largest_tile.rows)
     tile = next(t for t in tiles if t.rows >= rows) if arch.unit == "wgmma" else largest_tile
     config = make_forward_config(kind, tile, slot, tf32=tf32)
     config = config._replace(LONG_QUERIES=Lq > slot or arch.unit == "mma", SHORT_DOCUMENTS=True, SOFT=True)

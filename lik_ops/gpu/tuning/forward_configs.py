@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from ...csrc_triton.common.arguments import KernelConfig
 from ...csrc_triton.formats.bits import get_code_bits, has_bit_words
 from ...csrc_triton.formats.encoded import has_fp8_queries, is_fp8
@@ -190,14 +188,8 @@ FORWARD_RULES: tuple[TileRule, ...] = (
 # fmt: on
 
 
-def select_tiles(
-    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
-) -> tuple[TileConfig, ...]:
-    """Return the tiles of the rule that covers a call.
-
-    Rows that are loaded feature by feature use the tiles of wide offsets.
-    """
-    kind = KernelKey(arch, dtype, d, False, normalize, wide)
+def select_tiles(kind: KernelKey, Lq: int) -> tuple[TileConfig, ...]:
+    """Return the tiles of the rule that covers a call."""
     return select_for(FORWARD_RULES, kind, Lq)
 
 
@@ -246,14 +238,13 @@ def configure_forward(
         documents: number of all scored documents: Nd, or Nq * K candidates.
         argmax: whether the call returns an argmax.
     """
-    arch, dtype, d, candidates, normalize, wide = kind
-    tiles = select_tiles(arch, dtype, Lq, d, normalize, wide)
-    tile, slot = select_tile(tiles, Nq, Lq, candidates, documents)
+    arch, tiles = kind.arch, select_tiles(kind, Lq)
+    tile, slot = select_tile(tiles, Nq, Lq, kind.candidates, documents)
     config = make_forward_config(kind, tile, slot, tf32=tf32)
-    splits = dtype == torch.float32 and arch.unit in FP32_SPLIT_UNITS and not normalize and config.SINGLE_STEP
+    splits = not (kind.half or kind.normalize) and arch.unit in FP32_SPLIT_UNITS and config.SINGLE_STEP
     config = config._replace(
         TOKENS_FIRST=tile.tokens_first,
-        PERSISTENT=tile.walkers > 0 and not splits and config.SINGLE_STEP and Lq <= slot and not candidates,
+        PERSISTENT=tile.walkers > 0 and not splits and config.SINGLE_STEP and Lq <= slot and not kind.candidates,
         # On mma and for split rows the loop is compiled even if it is not needed, because ptxas spills without it.
         LONG_QUERIES=Lq > slot or (slot == tiles[-1].rows and (arch.unit == "mma" or splits)),
         FP32_TERMS=(1 if tf32 else 2) if splits else 0,
@@ -546,10 +537,9 @@ def _needs_squares(kind: KernelKey, stored: Any) -> bool:
     return not kind.half if stored else kind.normalize
 
 
-def get_packed_tree_rows(arch: Architecture, dtype: torch.dtype, Lq: int, d: int, *, stored: Any) -> int:
-    """Return the rows of a query whose maxima packed layouts add as one tree, without `normalize`."""
-    squares = _needs_squares(KernelKey(arch, dtype, d, False, False, 0), stored)
-    return select_tiles(arch, dtype, Lq, d, squares, 0)[-1].rows
+def get_packed_tree_rows(kind: KernelKey, Lq: int, stored: Any = "") -> int:
+    """Return the rows of a query whose maxima packed layouts add as one tree."""
+    return select_tiles(kind._replace(normalize=_needs_squares(kind, stored)), Lq)[-1].rows
 
 
 def configure_packed_forward(
@@ -592,17 +582,15 @@ def configure_packed_forward(
     is_long = longest is None or longest > config.ROWS_PER_QUERY or kind.arch.unit == "mma" or config.FP32_TERMS > 0
     is_even = has_words(stored) and kind.d % config.BD == 0
     options = {"NORMALIZE": kind.normalize, "ENCODING": stored, "LONG_QUERIES": is_long, "EVEN_D": is_even}
-    max_rows = select_tiles(kind.arch, kind.dtype, Lq, kind.d, dense.normalize, kind.wide)[-1].rows
-    return launch.change(SHORT_DOCUMENTS=True, **options), (max_rows // config.ROWS_PER_QUERY).bit_length() - 1
+    levels = (get_packed_tree_rows(kind, Lq, stored) // config.ROWS_PER_QUERY).bit_length() - 1
+    return launch.change(SHORT_DOCUMENTS=True, **options), levels
 
 
-def configure_row_sums(
-    arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int
-) -> tuple[int, int]:
+def configure_row_sums(kind: KernelKey, Lq: int) -> tuple[int, int]:
     """Return the rows of a query that `maxsim_row_sums` adds at a time, and the levels of its trees.
 
     The sums have the bits of `configure_forward`.
     """
-    max_rows = select_tiles(arch, dtype, Lq, d, normalize, wide)[-1].rows
+    max_rows = select_tiles(kind, Lq)[-1].rows
     slot = min(max(next_power_of_2(Lq), MIN_ROWS_PER_QUERY), max_rows)
     return slot, (max_rows // slot).bit_length() - 1

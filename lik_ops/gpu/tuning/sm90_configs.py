@@ -13,7 +13,7 @@ import torch
 from ...csrc_triton.common.arguments import SizeArgs, Sm90Config, Sm90LargeDConfig
 from ...csrc_triton.formats.bits import get_code_bits
 from . import forward_configs
-from .architectures import Architecture, cdiv, next_power_of_2
+from .architectures import Architecture, KernelKey, cdiv, next_power_of_2
 
 # Accumulators of 64 rows in a program of `maxsim_forward_sm90`, except in the small-M kernel.
 _ACCUMULATORS = 4
@@ -120,7 +120,7 @@ def configure_row_maxima(
     """
     sums = dense and 2 <= next_power_of_2(Lq) <= _MAX_ROWS_PER_QUERY and Lq >= _MIN_FILL_RATIO * next_power_of_2(Lq)
     row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SM90_TILE_ROWS)
-    slot, levels = forward_configs.configure_row_sums(arch, dtype, Lq, d, False, 0)
+    slot, levels = forward_configs.configure_row_sums(KernelKey(arch, dtype, d, False, False, 0), Lq)
     lanes = max(slot, 128)
     tile = Sm90Tile(tokens=64, stages=6, in_registers=True)
     config = _make_config(tile, next_power_of_2(Lq) if sums else slot, d, 0, ARGMAX=argmax, SUM_ROWS=sums)
@@ -270,7 +270,7 @@ def configure_fp32_split(
     A launch splits the documents first if there are many query rows, or if `first` requires it.
     """
     Nq, K, Lq, Ld = sizes
-    tree = forward_configs.get_packed_tree_rows(arch, torch.float32, Lq, d, stored="")
+    tree = forward_configs.get_packed_tree_rows(KernelKey(arch, torch.float32, d, False, False, 0), Lq)
     small_m_rows = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
     tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if small_m_rows else _SPLIT_TILES[terms]
     slot = next_power_of_2(Lq) if small_m_rows else min(next_power_of_2(Lq), 128, tree)
@@ -334,7 +334,8 @@ def configure_int8(
     `encoding` is the encoding of codes, else "".
     """
     Nq, K, Lq, Ld = sizes
-    rows, tree = 64 // terms, forward_configs.get_packed_tree_rows(arch, dtype, Lq, d, stored="int8")
+    rows = 64 // terms
+    tree = forward_configs.get_packed_tree_rows(KernelKey(arch, dtype, d, False, False, 0), Lq, "int8")
     small_m_rows = _count_small_m_rows(Nq, Lq, _MAX_SMALL_M_ROWS // terms) if next_power_of_2(Lq) <= tree else 0
     slot = next_power_of_2(Lq) if small_m_rows else min(next_power_of_2(Lq), 2 * rows, tree)
     # With two terms, a warp group needs more time for a tile than its products. Then larger tiles are used if the last

@@ -31,10 +31,11 @@ class TableRow(Generic[T]):
     normalize: bool = True
     wide: int = 2  # `KernelConfig.WIDE_OFFSETS`, or 2 for rows that are loaded feature by feature
 
-    def covers(self, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int) -> bool:
+    def covers(self, arch: Architecture, dtype: torch.dtype, Lq: int, d: int, normalize: bool, wide: int) -> bool:
         """Return whether a call is within the limits."""
+        runs = not self.units or arch.name in self.units or arch.unit in self.units
         fits = d <= self.d and Lq <= self.Lq and wide <= self.wide
-        return fits and dtype in self.dtypes and normalize <= self.normalize
+        return runs and fits and dtype in self.dtypes and normalize <= self.normalize
 
 
 def select_row(
@@ -42,14 +43,16 @@ def select_row(
 ) -> T:
     """Return the value of the first row that covers a call."""
     for row in rows:
-        runs = not row.units or arch.name in row.units or arch.unit in row.units
-        if runs and row.covers(dtype, max(Lq, 1), d, normalize, wide):
+        if row.covers(arch, dtype, Lq, d, normalize, wide):
             return row.value
     raise AssertionError(f"lik_ops: no row for {arch.unit}, {dtype}")
 
 
 def select_for(rows: Iterable[TableRow[T]], kind: KernelKey, Lq: int = 1) -> T:
-    """Return the value of the first row that covers calls of `kind`."""
+    """Return the value of the first row that covers calls of `kind`.
+
+    Rows of tokens that are loaded feature by feature are selected as with ``wide=2``.
+    """
     wide = kind.wide if kind.has_vector_loads else 2
     return select_row(rows, kind.arch, kind.dtype, Lq, kind.d, kind.normalize, wide)
 

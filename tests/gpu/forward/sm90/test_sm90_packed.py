@@ -50,7 +50,8 @@ def test_kernel_sums_rows_of_dense_queries_that_fill_slots(Lq, sums):
 @pytest.mark.parametrize("Lq", [1, 2, 16, 19, 32, 100, 256, 1000])
 def test_sum_trees_match_generic_kernel_rows(Lq):
     slot, queries, documents, levels = choice(Lq=Lq).sums
-    assert slot * 2**levels == forward_configs.select_tiles(SM_90, torch.bfloat16, Lq, 128, False, 0)[-1].rows
+    kind = architectures.KernelKey(SM_90, torch.bfloat16, 128, False, False, 0)
+    assert slot * 2**levels == forward_configs.select_tiles(kind, Lq)[-1].rows
     assert queries * documents * slot == 1024 and (slot >= min(Lq, 256) or levels == 0)
 
 

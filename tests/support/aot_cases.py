@@ -367,7 +367,7 @@ def _every_case(arch: Architecture) -> Iterator[Case]:
             yield from _forward_cases(arch, rule)
     yield from _row_cases()
     yield from _document_cases()
-    if arch.unit in forward_configs.FP32_SPLIT_UNITS:
+    if arch.has_sm90_path:
         yield Case(SPLIT, _FP32, 128)
         yield Case(SPLIT, _FP32, 100)
         yield Case(SPLIT, _FP32, 128, tf32=True)

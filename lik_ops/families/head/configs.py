@@ -103,7 +103,7 @@ def configure_tokens(
         NORMALIZE=normalize,
         WIDE_OFFSETS=wide,
         PRECISION=choose_precision(dtype, arch, tf32),
-        FUSED_LOOP=arch.unit in ("wgmma", "interpreter"),
+        FUSED_LOOP=arch.has_sm90_path,
         EVEN_D=has_all_features and d == BD,
         WAIT_EACH_STEP=arch.unit == "wgmma",
     )
@@ -132,7 +132,7 @@ def configure_slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, i
 
 def count_programs(arch: Architecture) -> int:
     """Return the number of programs that a device runs at a time, which share the documents."""
-    return arch.processors * (1 if arch.unit in ("wgmma", "interpreter") else 2)
+    return arch.processors * (1 if arch.has_sm90_path else 2)
 
 
 def is_fused(arch: Architecture, dtype: torch.dtype, Nq: int, Nd: int, Lq: int, Ld: int, d: int) -> bool:

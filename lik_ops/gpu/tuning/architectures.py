@@ -18,6 +18,9 @@ from ...csrc_triton.common.arguments import KernelConfig
 # it on every GPU. Some of them split sums, so a gradient has the same bits on all GPUs of an architecture.
 MEASURED_SMS = 132
 
+# Values of `Architecture.unit` with the code path of sm_90.
+SM90_UNITS = ("wgmma", "interpreter")
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -39,17 +42,22 @@ class Architecture:
         return {"sm_90": "wgmma", "interpreter": "interpreter"}.get(self.name, "mma")
 
     @property
+    def has_sm90_path(self) -> bool:
+        """Return whether kernels have the code path of sm_90, as they also have in the interpreter."""
+        return self.unit in SM90_UNITS
+
+    @property
     def has_descriptors(self) -> bool:
         """Return whether documents are read by Hopper's TMA.
 
         Later architectures have TMA too, but were not measured.
         """
-        return self.name in ("sm_90", "interpreter")
+        return self.has_sm90_path
 
     @property
     def lanes(self) -> int:
         """Return `KernelConfig.LANES`: the threads that share a row of an accumulator."""
-        return 4 if self.unit in ("wgmma", "interpreter") else 1
+        return 4 if self.has_sm90_path else 1
 
     @property
     def is_amd(self) -> bool:

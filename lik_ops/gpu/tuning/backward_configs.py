@@ -9,7 +9,7 @@ import torch
 
 from ...csrc_triton.backward.documents.packed import MAX_BLOCK_ROWS
 from ...csrc_triton.common.arguments import KernelConfig
-from .architectures import INTERPRETER, Architecture, KernelKey, LaunchConfig, cdiv, next_power_of_2
+from .architectures import INTERPRETER, SM90_UNITS, Architecture, KernelKey, LaunchConfig, cdiv, next_power_of_2
 from .tables import HALF_DTYPES, Override, StepConfig, TableRow, apply_overrides, at_most, select_for
 
 # A training step asks for the same few configurations each time, and each costs microseconds.
@@ -157,15 +157,14 @@ MIN_BUCKETED_ROWS, MAX_BUCKETED_ROWS = 1024, 2**20
 # For longer documents, lists of many small tiles are slower than the sums.
 MIN_LONG_DOCUMENT_TOKENS = 4096
 
-_WGMMA = ("wgmma", "interpreter")
 # WGMMA multiplies at least 64 features of half-precision dtypes, also on sm_100. Rows of wide = 2 are loaded feature by
 # feature. Their steps have fewer features, because each feature needs an address in registers.
 # fmt: off
 _DOCUMENTS_TABLE = (
-    TableRow(units=_WGMMA, dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=64, BN=16, BD=128, warps=4, stages=3)),
-    TableRow(units=_WGMMA, dtypes=HALF_DTYPES, value=StepConfig(BM=64, BN=16, BD=64, warps=8, stages=1)),
-    TableRow(units=_WGMMA, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=2)),
-    TableRow(units=_WGMMA, value=StepConfig(BM=32, BN=16, BD=32, warps=4, stages=1)),
+    TableRow(units=SM90_UNITS, dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=64, BN=16, BD=128, warps=4, stages=3)),
+    TableRow(units=SM90_UNITS, dtypes=HALF_DTYPES, value=StepConfig(BM=64, BN=16, BD=64, warps=8, stages=1)),
+    TableRow(units=SM90_UNITS, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=2)),
+    TableRow(units=SM90_UNITS, value=StepConfig(BM=32, BN=16, BD=32, warps=4, stages=1)),
     TableRow(units=("sm_100",), dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=3)),
     TableRow(units=("sm_100",), dtypes=HALF_DTYPES, value=StepConfig(BM=32, BN=16, BD=64, warps=8, stages=1)),
     TableRow(units=("mma",), dtypes=HALF_DTYPES, wide=1, value=StepConfig(BM=32, BN=16, BD=128, warps=4, stages=3)),
@@ -193,7 +192,7 @@ class _DocumentsCall(NamedTuple):
         """Return whether documents are long and registers hold the largest tiles."""
         kind = self.kind
         is_usual = not (kind.half or kind.candidates or kind.normalize)
-        return self.long and is_usual and kind.arch.unit in _WGMMA
+        return self.long and is_usual and kind.arch.has_sm90_path
 
     @property
     def has_vector_rows(self) -> bool:

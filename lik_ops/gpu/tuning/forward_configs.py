@@ -34,8 +34,6 @@ from .tables import (
     select_for,
 )
 
-# Tensor core types for which fp32 rows are split into fp16 terms.
-FP32_SPLIT_UNITS = ("wgmma", "interpreter")
 _MAX_FEW_DOCUMENTS = 3_000  # with more documents of one query, an H100 is busy for a long time
 # Maximum number of packed documents that all run at a time. The longest one determines the time, so pipelines are deep.
 MAX_RESIDENT_DOCUMENTS = 8 * MEASURED_SMS
@@ -241,7 +239,8 @@ def configure_forward(
     arch, tiles = kind.arch, select_tiles(kind, Lq)
     tile, slot = select_tile(tiles, Nq, Lq, kind.candidates, documents)
     config = make_forward_config(kind, tile, slot, tf32=tf32)
-    splits = not (kind.half or kind.normalize) and arch.unit in FP32_SPLIT_UNITS and config.SINGLE_STEP
+    # fp32 rows are split into fp16 terms.
+    splits = arch.has_sm90_path and not (kind.half or kind.normalize) and config.SINGLE_STEP
     config = config._replace(
         TOKENS_FIRST=tile.tokens_first,
         PERSISTENT=tile.walkers > 0 and not splits and config.SINGLE_STEP and Lq <= slot and not kind.candidates,
@@ -513,9 +512,7 @@ _PACKED_OVERRIDES = (
     # Empty documents.
     Override(
         when=lambda call, x: (
-            call.may_be_empty
-            and call.unit in ("wgmma", "interpreter")
-            and not (x.config.PERSISTENT or x.config.FP32_TERMS)
+            call.may_be_empty and call.kind.arch.has_sm90_path and not (x.config.PERSISTENT or x.config.FP32_TERMS)
         ),
         change={"PERSISTENT": True, "walkers": lambda call, x: _SUBSET_PROGRAMS_PER_SM * call.kind.arch.processors},
         reason="persistent programs pass over empty documents. With more than run at a time, the last do not run alone",

@@ -12,6 +12,7 @@ argument replaces the architecture of the tensors' device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +105,10 @@ def choose_dense(
 def _choose_dense_splits(a: DenseChoiceArgs) -> SplitChoice | str:
     """Choose splits of documents if no sm_90 kernel keeps the SMs busy, or return the reason why not."""
     Q, D = a.Q, a.D
-    if D.dim() != 3 or not (Q.numel() and D.numel()):
-        return "each query has its own candidates" if D.dim() != 3 else "Q or D is empty"
+    if D.dim() != 3:
+        return "each query has its own candidates"
+    if not (Q.numel() and D.numel()):
+        return "Q or D is empty"
     if not supports.has_int32_features(Q, D):
         return "features of a token span more than 2^31 elements"
     if not all(x is None or has_even_stride(x) for x in (Q, D, a.d_mask)):
@@ -124,16 +127,13 @@ def _choose_dense_splits(a: DenseChoiceArgs) -> SplitChoice | str:
 def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
     """Choose an sm_90 kernel for documents without a mask or with many features, or return the reason why not."""
     Q, D, d_mask, normalize, argmax, arch = a
-    is_masked = d_mask is not None
-    fp32 = Q.dtype == torch.float32
-    reason = (
-        "half-precision documents have a mask, and d <= 128" if is_masked and Q.shape[-1] <= 128 and not fp32 else None
-    )
-    reason = reason or supports.supports_sm90_call(Q, D, arch)
-    if reason:
+    d, is_masked, is_fp32 = Q.shape[-1], d_mask is not None, Q.dtype == torch.float32
+    if is_masked and d <= 128 and not is_fp32:
+        return "half-precision documents have a mask, and d <= 128"
+    if reason := supports.supports_sm90_call(Q, D, arch):
         return reason
-    sizes, d = make_size_args(Q, D), Q.shape[-1]
-    if fp32:
+    sizes = make_size_args(Q, D)
+    if is_fp32:
         terms = generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.FP32_TERMS
         first = argmax or is_masked or not supports_descriptor(D)
         options = {"argmax": argmax, "masked": is_masked, "first": first}
@@ -188,25 +188,23 @@ def choose_int8(
         arch: architecture that runs the kernel.
         encoding: encoding of codes, else "".
     """
-    reason = supports.supports_sm90_call(Q, data, arch)
-    if reason:
-        return reason
-    sizes = make_size_args(Q, data)
-    each_token = scale.shape[1] > 1
-    choice = sm90_configs.configure_int8(
-        arch, Q.dtype, sizes, Q.shape[-1], each_token=each_token, terms=terms, encoding=encoding
-    )
-    reason = supports.supports_encoded(Q, data, scale, choice)
-    return reason or supports.prefers_encoded(sizes.K, arch, choice) or choice
+    configure = partial(sm90_configs.configure_int8, arch, Q.dtype, terms=terms, encoding=encoding)
+    return _choose_dense_encoded(Q, data, scale, arch, configure)
 
 
 def choose_fp8(Q: Tensor, data: Tensor, scale: Tensor, encoding: str, arch: Architecture) -> Sm90Choice | str:
     """Choose an sm_90 kernel for dense FP8 documents, as bytes of `encoding`, or return the reason why not."""
-    reason = supports.supports_sm90_call(Q, data, arch)
-    if reason:
+    return _choose_dense_encoded(Q, data, scale, arch, partial(sm90_configs.configure_fp8, arch, encoding=encoding))
+
+
+def _choose_dense_encoded(
+    Q: Tensor, data: Tensor, scale: Tensor, arch: Architecture, configure: Callable[..., Sm90Choice]
+) -> Sm90Choice | str:
+    """Choose the kernel that `configure` returns for the sizes of a call, or return the reason why not."""
+    if reason := supports.supports_sm90_call(Q, data, arch):
         return reason
     sizes = make_size_args(Q, data)
-    choice = sm90_configs.configure_fp8(arch, sizes, Q.shape[-1], encoding=encoding, each_token=scale.shape[1] > 1)
+    choice = configure(sizes, Q.shape[-1], each_token=scale.shape[1] > 1)
     reason = supports.supports_encoded(Q, data, scale, choice)
     return reason or supports.prefers_encoded(sizes.K, arch, choice) or choice
 

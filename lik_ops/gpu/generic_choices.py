@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -109,7 +108,7 @@ def choose_generic(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Ar
     else:
         launch = forward_configs.adjust_stages(launch, arch, documents)
     if Ld < launch.config.BN:
-        launch = replace(launch, config=launch.config._replace(SHORT_DOCUMENTS=True))
+        launch = launch.change(SHORT_DOCUMENTS=True)
     return GenericChoice(launch, arch, reads_tiles)
 
 
@@ -131,12 +130,10 @@ def has_long_documents(c: PackedArgs, normalize: bool) -> bool:
 
 
 def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: Architecture) -> SplitChoice | str:
-    """Choose splits for a few long documents, or return the reason why not.
+    """Choose splits for a few documents that `has_long_documents` finds long, or return the reason why not.
 
     All kernels give the same bits, so the choice may depend on the number of documents and on their mean length.
     """
-    if not has_long_documents(c, normalize):
-        return SHORT_DOCUMENTS_REASON
     if 0 in (c.queries, c.columns, c.Tq):
         return "there are no queries or no documents"
     Lq, d = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
@@ -160,9 +157,7 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
         split_tokens = max(tiles, MIN_SPLIT_TILES) * config.BN
         max_splits = K * architectures.cdiv(c.D.shape[-2], split_tokens)
     is_short = not (is_even and c.D.shape[-2] >= config.BN)
-    launch = replace(
-        launch, config=config._replace(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=is_short, PDL=arch.name == "sm_90")
-    )
+    launch = launch.change(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=is_short, PDL=arch.name == "sm_90")
     slot, slot_levels = forward_configs.configure_row_sums(KernelKey(arch, c.Q.dtype, d, False, normalize, wide), Lq)
     sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, slot_levels
     reads_tiles = supports_packed_descriptor(c, arch) and c.Td < 2**31

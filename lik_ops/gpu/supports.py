@@ -222,10 +222,7 @@ def supports_encoded(Q: Tensor, data: Tensor, scale: Tensor, choice: Sm90Choice)
 def prefers_encoded(K: int, arch: Architecture, choice: Sm90Choice) -> str | None:
     """Return the reason why `maxsim_forward_packed` is preferred for dense int8, FP8 or code documents, or None."""
     pair_limit = arch.processors // 2
-    assert isinstance(choice.config, Sm90Config)
-    return _prefer(
-        (choice.row_tiles * K < pair_limit, f"slower for fewer than {pair_limit} {_PAIRS}"),
-    )
+    return _prefer((choice.row_tiles * K < pair_limit, f"slower for fewer than {pair_limit} {_PAIRS}"))
 
 
 def supports_soft_gradients(

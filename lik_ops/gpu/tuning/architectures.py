@@ -106,13 +106,9 @@ class KernelKey(NamedTuple):
 
     def config(self, BM: int, BN: int, BD: int, **more: Any) -> KernelConfig:
         """Return a kernel configuration with products of fp32 sums unless `more` overrides `PRECISION`."""
-        fields_of_kind: dict[str, Any] = {
-            "CANDIDATES": self.candidates,
-            "NORMALIZE": self.normalize,
-            "WIDE_OFFSETS": self.wide,
-        }
-        fields_of_kind |= {"SINGLE_STEP": self.d <= BD, "PRECISION": choose_precision(torch.float32, self.arch, False)}
-        return KernelConfig(BM=BM, BN=BN, BD=BD, **{**fields_of_kind, **more})
+        options: dict[str, Any] = {"PRECISION": choose_precision(torch.float32, self.arch, False)} | more
+        options |= {"CANDIDATES": self.candidates, "NORMALIZE": self.normalize, "WIDE_OFFSETS": self.wide}
+        return KernelConfig(BM=BM, BN=BN, BD=BD, SINGLE_STEP=self.d <= BD, **options)
 
 
 @dataclass(frozen=True)

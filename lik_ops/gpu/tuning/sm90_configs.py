@@ -122,8 +122,7 @@ def configure_row_maxima(
     row_tiles = cdiv(rows // Lq * next_power_of_2(Lq) if sums else rows, SM90_TILE_ROWS)
     slot, levels = forward_configs.configure_row_sums(KernelKey(arch, dtype, d, False, False, 0), Lq)
     lanes = max(slot, 128)
-    tile = Sm90Tile(tokens=64, stages=6, in_registers=True)
-    config = _make_config(tile, next_power_of_2(Lq) if sums else slot, d, 0, ARGMAX=argmax, SUM_ROWS=sums)
+    config = _make_config(_TILE, next_power_of_2(Lq) if sums else slot, d, 0, ARGMAX=argmax, SUM_ROWS=sums)
     sizes, pairs = (slot, lanes // slot, 1024 // lanes, levels), row_tiles * K
     return RowMaximaChoice(config, min(arch.processors, pairs), sizes, pairs)
 
@@ -145,7 +144,7 @@ class Sm90Choice(NamedTuple):
     @property
     def is_small_m(self) -> bool:
         """Return whether this is the small-M kernel, whose query rows are one tile."""
-        return isinstance(self.config, Sm90Config) and self.config.SMALL_M
+        return self.config.SMALL_M
 
     @property
     def reads_norms(self) -> bool:
@@ -224,35 +223,32 @@ def configure_sm90(
 ) -> Sm90Choice:
     """Return the configuration of an sm_90 kernel for half-precision documents, without a mask up to 128 features."""
     Nq, K, Lq, Ld = sizes
-    config: Sm90Config | Sm90LargeDConfig
-    small_m_rows = 0
     if d > 128:
-        # An argmax of 256 tokens would spill registers.
-        tile = _select_least_waste(_LARGE_D_TILES[argmax:], Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
-        config = Sm90LargeDConfig(
-            BN=tile.tokens,
-            ROWS_PER_QUERY=min(next_power_of_2(Lq), LARGE_D_TILE_ROWS // 2),
-            STAGES=tile.stages,
-            NORMALIZE=normalize,
-            ARGMAX=argmax,
-            MASK=masked,
-            SHORT_DOCUMENTS=tile.tokens > Ld,
-        )
-    else:
-        slot = min(next_power_of_2(Lq), 128)
-        if normalize or argmax:
-            small_m_rows = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS if argmax else _MAX_SMALL_M_ROWS)
-        row_tiles = cdiv(Nq * cdiv(Lq, slot) * slot, SM90_TILE_ROWS)
-        has_norms = normalize and not small_m_rows and row_tiles >= _MIN_PRECOMPUTED_ROW_TILES
-        tile = (
-            _select_least_waste(SMALL_M_TILES[""], Ld)
-            if small_m_rows
-            else _choose_tile(Ld, argmax, normalize, has_norms)
-        )
-        config = _make_config(
-            tile, slot, d, small_m_rows, ARGMAX=argmax, NORMALIZE=normalize, PRECOMPUTED_SCALES=has_norms
-        )
-    return _make_choice(arch, config, Nq, K, Lq)
+        return _make_choice(arch, _make_large_d_config(Lq, Ld, normalize, argmax, masked), Nq, K, Lq)
+    small_m_limit = _MIN_SMALL_M_ROWS if argmax else _MAX_SMALL_M_ROWS if normalize else 0
+    small_m_rows, slot = _count_small_m_rows(Nq, Lq, small_m_limit), min(next_power_of_2(Lq), 128)
+    row_tiles = cdiv(Nq * cdiv(Lq, slot) * slot, SM90_TILE_ROWS)
+    has_norms = normalize and not small_m_rows and row_tiles >= _MIN_PRECOMPUTED_ROW_TILES
+    tile = (
+        _select_least_waste(SMALL_M_TILES[""], Ld) if small_m_rows else _choose_tile(Ld, argmax, normalize, has_norms)
+    )
+    options = {"ARGMAX": argmax, "NORMALIZE": normalize, "PRECOMPUTED_SCALES": has_norms}
+    return _make_choice(arch, _make_config(tile, slot, d, small_m_rows, **options), Nq, K, Lq)
+
+
+def _make_large_d_config(Lq: int, Ld: int, normalize: bool, argmax: bool, masked: bool) -> Sm90LargeDConfig:
+    """Return the configuration of `maxsim_forward_sm90_large_d`."""
+    # An argmax of 256 tokens would spill registers.
+    tile = _select_least_waste(_LARGE_D_TILES[argmax:], Ld, _MAX_SHORT_DOCUMENT_TILE_TOKENS)
+    return Sm90LargeDConfig(
+        BN=tile.tokens,
+        ROWS_PER_QUERY=min(next_power_of_2(Lq), LARGE_D_TILE_ROWS // 2),
+        STAGES=tile.stages,
+        NORMALIZE=normalize,
+        ARGMAX=argmax,
+        MASK=masked,
+        SHORT_DOCUMENTS=tile.tokens > Ld,
+    )
 
 
 def configure_fp32_split(
@@ -342,14 +338,15 @@ def configure_int8(
     # tile of a document wastes nothing, and if token scales do not need the registers.
     size = _INT8_LARGE_TILE.tokens
     is_large = terms == 2 and not each_token and Ld >= size and -Ld % size < _INT8_TILE.tokens
-    tile = (
-        _select_least_waste(SMALL_M_TILES["int8"], Ld) if small_m_rows else _INT8_LARGE_TILE if is_large else _INT8_TILE
-    )
     options: dict[str, Any] = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token}
     options |= {"MMA_ROWS": rows, "INT8_TERMS": terms}
     if encoding:
         tile = SMALL_M_TILES["bits" if get_code_bits(encoding) < 4 else "bits4"][0] if small_m_rows else _INT8_TILE
         options |= {"ENCODING": encoding, "PROGRAMS_PER_SM": 2 if small_m_rows == _MIN_SMALL_M_ROWS else 1}
+    elif small_m_rows:
+        tile = _select_least_waste(SMALL_M_TILES["int8"], Ld)
+    else:
+        tile = _INT8_LARGE_TILE if is_large else _INT8_TILE
     return _make_choice(arch, _make_config(tile, slot, d, small_m_rows, **options), Nq, K, Lq, tree // slot)
 
 
@@ -361,8 +358,11 @@ def configure_fp8(arch: Architecture, sizes: SizeArgs, d: int, *, encoding: str,
     """
     Nq, K, Lq, Ld = sizes
     small_m_rows, tiles = _count_small_m_rows(Nq, Lq), SMALL_M_TILES["fp8"]
-    tile = _select_least_waste(tiles if small_m_rows == _MIN_SMALL_M_ROWS else tiles[:1], Ld) if small_m_rows else _TILE
     if encoding == "fp8_fp8":
         tile = SMALL_M_TILES["int8"][0] if small_m_rows else _INT8_TILE
+    elif small_m_rows:
+        tile = _select_least_waste(tiles if small_m_rows == _MIN_SMALL_M_ROWS else tiles[:1], Ld)
+    else:
+        tile = _TILE
     options = {"ARGMAX": False, "PRECOMPUTED_SCALES": each_token or encoding != "fp8_fp8", "ENCODING": encoding}
     return _make_choice(arch, _make_config(tile, min(next_power_of_2(Lq), 128), d, small_m_rows, **options), Nq, K, Lq)

@@ -67,9 +67,7 @@ class GradientCall(NamedTuple):
     @property
     def kind(self) -> KernelKey:
         """Return the key of the configuration tables."""
-        Q = self.queries.ptr
-        arch = architecture(Q.device)
-        return KernelKey(arch, Q.dtype, Q.shape[-1], self.candidates, self.normalize, self.wide)
+        return KernelKey(self.arch, self.queries.ptr.dtype, self.d, self.candidates, self.normalize, self.wide)
 
     def run(self, kernel, grid: tuple[int, ...], args: tuple, launch: LaunchConfig) -> None:
         """Launch a kernel with `args` and the configuration of `launch`."""
@@ -80,7 +78,9 @@ class GradientCall(NamedTuple):
         return self.up.Nq * cdiv(self.up.Lq, launch.config.BM)
 
     def write_query_gradients(self, grad_Q: Tensor | None, grad_weight: Tensor | None) -> None:
-        """Launch the gradients of the queries and of their weights."""
+        """Launch the gradients of the queries and of their weights, each unless it is None."""
+        if grad_Q is None and grad_weight is None:
+            return
         call, kind = self, self.kind
         if rounded := self._should_round_documents():
             call, kind = self._round_documents(), kind._replace(dtype=torch.float16)
@@ -138,11 +138,13 @@ class GradientCall(NamedTuple):
         """
         launch = backward_configs.configure_scatter(self.kind, ragged=self.packed)
         tiles, K = self.row_tiles(launch), self.up.K
-        share = max(cdiv(K * tiles, _TARGET_SCATTER_PROGRAMS), min(K, launch.config.BN))
-        grid = (*check_grid(tiles), cdiv(K, share))
         if self.packed:
-            share, grid = self.up.count, (*grid[:1], 1)
-        self.run(maxsim_scatter, grid, (*self.groups, sum_Q, sum_D, self.d, share), launch)
+            share, shares = self.up.count, 1
+        else:
+            share = max(cdiv(K * tiles, _TARGET_SCATTER_PROGRAMS), min(K, launch.config.BN))
+            shares = cdiv(K, share)
+        args = *self.groups, sum_Q, sum_D, self.d, share
+        self.run(maxsim_scatter, (*check_grid(tiles), shares), args, launch)
 
     def write_gradients(
         self, X: DocumentArgs, sums: Tensor, grad: Tensor | None, grad_weight: Tensor | None, wide: int, weighted: bool

@@ -14,8 +14,14 @@ from ...core.arguments import choose_argmax_dtype, make_metadata_key
 from ...csrc_triton.backward.arguments import UpstreamArgs
 from ...portable.blocks import split_argmax_to_fit, split_to_fit
 from ..forward.dense import forward
-from ..runtime.arguments import choose_offset_width, is_tf32_allowed, make_document_args, make_query_args, use_device
-from ..runtime.arguments import make_size_args as sizes_of
+from ..runtime.arguments import (
+    choose_offset_width,
+    is_tf32_allowed,
+    make_document_args,
+    make_query_args,
+    make_size_args,
+    use_device,
+)
 from ..runtime.capture import Calls
 from .call import GradientCall
 from .documents import write_document_gradients
@@ -95,7 +101,7 @@ class BackwardArgs(NamedTuple):
         return BackwardArgs(grad_scores, Q, D, argmax, q_mask, d_mask, q_weight, self.normalize, self.needs)
 
 
-def _select_needed(outputs: Sequence[Tensor], needs: list[bool]) -> list[Tensor | None]:
+def select_needed(outputs: Sequence[Tensor], needs: list[bool]) -> list[Tensor | None]:
     """Return each needed output, and None for the others."""
     return [g if is_needed else None for g, is_needed in zip(outputs, needs, strict=True)]
 
@@ -105,18 +111,16 @@ def _make_call(a: BackwardArgs) -> GradientCall:
     assert a.argmax is not None
     stride_q, stride_k = a.grad_scores.stride()
     scale = None if a.scale is None else a.scale.contiguous()
-    up = UpstreamArgs(a.grad_scores, stride_q, stride_k, a.argmax.contiguous(), *sizes_of(a.Q, a.D), scale=scale)
-    queries, documents = (
-        make_query_args(a.Q, a.q_mask, a.q_weight),
-        make_document_args(a.D, None),
-    )  # a masked token is never an argmax
+    up = UpstreamArgs(a.grad_scores, stride_q, stride_k, a.argmax.contiguous(), *make_size_args(a.Q, a.D), scale=scale)
+    queries = make_query_args(a.Q, a.q_mask, a.q_weight)
+    documents = make_document_args(a.D, None)  # a masked token is never an argmax
     wide, tf32 = choose_offset_width(a.Q, a.D), is_tf32_allowed(a.Q.dtype)
     return GradientCall(queries, documents, up, a.D.dim() == 4, a.normalize, wide, tf32=tf32)
 
 
 def _iterate_parts(a: BackwardArgs, outputs: Gradients) -> Iterator[tuple[BackwardArgs, Sequence[Tensor]]]:
     """Yield parts of the call whose argmax fits the workspace, with the gradients that each part completes."""
-    sizes, candidates = sizes_of(a.Q, a.D), a.D.dim() == 4
+    sizes, candidates = make_size_args(a.Q, a.D), a.D.dim() == 4
     row_bytes = sizes.Lq * choose_argmax_dtype(sizes.Ld).itemsize
     for i, j, needs in split_argmax_to_fit(sizes.Nq, sizes.K, row_bytes, _MAX_ARGMAX_BYTES, candidates, a.needs):
         part_slices = i, i if candidates else j, i
@@ -182,11 +186,10 @@ def _recompute_argmax(a: BackwardArgs) -> Gradients:
     """Return the gradients of `backward_lowmem` with an argmax that is recomputed in parts."""
     outputs = a.allocate_outputs()
     for part, targets in _iterate_parts(a, outputs):
-        call, gradients = _make_call(part), _select_needed(targets, part.needs)
-        if part.needs[0] or part.needs[2]:
-            call.write_query_gradients(gradients[0], gradients[2])
-        if part.needs[1]:
-            write_document_gradients(call, targets[1])
+        call, (grad_Q, grad_D, grad_weight) = _make_call(part), select_needed(targets, part.needs)
+        call.write_query_gradients(grad_Q, grad_weight)
+        if grad_D is not None:
+            write_document_gradients(call, grad_D)
     return outputs
 
 
@@ -203,8 +206,7 @@ def _run_with_argmax(a: BackwardArgs) -> Gradients:
         _allocate_gradient(Q, needs_Q),
         _allocate_gradient(Q, needs_weight, Q.shape[:2], torch.float32),
     )
-    if needs_Q or needs_weight:
-        call.write_query_gradients(grad_Q if needs_Q else None, grad_weight if needs_weight else None)
+    call.write_query_gradients(grad_Q if needs_Q else None, grad_weight if needs_weight else None)
     return grad_Q, grad_D, grad_weight
 
 
@@ -233,7 +235,7 @@ def _iterate_scatter_parts(
     if a.argmax is not None:
         yield a, sum_Q, sum_D
         return
-    sizes, full_slice, candidates = sizes_of(a.Q, a.D), slice(None), a.D.dim() == 4
+    sizes, full_slice, candidates = make_size_args(a.Q, a.D), slice(None), a.D.dim() == 4
     count, other_count = (sizes.Nq, sizes.K) if candidates else (sizes.K, sizes.Nq)
     for part_slice in split_to_fit(
         count, other_count * sizes.Lq * choose_argmax_dtype(sizes.Ld).itemsize, _MAX_ARGMAX_BYTES
@@ -273,11 +275,11 @@ def _run_unified(a: BackwardArgs) -> Gradients:
             call = _make_call(part)
             call.scatter(part_Q, part_D)
         call = call._replace(queries=make_query_args(Q, a.q_mask, a.q_weight))
-        gradients = _select_needed(outputs, needs)
+        grad_Q, grad_D, grad_weight = select_needed(outputs, needs)
         if sum_Q is not None:
             X = make_document_args(Q.unsqueeze(1), None)
-            call.write_gradients(X, sum_Q.unsqueeze(1), gradients[0], gradients[2], choose_offset_width(Q, Q), True)
+            call.write_gradients(X, sum_Q.unsqueeze(1), grad_Q, grad_weight, choose_offset_width(Q, Q), True)
         if sum_D is not None:
             D, sum_D = (x if x.dim() == 4 else x.unsqueeze(0) for x in (D, sum_D))
-            call.write_gradients(make_document_args(D, None), sum_D, outputs[1], None, choose_offset_width(D, D), False)
+            call.write_gradients(make_document_args(D, None), sum_D, grad_D, None, choose_offset_width(D, D), False)
     return outputs

@@ -38,7 +38,7 @@ from ..runtime.capture import Calls
 from ..tuning import backward_configs
 from ..tuning.architectures import MEASURED_SMS, LaunchConfig, cdiv
 from .call import GradientCall
-from .dense import Gradients, allocate_gradients, require_nondeterminism_allowed
+from .dense import Gradients, allocate_gradients, require_nondeterminism_allowed, select_needed
 
 _FIELD_COUNT, _FIELD_FIRST = pair_kernels.FIELD_COUNT.value, pair_kernels.FIELD_FIRST.value
 _FIELD_LENGTH, _FIELD_QUERY = pair_kernels.FIELD_LENGTH.value, pair_kernels.FIELD_QUERY.value
@@ -174,18 +174,9 @@ class _PackedGradientCall:
         stride_q, stride_k = grad_scores.stride() if c.pairs is None else (grad_scores.stride(0), 0)
         self.lookup = PairLookup(c, argmax.shape[1], (stride_q, stride_k))
         up = UpstreamArgs(grad_scores, stride_q, stride_k, argmax.contiguous(), 1, c.columns, c.Tq, c.Td)
+        queries, documents = make_packed_query_args(c), make_packed_document_args(c)
         wide = choose_offset_width(c.Q, c.D.flatten(0, -2))
-        self.call = GradientCall(
-            make_packed_query_args(c),
-            make_packed_document_args(c),
-            up,
-            c.candidates,
-            normalize,
-            wide,
-            True,
-            counts,
-            encoding,
-        )
+        self.call = GradientCall(queries, documents, up, c.candidates, normalize, wide, True, counts, encoding)
 
     def group_by_query(self) -> GradientCall:
         """Return the call with the pairs grouped by query."""
@@ -201,9 +192,8 @@ class _PackedGradientCall:
         if tiles >= _TARGET_PROGRAMS:
             return 1
         max_pieces = self.c.items // _MIN_SPLIT_PAIRS if self._has_single_query() else self.c.Tq // _MIN_SPLIT_ROWS
-        return max(
-            1, min(cdiv(_TARGET_PROGRAMS, tiles), max_pieces, _MAX_PARTIAL_BYTES // (4 * tile * tiles * self.call.d))
-        )
+        max_sums = _MAX_PARTIAL_BYTES // (4 * tile * tiles * self.call.d)
+        return max(1, min(cdiv(_TARGET_PROGRAMS, tiles), max_pieces, max_sums))
 
     def _has_single_query(self) -> bool:
         """Return whether a pair has one query."""
@@ -334,21 +324,20 @@ def backward_cut(
     def compute() -> Gradients:
         """Return the gradients, without capture."""
         is_trivial = 0 in (c.Q.numel(), c.D.numel(), argmax.numel(), c.queries, c.columns)
-        outputs = grad_Q, grad_D, grad_weight = allocate_gradients(c.Q, c.D, needs, is_trivial)
+        outputs = allocate_gradients(c.Q, c.D, needs, is_trivial)
         if is_trivial or not any(needs):
             return outputs
+        grad_Q, grad_D, grad_weight = select_needed(outputs, needs)
         with use_device(c.Q.device):
             packed = _PackedGradientCall(grad_scores, c, argmax, normalize, stored)
             if needs[0] or needs[2]:
-                packed.group_by_query().write_query_gradients(
-                    grad_Q if needs[0] else None, grad_weight if needs[2] else None
-                )
-            if needs[1] and unified:
+                packed.group_by_query().write_query_gradients(grad_Q, grad_weight)
+            if grad_D is not None and unified:
                 sum_D = torch.zeros((1, 1, c.Td, c.D.shape[-1]), dtype=torch.float32, device=c.D.device)
                 call = packed.group_by_query()
                 call.scatter(None, sum_D)
                 call.write_gradients(call.documents, sum_D, grad_D, None, call.wide, False)
-            elif needs[1]:
+            elif grad_D is not None:
                 packed.write_packed_gradients(grad_D)
         return outputs
 

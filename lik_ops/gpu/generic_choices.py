@@ -13,8 +13,6 @@ from ..core.segments import PackedArgs
 from ..csrc_triton.forward.generic.splits import MIN_SPLIT_TILES
 from .runtime.arguments import (
     choose_offset_width,
-    choose_row_offset_width,
-    get_feature_reach,
     is_tf32_allowed,
     make_size_args,
     supports_descriptor,
@@ -137,8 +135,7 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     if 0 in (c.queries, c.columns, c.Tq):
         return "there are no queries or no documents"
     Lq, d = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
-    span, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
-    wide = 2 if choose_row_offset_width(span) == 2 else int((c.Td + 64) * row + span >= 2**31)
+    wide = choose_offset_width(c.Q, c.D, c.Td)
     launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch)
     config = launch.config
     row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns

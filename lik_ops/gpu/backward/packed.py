@@ -175,7 +175,7 @@ class _PackedGradientCall:
         self.lookup = PairLookup(c, argmax.shape[1], (stride_q, stride_k))
         up = UpstreamArgs(grad_scores, stride_q, stride_k, argmax.contiguous(), 1, c.columns, c.Tq, c.Td)
         queries, documents = make_packed_query_args(c), make_packed_document_args(c)
-        wide = choose_offset_width(c.Q, c.D.flatten(0, -2))
+        wide = choose_offset_width(c.Q, c.D, c.Td)
         self.call = GradientCall(queries, documents, up, c.candidates, normalize, wide, True, counts, encoding)
 
     def group_by_query(self) -> GradientCall:

@@ -36,9 +36,9 @@ from ..runtime.arguments import (
     choose_row_offset_width,
     current_device,
     get_feature_reach,
-    get_row_args,
     is_tf32_allowed,
     make_descriptor,
+    make_packed_document_args,
     make_packed_query_args,
     use_device,
 )
@@ -98,9 +98,9 @@ class PackedPlan(Plan):
         has_lengths = c.offsets is not None and c.lengths is not None
         self.may_be_empty = has_lengths and not (self.single or argmax_dtype is not None)
         self.present_positions = [n for n, x in enumerate(c.tensors) if x is not None]
-        self.query_strides = (0, *c.Q.stride()[-2:]), get_row_args(c.q_mask)[1:], get_row_args(c.q_weight)[1:]
-        mask_strides = (None,) * 3 if c.d_mask is None else (0, 0, c.d_mask.stride(-1))
-        self.document_strides = (0, 0, *c.D.stride()[-2:]), mask_strides
+        queries, documents = make_packed_query_args(c), make_packed_document_args(c, masked=True)
+        self.query_strides = queries[1:4], queries[5:7], queries[8:]
+        self.document_strides = documents[1:5], documents[6:]
         self.features, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
         # Maximum rows of D with which only document offsets need 64 bits: see `choose_offset_width`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
@@ -178,9 +178,8 @@ class PackedPlan(Plan):
 
         No program writes between queries, after their lengths, and for pairs that do not exist.
         """
-        if c.has_no_gaps and not self.pairs:
-            return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
-        return torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device).fill_(-1)
+        argmax = torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
+        return argmax if c.has_no_gaps and not self.pairs else argmax.fill_(-1)
 
     def _get_tile(
         self, c: PackedArgs, Lq: int, wide: int, has_few_documents: bool, may_be_empty: bool
@@ -191,9 +190,8 @@ class PackedPlan(Plan):
             c, Lq, wide, has_few_documents, self.normalize, argmax, self.arch, self.stored, may_be_empty
         )
         _log.debug("maxsim_forward_packed for %s: %s", c.scores_shape(), launch)
-        return self.tiles.store(
-            (c.queries, Lq, wide, has_few_documents, may_be_empty), _CompiledTile(launch, levels, self.d, self.arch)
-        )
+        key = c.queries, Lq, wide, has_few_documents, may_be_empty
+        return self.tiles.store(key, _CompiledTile(launch, levels, self.d, self.arch))
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
         """Return the scores and fill `argmax`, with a direct launch if the kernel is already compiled."""

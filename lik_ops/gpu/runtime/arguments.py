@@ -24,14 +24,9 @@ current_device: Callable = getattr(torch._C, "_cuda_getDevice", None)  # type: i
 meta_architecture: Architecture | None = None  # of meta tensors, for `lik_ops.explain`
 
 
-def _is_interpreting() -> bool:
-    """Return whether Triton runs kernels in its interpreter."""
-    return bool(triton.knobs.runtime.interpret)
-
-
 def unavailable(device: torch.device) -> str | None:
     """Return None if the kernels can run on `device`, else the reason."""
-    if device.type == "cpu" and _is_interpreting():
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
         return None
     if device.type != "cuda":
         return f"the Triton kernels run on CUDA and ROCm devices, not on {device.type}"
@@ -91,14 +86,10 @@ def make_document_args(D: Tensor, mask: Tensor | None) -> DocumentArgs:
     return DocumentArgs._make((D, *get_owner_strides(D, candidates), mask, *get_owner_strides(mask, candidates)))
 
 
-def get_row_args(x: Tensor | None) -> tuple:
-    """Return a mask or weight of packed rows, its stride between queries or documents, and its row stride."""
-    return (None, None, None) if x is None else (x, 0, x.stride(-1))
-
-
 def make_packed_query_args(c: PackedArgs) -> QueryArgs:
     """Return packed query tokens with mask and weight as a kernel argument."""
-    return QueryArgs._make((c.Q, 0, *c.Q.stride()[-2:], *get_row_args(c.q_mask), *get_row_args(c.q_weight)))
+    mask, weight = ((None, None, None) if x is None else (x, 0, x.stride(-1)) for x in (c.q_mask, c.q_weight))
+    return QueryArgs._make((c.Q, 0, *c.Q.stride()[-2:], *mask, *weight))
 
 
 def make_packed_document_args(c: PackedArgs, masked: bool = False) -> DocumentArgs:
@@ -125,15 +116,16 @@ def make_size_args(Q: Tensor, D: Tensor) -> SizeArgs:
     return SizeArgs(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])
 
 
-def choose_offset_width(Q: Tensor, D: Tensor) -> int:
-    """Return `KernelConfig.WIDE_OFFSETS` of a dense call.
+def choose_offset_width(Q: Tensor, D: Tensor, rows: int | None = None) -> int:
+    """Return `KernelConfig.WIDE_OFFSETS` of a call with documents of `rows` tokens, by default those of D.
 
     The value says whether offsets of a document's tokens, or even of a token's features, may exceed 32 bits.
     """
     features = get_feature_reach(Q, D)
     if choose_row_offset_width(features) == 2:
         return 2
-    return 1 if (D.shape[-2] + 64) * abs(D.stride(-2)) + features > _INT32_MAX else 0
+    rows = D.shape[-2] if rows is None else rows
+    return int((rows + 64) * abs(D.stride(-2)) + features > _INT32_MAX)
 
 
 def choose_row_offset_width(features: int) -> int:

@@ -65,7 +65,7 @@ def try_sum_rows(c: SoftCall, sums: Tensor, parts: int, documents_per_part: int)
 
     def launches() -> None:
         """Launch the kernel of query rows."""
-        tiles = gluon.make_tile_descriptor((1, C.BN, C.BD), c.D.dtype).make(c.D, [K, Ld, d], [Ld * d, d, 1])
+        tiles = gluon.make_descriptor_factory((1, C.BN, C.BD), c.D.dtype)(c.D, [K, Ld, d], [Ld * d, d, 1])
         args = make_query_args(c.Q, c.q_mask, None), tiles, c.upstream(), c.temperature, sums, documents_per_part, d, C
         kernel = gluon.load_module(supports.SOFT_MODULE).maxsim_soft_rows  # type: ignore[union-attr]
         launcher.launch(kernel, (cdiv(Nq * Lq, _OWNED_ROWS), parts), args, {"num_warps": 4})
@@ -84,7 +84,7 @@ def try_sum_tokens(c: SoftCall, grad: Tensor) -> bool:
 
     def launches() -> None:
         """Launch the kernel of document tokens."""
-        tiles = gluon.make_tile_descriptor((C.BN, C.BD), c.Q.dtype).make(c.Q, [Nq * Lq, d], [d, 1])
+        tiles = gluon.make_descriptor_factory((C.BN, C.BD), c.Q.dtype)(c.Q, [Nq * Lq, d], [d, 1])
         groups = make_query_args(c.Q, None, c.q_weight), make_document_args(c.D, None), tiles, c.upstream()
         kernel = gluon.load_module(supports.SOFT_MODULE).maxsim_soft_tokens  # type: ignore[union-attr]
         grid = (cdiv(K * cdiv(Ld, _OWNED_ROWS // 2), 2),)

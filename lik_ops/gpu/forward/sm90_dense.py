@@ -71,11 +71,10 @@ class Sm90Plan(GluonPlan):
         self.kernel = getattr(kernels.large_d if choice.has_large_d else kernels.dense, choice.kernel)
         C = choice.config
         features = C.BD if isinstance(C, Sm90Config) else kernels.large_d.STEP_FEATURES.value
-        self.tiles = gluon.make_tile_descriptor((C.BN, features), D.dtype)
+        self.describe_tokens = gluon.make_descriptor_factory((C.BN, features), D.dtype)
         if choice.has_large_d:
-            self.query_tiles = gluon.make_tile_descriptor(
-                (sm90_configs.LARGE_D_TILE_ROWS // 2 // C.ROWS_PER_QUERY, C.ROWS_PER_QUERY, features), Q.dtype
-            )
+            block = sm90_configs.LARGE_D_TILE_ROWS // 2 // C.ROWS_PER_QUERY, C.ROWS_PER_QUERY, features
+            self.describe_queries = gluon.make_descriptor_factory(block, Q.dtype)
         self.norm_features = _STEP_FEATURES if choice.has_large_d else features
         self.norms_of_document = architectures.cdiv(self.sizes.Ld, C.BN) * C.BN if choice.reads_norms else 0
         sums_of_document = self.sizes.Nq * choice.parts if choice.parts > 1 or choice.reads_norms else 0
@@ -142,7 +141,7 @@ class Sm90Plan(GluonPlan):
 
     def _tokens(self, D: Tensor, sizes: SizeArgs) -> Any:
         """Return a descriptor of all document tokens as rows."""
-        return self.tiles.make(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
+        return self.describe_tokens(D, [sizes.K * sizes.Ld, self.d], [self.d, 1])
 
     def _norms(self, x: DenseArgs, sizes: SizeArgs) -> tuple[Any, Tensor | None]:
         """Return inverse norms of document tokens and, for the large-d kernel with `normalize`, of query tokens.
@@ -161,7 +160,7 @@ class Sm90Plan(GluonPlan):
         operands = make_query_args(x.Q, None, None), make_document_args(x.D, x.d_mask)
         args = (*operands, queries, documents, sizes, self.d, BN, self.norm_features, self.normalize, sizes.Ld < BN)
         launcher.launch(token_norms.maxsim_tile_norms, (tiles,), args, {"num_warps": 4})
-        return gluon.make_tile_descriptor((BN,), torch.float32).make(documents, [len(documents)], [1]), queries
+        return gluon.make_vector_descriptor(documents, BN), queries
 
     def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
         """Return the kernel arguments between the queries and the sizes."""
@@ -186,7 +185,7 @@ class Sm90Fp32Plan(Sm90Plan):
         C = choice.config
         assert isinstance(C, Sm90Config)
         if C.PRECOMPUTED_TERMS:
-            self.tiles = gluon.make_tile_descriptor((C.BN, C.BD), torch.float16)
+            self.describe_tokens = gluon.make_descriptor_factory((C.BN, C.BD), torch.float16)
             max_documents = _MAX_TERM_BYTES // (C.FP32_TERMS * 2 * C.BD * self.sizes.Ld)
             self.chunk = min(self.chunk, max(1, max_documents))
 
@@ -201,8 +200,8 @@ class Sm90Fp32Plan(Sm90Plan):
         scales = torch.empty(padded_tokens, dtype=torch.float32, device=self.device)
         assert self.second is not None
         split_tokens(x.D, x.d_mask, terms, scales, self.d, self.second[0], C.BN)
-        tiles = self.tiles.make(terms, list(terms.shape), [C.BD, 1])
-        return tiles, (gluon.make_tile_descriptor((C.BN,), torch.float32).make(scales, [padded_tokens], [1]), None)
+        tiles = self.describe_tokens(terms, list(terms.shape), [C.BD, 1])
+        return tiles, (gluon.make_vector_descriptor(scales, C.BN), None)
 
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:
         assert self.second is not None
@@ -231,7 +230,7 @@ class Sm90LargeDPlan(Sm90Plan):
         return (Q.data_ptr() | D.data_ptr()) % 16 == 0
 
     def _tensors(self, x: DenseArgs, tokens: Any, norms: tuple, sums: Tensor, argmax: Tensor | None) -> tuple:
-        rows = self.query_tiles.make(x.Q, list(x.Q.shape), list(x.Q.stride()))
+        rows = self.describe_queries(x.Q, list(x.Q.shape), list(x.Q.stride()))
         return rows, tokens, *norms, OutputArgs(sums, argmax)
 
     def _finish(self, x: DenseArgs, queries: Any, sums: Tensor, argmax: Tensor | None, sizes: SizeArgs) -> None:

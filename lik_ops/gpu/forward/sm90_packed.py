@@ -98,9 +98,8 @@ def _sum_maxima(
 def _launch_row_maxima(choice: RowMaximaChoice, rows: RowMaximaArgs, outputs: RowMaximaOutputArgs) -> None:
     """Launch `maxsim_row_maxima_sm90`."""
     C, tokens = choice.config, rows.tokens
-    descriptor = gluon.make_tile_descriptor((C.BN, C.BD), tokens.dtype).make(
-        tokens, list(tokens.shape), [tokens.shape[1], 1]
-    )
+    describe_tokens = gluon.make_descriptor_factory((C.BN, C.BD), tokens.dtype)
+    descriptor = describe_tokens(tokens, list(tokens.shape), [tokens.shape[1], 1])
     tiles = None if rows.patches is None else rows.patches.bits.shape[2]
     sizes = rows.groups[0], rows.counts[1], rows.groups[1]
     args = (rows.queries, descriptor, rows.segments, rows.patches, tiles, outputs, *sizes, *tokens.shape, C)

@@ -53,8 +53,6 @@ class QuantizedPlan(Sm90Plan):
         self.has_codes = get_code_bits(C.ENCODING) > 0
         self.transforms = has_sign_queries(C.ENCODING) or is_rotated(C.ENCODING)
         self.each_token = C.PRECOMPUTED_SCALES and supports.copies_token_scales(C)
-        if self.has_codes:
-            self.tiles = gluon.make_tile_descriptor((C.BN * data.shape[-1],), torch.int32)
         self.expanded = None if scale.shape == data.shape[:2] else data.shape[:2]  # the shape of shared scales
         self.read_as = data.dtype
 
@@ -91,14 +89,12 @@ class QuantizedPlan(Sm90Plan):
     def _tokens(self, D: Tensor, sizes: Any) -> Any:
         if not self.has_codes:
             return super()._tokens(D, sizes)
-        return self.tiles.make(D, [D.numel()], [1])  # words
+        return gluon.make_vector_descriptor(D, self.choice.config.BN * D.shape[-1])  # words
 
     def _norms(self, x: Any, sizes: Any) -> tuple[Any, Tensor | None]:
         if not self.each_token:
             return None, None
-        return gluon.make_tile_descriptor((self.choice.config.BN,), torch.float32).make(
-            x.scale, [x.scale.numel()], [1]
-        ), None
+        return gluon.make_vector_descriptor(x.scale, self.choice.config.BN), None
 
     def _make_encoded_args(self, x: Any) -> EncodedDocumentArgs:
         return EncodedDocumentArgs(x.D, x.scale, *x.scale.stride())

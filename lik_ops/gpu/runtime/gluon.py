@@ -19,13 +19,12 @@ _log = logging.getLogger("lik_ops")
 
 
 class GluonModules(NamedTuple):
-    """Modules of the forward kernels, the tile layout function, and the descriptor class."""
+    """Modules of the forward kernels."""
 
     dense: ModuleType
     large_d: ModuleType
     packed: ModuleType
-    layout: Callable[[list[int], str], Any]
-    descriptor: Any
+    pipeline: ModuleType
 
 
 @functools.cache
@@ -47,13 +46,8 @@ def load_module(name: str) -> ModuleType | None:
 @functools.cache
 def load_kernels() -> GluonModules | None:
     """Return the forward kernels, or None if one of their modules cannot be imported, see `load_module`."""
-    names = "dense", "large_d", "packed", "pipeline"
-    dense, large_d, packed, pipeline = (load_module(f"forward.sm90.{name}") for name in names)
-    if dense is None or large_d is None or packed is None or pipeline is None:
-        return None
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return GluonModules(dense, large_d, packed, pipeline.make_tile_layout, TensorDescriptor)
+    modules: list[Any] = [load_module(f"forward.sm90.{name}") for name in GluonModules._fields]
+    return None if None in modules else GluonModules(*modules)
 
 
 def require_kernels() -> GluonModules:
@@ -63,22 +57,19 @@ def require_kernels() -> GluonModules:
     return modules
 
 
-class TileDescriptor(NamedTuple):
-    """Factory of TMA descriptors that copy one block of tokens into shared memory."""
-
-    block: list[int]
-    layout: Any
-    descriptor: Any
-
-    def make(self, x: Tensor, shape: list[int], strides: list[int]) -> Any:
-        """Return the descriptor of `x` with the given shape and strides."""
-        return self.descriptor(x, shape, strides, self.block, self.layout)
-
-
 @functools.cache
-def make_tile_descriptor(block: tuple[int, ...], dtype: torch.dtype) -> TileDescriptor:
-    """Return the descriptor factory for blocks of a shape and dtype."""
-    modules = require_kernels()
+def make_descriptor_factory(block: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a function that makes TMA descriptors, which copy one block into shared memory.
+
+    Its arguments are a tensor of `dtype`, and the shape and strides to read it with.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     # A layout depends only on the width of the elements. Triton has other names for FP8 than torch.
-    layout = modules.layout(list(block), f"int{8 * dtype.itemsize}")
-    return TileDescriptor(list(block), layout, modules.descriptor)
+    layout = require_kernels().pipeline.make_tile_layout(list(block), f"int{8 * dtype.itemsize}")
+    return functools.partial(TensorDescriptor, block_shape=list(block), layout=layout)
+
+
+def make_vector_descriptor(x: Tensor, block: int) -> Any:
+    """Return a TMA descriptor of a contiguous tensor as a vector, for blocks of `block` elements."""
+    return make_descriptor_factory((block,), x.dtype)(x, [x.numel()], [1])

@@ -448,7 +448,7 @@ def test_unaligned_normalized_queries_are_unsupported(normalize, monkeypatch):
     from lik_ops.gpu.runtime import gluon
 
     monkeypatch.setattr(gluon, "require_kernels", lambda: SimpleNamespace(dense=SimpleNamespace(maxsim_forward_sm90=0)))
-    monkeypatch.setattr(gluon, "make_tile_descriptor", lambda *_: None)
+    monkeypatch.setattr(gluon, "make_descriptor_factory", lambda *_: None)
     Q, D = torch.zeros(8, 32, 128, dtype=torch.bfloat16), torch.zeros(100, 64, 128, dtype=torch.bfloat16)
     plan = Sm90Plan(choice(Nq=8, K=100, Ld=64, normalize=normalize), Q, D, None)
     odd = torch.zeros(Q.numel() + 1, dtype=Q.dtype)[1:].view_as(Q)

@@ -150,10 +150,14 @@ class _CallRecorder:
         self.has_input = [x is not None for x in inputs]
         self.count = len(inputs)
         self.steps: list[_Allocation | _RecordedFill | _RecordedLaunch] = []
-        self.spans: dict[int, tuple[int, int]] = {}  # address range of each live slot
+        # Address range of each live slot.
+        self.spans = {slot: _get_memory_range(x) for slot, x in enumerate(inputs) if x is not None and x.numel()}
         self.allocation_count = 0
         self.obstacle = ""  # why the call cannot be replayed
-        self.spans |= {slot: _get_memory_range(x) for slot, x in enumerate(inputs) if x is not None and x.numel()}
+
+    def _refuse(self, reason: str) -> None:
+        """Note that the call cannot be replayed. The first reason is kept."""
+        self.obstacle = self.obstacle or reason
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run an operator, and record it or note that it prevents replay."""
@@ -163,7 +167,7 @@ class _CallRecorder:
         elif func in _FILL_OPS:
             self._fill(*args)
         elif not func.is_view:
-            self.obstacle = self.obstacle or f"{func} is not an allocation"
+            self._refuse(f"{func} is not an allocation")
         return result
 
     def _make(self, x: Tensor, value: float | None) -> None:
@@ -185,7 +189,7 @@ class _CallRecorder:
             if len(slots) == 1:
                 self.steps.append(_RecordedFill(slots[0], value))
             else:
-                self.obstacle = self.obstacle or "only part of a tensor is filled"
+                self._refuse("only part of a tensor is filled")
 
     def _pointer(self, x: Tensor) -> _PointerOffset:
         """Return the tensor and offset of an argument."""
@@ -194,7 +198,7 @@ class _CallRecorder:
             _PointerOffset(slot, pointer - begin) for slot, (begin, end) in self.spans.items() if begin <= pointer < end
         ]
         if len(offsets) != 1:
-            self.obstacle = self.obstacle or f"an argument points into {len(offsets)} of the call's tensors"
+            self._refuse(f"an argument points into {len(offsets)} of the call's tensors")
             return _PointerOffset(0, 0)
         return offsets[0]
 
@@ -203,7 +207,7 @@ class _CallRecorder:
     ) -> None:
         """Record a kernel launch on behalf of `launcher.launch`."""
         if bound is None or bound.direct is None:
-            self.obstacle = self.obstacle or "not launched directly"
+            self._refuse("not launched directly")
             return
         pointers: list[tuple[int, _PointerOffset]] = []
         groups: list[tuple[int, list[tuple[int, _PointerOffset]]]] = []
@@ -235,7 +239,7 @@ class _CallRecorder:
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
         """Return a function that replays the call, or None if the call cannot be replayed."""
         if not any(isinstance(step, _RecordedLaunch) for step in self.steps):
-            self.obstacle = self.obstacle or "nothing was launched"
+            self._refuse("nothing was launched")
         slots: list[int] = []
         for x in outputs:
             slots.append(self._output(x, slots))
@@ -260,7 +264,7 @@ class _CallRecorder:
             is_result = span is not None and span[0] == x.data_ptr() and memory[n][:3] == metadata
             if is_result and self.count + n not in taken:
                 return self.count + n
-        self.obstacle = self.obstacle or "a result has no memory of its own"
+        self._refuse("a result has no memory of its own")
         return 0
 
 

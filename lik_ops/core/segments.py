@@ -152,9 +152,12 @@ class PackedArgs(NamedTuple):
         """Sizes and flags, which are not tensors."""
         return self[10:]
 
-    def metadata(self) -> tuple:
-        """Return a key of everything except values and addresses that determines how the call is computed."""
-        layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in self.tensors]
+    def metadata(self, *others: Tensor | None) -> tuple:
+        """Return a key of everything except values and addresses that determines how the call is computed.
+
+        `others` are further tensors of the call.
+        """
+        layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in (*self.tensors, *others)]
         return self.Q.get_device(), *self.sizes, *layouts
 
     @property

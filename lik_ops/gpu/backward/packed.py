@@ -313,13 +313,9 @@ def backward_cut(
     """
     if unified:
         require_nondeterminism_allowed()
-    argmax_metadata = argmax.shape, argmax.stride(), argmax.dtype
-    key = (*c.metadata(), grad_scores.stride(), *argmax_metadata, normalize, *needs, unified)
-    tensors: tuple = grad_scores, argmax, *c.tensors
-    if stored is not None:
-        scales = stored.scale, stored.minimum, *stored[4:]
-        key += (stored.format, *(None if x is None else (x.shape, x.stride(), x.dtype) for x in scales))
-        tensors += scales
+    format, scales = (None, ()) if stored is None else (stored.format, (stored.scale, stored.minimum, *stored[4:]))
+    key = (*c.metadata(argmax, *scales), format, grad_scores.stride(), normalize, *needs, unified)
+    tensors = grad_scores, argmax, *c.tensors, *scales
 
     def compute() -> Gradients:
         """Return the gradients, without capture."""

@@ -112,9 +112,7 @@ def forward_quantized_cut(
     if c.candidates or c.pairs is not None:  # few calls have the same number of candidates or pairs
         return _run_packed(c, stored, normalize, argmax_dtype)
     scales = stored.scale, stored.minimum, *stored[4:]
-    scale_metadata = [None if x is None else (x.shape, x.stride(), x.dtype) for x in scales]
-    tf32 = is_tf32_allowed(c.Q.dtype)
-    key = (*c.metadata(), stored.format, normalize, argmax_dtype, tf32, *scale_metadata)
+    key = (*c.metadata(*scales), stored.format, normalize, argmax_dtype, is_tf32_allowed(c.Q.dtype))
     outputs = _captured_calls.run(
         key, (*c.tensors, *scales), c.Q.device, _run_forward, c, stored, normalize, argmax_dtype
     )

@@ -30,7 +30,12 @@ from .tuning.architectures import Architecture
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
 _ONE_QUERY = "each document is scored against one query"
-FP8_FORMATS = ("fp8_e4m3", "fp8_e5m2")
+# Formats with a kernel for dense documents.
+DENSE_FORMATS = frozenset(
+    name
+    for name, format in OPERAND_FORMATS.items()
+    if format.kernel in forward_configs.INT8_TERMS_BY_ENCODING or format.dtype.is_floating_point
+)
 _MAX_FP8_QUERY_FEATURES = 128
 Choice = GenericChoice | Sm90Choice | RowMaximaChoice | SplitChoice
 
@@ -294,7 +299,7 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
     c, data, scale, format = a.c, a.stored.data, a.stored.scale, a.stored.format
     kernel = OPERAND_FORMATS[format].kernel
     terms = forward_configs.INT8_TERMS_BY_ENCODING.get(kernel)
-    if not terms and format not in (*FP8_FORMATS, FP8_QUERIES):
+    if format not in DENSE_FORMATS:
         return f"documents are encoded as {format}"
     if any(x is not None for x in (c.cu_seqlens_q, c.offsets, c.pairs)) or c.candidates:
         return "tokens are packed, or each query has its own candidates"

@@ -258,10 +258,10 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
         return backward_configs.configure_pair_sort(arch)
     if case.kernel == UNIT_COUNTS:
         return LaunchConfig(
-            quantized.make_unit_norm_config(case.d, case.wide, _stored(case)), num_warps=4, num_stages=3
+            quantized.make_token_config(case.d, case.wide, _stored(case), normalize=True), num_warps=4, num_stages=3
         )
     if case.kernel == KEEP:
-        return LaunchConfig(quantized.make_quantize_config(case.d, case.wide), num_warps=4, num_stages=3)
+        return LaunchConfig(quantized.make_token_config(case.d, case.wide, normalize=False), num_warps=4, num_stages=3)
     if case.kernel == QUERY_TERMS:
         return LaunchConfig(packed_forward.make_terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
     if case.kernel == "maxsim_round_rows":

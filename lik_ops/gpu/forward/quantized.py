@@ -15,14 +15,7 @@ from ...core.segments import PackedArgs
 from ...core.settings import get_forced_kernel, require_unforced
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, KernelConfig
 from ...csrc_triton.formats.encoded import maxsim_keep_int8, maxsim_unit_counts
-from ...formats.table import (
-    BINARY_INT8_QUERIES,
-    BINARY_QUERIES,
-    FP8_QUERIES,
-    INT8_QUERIES,
-    OPERAND_FORMATS,
-    EncodedTokens,
-)
+from ...formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from .. import choose
 from ..runtime import launcher
 from ..runtime.arguments import (
@@ -45,19 +38,6 @@ from .query_rotation import transform_queries
 _TILE_TOKENS, _TILE_FEATURES = 32, 64
 # The integers that hold eight features, by the bits of a feature.
 _WORD_DTYPES = {"1": torch.int8, "2": torch.int16, "4": torch.int32}
-# Formats with a kernel for dense documents.
-_DENSE_FORMATS = (
-    "int8",
-    INT8_QUERIES,
-    "binary",
-    BINARY_INT8_QUERIES,
-    BINARY_QUERIES,
-    "rq1",
-    "rq2",
-    "rq4",
-    *choose.FP8_FORMATS,
-    FP8_QUERIES,
-)
 _captured_calls = Calls()
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -82,7 +62,7 @@ def forward_quantized(
 
 def find_quantized_plan(c: PackedArgs, stored: EncodedTokens, normalize: bool, argmax_dtype: torch.dtype | None) -> Any:
     """Return the plan of a dense kernel for a packed call, or False if no dense kernel supports the call."""
-    if stored.format not in _DENSE_FORMATS or c.candidates or normalize or argmax_dtype:
+    if stored.format not in choose.DENSE_FORMATS or c.candidates or normalize or argmax_dtype:
         return False
     if not (c.cu_seqlens_q is None and c.offsets is None and c.pairs is None and c.d_mask is None):
         return False
@@ -217,8 +197,8 @@ def make_dequant_args(stored: EncodedTokens) -> DequantArgs | CodecDequantArgs:
     return CodecDequantArgs(*args, codes, centroids, len(centroids), weights)
 
 
-def make_unit_norm_config(d: int, wide: int, encoding: Any, normalize: bool = True) -> KernelConfig:
-    """Return the configuration of `maxsim_unit_counts`."""
+def make_token_config(d: int, wide: int, encoding: Any = "", *, normalize: bool) -> KernelConfig:
+    """Return the configuration of `maxsim_unit_counts`, or without `normalize` of `maxsim_keep_int8`."""
     BD = min(max(next_power_of_2(d), 16), _TILE_FEATURES)
     rows = KernelConfig(BM=16, BN=_TILE_TOKENS, BD=BD, ROWS_PER_QUERY=16, SINGLE_STEP=d <= BD)
     return rows._replace(NORMALIZE=normalize, WIDE_OFFSETS=wide, ENCODING=encoding)
@@ -230,7 +210,8 @@ def _normalize_dequant_args(
     """Return the dequantization arguments divided by the norms of the tokens."""
     scales = [None if x is None else x.new_empty(c.Td, dtype=torch.float32) for x in (counts.scale, counts.minimum)]
     d = c.Q.shape[-1]
-    config = make_unit_norm_config(d, choose_row_offset_width(get_feature_reach(c.Q, c.D)), encoding)
+    wide = choose_row_offset_width(get_feature_reach(c.Q, c.D))
+    config = make_token_config(d, wide, encoding, normalize=True)
     if c.Td:
         with use_device(c.Q.device):
             grid = check_grid(cdiv(c.Td, _TILE_TOKENS))
@@ -241,18 +222,13 @@ def _normalize_dequant_args(
     )
 
 
-def make_quantize_config(d: int, wide: int) -> KernelConfig:
-    """Return the configuration of `maxsim_keep_int8`."""
-    return make_unit_norm_config(d, wide, "", normalize=False)
-
-
 def keep_int8(D: Tensor) -> tuple[Tensor, Tensor]:
     """Return document tokens ``[Nd, Ld, d]`` or ``[Nq, K, Ld, d]`` as int8, and the scale of each token."""
     data = torch.empty(D.shape, dtype=torch.int8, device=D.device)
     scale = torch.empty(D.shape[:-1], dtype=torch.float32, device=D.device)
     if scale.numel():
         K, Ld, d = D.shape[-3:]
-        config = make_quantize_config(d, choose_row_offset_width(get_feature_reach(D, D)))
+        config = make_token_config(d, choose_row_offset_width(get_feature_reach(D, D)), normalize=False)
         args = make_document_args(D, None), data, scale, scale.numel() // Ld, K, Ld, d, config
         with use_device(D.device):
             launcher.launch(maxsim_keep_int8, check_grid(cdiv(scale.numel(), _TILE_TOKENS)), args, {"num_warps": 4})

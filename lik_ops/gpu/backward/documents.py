@@ -52,24 +52,27 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     if rows < backward_configs.MIN_BUCKETED_ROWS and up.Ld >= _MIN_TOKENS_PER_ROW * rows:
         _sum_hit_tokens(call, rows, count, grad_D)
         return
-    query_bytes = call.queries.ptr.nbytes
-    is_listed = backward_configs.MIN_BUCKETED_ROWS <= rows <= backward_configs.MAX_BUCKETED_ROWS
-    if is_listed:
-        call = call.add_norms()
-        call = call.round_queries() if call.tf32 else call
-    table = partial(
-        backward_configs.configure_documents,
-        call.kind,
-        flat=call.flat,
-        long=up.Ld >= backward_configs.MIN_LONG_DOCUMENT_TOKENS,
-    )
-    launch = table(pieces=False)
-    tiles = cdiv(up.Ld, launch.config.BN)
-    if not is_listed:
-        _sum_tiles(
-            call, launch, TileBucketArgs(None, None, 0, 1, tiles), rows, PartialSumArgs(None, rows), count, grad_D
-        )
+    if backward_configs.MIN_BUCKETED_ROWS <= rows <= backward_configs.MAX_BUCKETED_ROWS:
+        _sum_listed(call, rows, count, grad_D)
         return
+    launch = _configure(call, pieces=False)
+    lists = TileBucketArgs(None, None, 0, 1, cdiv(up.Ld, launch.config.BN))
+    _sum_tiles(call, launch, lists, rows, PartialSumArgs(None, rows), count, grad_D)
+
+
+def _configure(call: GradientCall, pieces: bool) -> LaunchConfig:
+    """Return the launch of `maxsim_grad_documents`, whose lists are split over several programs if `pieces`."""
+    is_long = call.up.Ld >= backward_configs.MIN_LONG_DOCUMENT_TOKENS
+    return backward_configs.configure_documents(call.kind, flat=call.flat, pieces=pieces, long=is_long)
+
+
+def _sum_listed(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
+    """Launch the argmax lists and their sums, for as many documents at a time as the lists have room for."""
+    query_bytes = call.queries.ptr.nbytes
+    call = call.add_norms()
+    call = call.round_queries() if call.tf32 else call
+    up, launch = call.up, _configure(call, pieces=False)
+    tiles = cdiv(up.Ld, launch.config.BN)
     listing = backward_configs.configure_buckets(call.arch, launch, rows)
     is_sorted = (
         tiles >= _MIN_SORTED_TILES
@@ -87,7 +90,7 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     split_count = _count_splits(step, rows, slot_bytes)
     if is_sorted:
         split_count = min(split_count, cdiv(_MAX_PROGRAMS, step * tiles))
-    launch = table(pieces=split_count > 1)
+    launch = _configure(call, pieces=split_count > 1)
     allocate = partial(torch.empty, device=grad_D.device)
     starts, entries = (allocate(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
     sums = allocate(step * 2 * split_count * slot_bytes // 4, dtype=torch.float32) if split_count > 1 else None

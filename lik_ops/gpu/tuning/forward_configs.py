@@ -87,21 +87,20 @@ TileRule = TableRow[tuple[TileConfig, ...]]
 # - The last tile of half-precision dtypes without `normalize` has 256 rows, because the sm_90 kernel also cuts its sums
 #   by 256 rows.
 # fmt: off
+_SHORT_QUERY_TILES = (
+    TileConfig(rows=32, tokens=64, features=128, warps=4, stages=4, tokens_first=True, documents=_FEW_DOCUMENTS),
+    TileConfig(rows=32, tokens=64, features=128, warps=4, stages=1, tokens_first=True),
+    TileConfig(rows=64, tokens=64, features=128, warps=4, stages=4, documents=_FEW_DOCUMENTS),
+    TileConfig(rows=64, tokens=64, features=128, warps=4, stages=2, walkers=4 * MEASURED_SMS),
+    TileConfig(rows=128, tokens=64, features=128, warps=4, stages=4, walkers=2 * MEASURED_SMS),
+)
 FORWARD_RULES: tuple[TileRule, ...] = (
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, Lq=256, normalize=False, wide=1, value=(
-        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=4, tokens_first=True, documents=_FEW_DOCUMENTS),
-        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=1, tokens_first=True),
-        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=4, documents=_FEW_DOCUMENTS),
-        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=2, walkers=4 * MEASURED_SMS),
-        TileConfig(rows=128, tokens=64, features=128, warps=4, stages=4, walkers=2 * MEASURED_SMS),
+        *_SHORT_QUERY_TILES,
         TileConfig(rows=256, tokens=64, features=128, warps=8, stages=3, registers=128, walkers=2 * MEASURED_SMS),
     )),
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, Lq=128, normalize=False, value=(
-        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=4, tokens_first=True, documents=_FEW_DOCUMENTS),
-        TileConfig(rows=32, tokens=64, features=128, warps=4, stages=1, tokens_first=True),
-        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=4, documents=_FEW_DOCUMENTS),
-        TileConfig(rows=64, tokens=64, features=128, warps=4, stages=2, walkers=4 * MEASURED_SMS),
-        TileConfig(rows=128, tokens=64, features=128, warps=4, stages=4, walkers=2 * MEASURED_SMS),
+        *_SHORT_QUERY_TILES,
         TileConfig(rows=256, tokens=64, features=128, warps=8, stages=2, registers=255, walkers=MEASURED_SMS),
     )),
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, normalize=False, wide=1, value=(

@@ -367,17 +367,11 @@ class _ReplayWriter:
     def _list(self, values: list, written: dict[int, str]) -> str:
         """Return a list expression with `written` at some positions and `values` at the others."""
         parts: list[str] = []
-        constants: list = []
-        for n, value in enumerate(values):
-            if n not in written:
-                constants.append(value)
-                continue
-            if constants:
-                parts.append(f"*{self._keep_constant(tuple(constants))}")
-                constants = []
-            parts.append(written[n])
-        if constants:
-            parts.append(f"*{self._keep_constant(tuple(constants))}")
+        for is_written, positions in itertools.groupby(range(len(values)), written.__contains__):
+            if is_written:
+                parts += [written[n] for n in positions]
+            else:
+                parts.append(f"*{self._keep_constant(tuple(values[n] for n in positions))}")
         return f"[{', '.join(parts)}]"
 
 

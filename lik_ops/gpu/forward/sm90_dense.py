@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ...core.arguments import add_batch_axes
 from ...core.segments import DenseArgs
-from ...csrc_triton.common import token_norms
+from ...csrc_triton.common import fp32, token_norms
 from ...csrc_triton.common.arguments import EncodedDocumentArgs, KernelConfig, OutputArgs, SizeArgs, Sm90Config
 from ...csrc_triton.forward.generic import rescore, row_sums
 from .. import generic_choices
 from ..runtime import gluon, launcher
 from ..runtime.arguments import architecture, check_grid, make_document_args, make_query_args
 from ..tuning import architectures, sm90_configs
-from .fp32_split import split_tokens
 from .generic import make_generic_plan
 from .plans import DensePlan
 
@@ -28,6 +27,7 @@ _log = logging.getLogger("lik_ops")
 _MAX_WORKSPACE_BYTES = 32 * 2**20
 _MAX_TERM_BYTES = 128 * 2**20  # fp16 terms of fp32 documents
 _SUM_BLOCK_DOCUMENTS = 256
+_SPLIT_BLOCK_ROWS = 32  # rows of a program of `split_tokens`
 _SECOND_LAUNCH_BLOCK = 1024  # results of a program that replaces some of them
 _STEP_FEATURES = 128  # `maxsim_forward` sums the squares of so many features at a time if d is larger
 
@@ -78,9 +78,8 @@ class Sm90Plan(GluonPlan):
         self.norm_features = _STEP_FEATURES if choice.has_large_d else features
         self.norms_of_document = architectures.cdiv(self.sizes.Ld, C.BN) * C.BN if choice.reads_norms else 0
         sums_of_document = self.sizes.Nq * choice.parts if choice.parts > 1 or choice.reads_norms else 0
-        room = _MAX_WORKSPACE_BYTES // 4 - (
-            sm90_configs.MAX_QUERY_NORMS if choice.has_large_d and choice.reads_norms else 0
-        )
+        query_norms = sm90_configs.MAX_QUERY_NORMS if choice.has_large_d and choice.reads_norms else 0
+        room = _MAX_WORKSPACE_BYTES // 4 - query_norms
         max_documents = room // max(1, sums_of_document + self.norms_of_document)
         self.chunk = min(max(max_documents, 1), self.sizes.K)  # documents
         self.second: tuple[KernelConfig, dict[str, Any]] | None = None  # of a launch of `rescore.py`
@@ -104,14 +103,8 @@ class Sm90Plan(GluonPlan):
         is_direct = parts == 1 and K == self.sizes.K
         sums = scores if is_direct else torch.empty((Nq * parts, K), dtype=torch.float32, device=self.device)
         queries = make_query_args(x.Q, x.q_mask, x.q_weight)
-        args = (
-            queries,
-            *self._tensors(x, *self._documents(x, sizes), sums, argmax),
-            sizes,
-            self.d,
-            parts,
-            self.choice.config,
-        )
+        tensors = self._tensors(x, *self._documents(x, sizes), sums, argmax)
+        args = (queries, *tensors, sizes, self.d, parts, self.choice.config)
         grid = (min(self.choice.programs, self.choice.row_tiles * K),)
         launcher.launch(self.kernel, grid, args, self.choice.launch_options)
         self._finish(x, queries, sums, argmax, sizes)
@@ -199,7 +192,10 @@ class Sm90Fp32Plan(Sm90Plan):
         padded_tokens = sizes.K * architectures.cdiv(sizes.Ld, C.BN) * C.BN
         scales = torch.empty(padded_tokens, dtype=torch.float32, device=self.device)
         assert self.second is not None
-        split_tokens(x.D, x.d_mask, terms, scales, self.d, self.second[0], C.BN)
+        config = self.second[0]._replace(BM=_SPLIT_BLOCK_ROWS, BD=C.BD)
+        documents = make_document_args(x.D, x.d_mask)
+        args = (documents, terms, scales, rows, sizes.Ld, rows, self.d, C.BN, config)
+        launcher.launch(fp32.split_tokens, (architectures.cdiv(rows, _SPLIT_BLOCK_ROWS),), args, {"num_warps": 4})
         tiles = self.describe_tokens(terms, list(terms.shape), [C.BD, 1])
         return tiles, (gluon.make_vector_descriptor(scales, C.BN), None)
 

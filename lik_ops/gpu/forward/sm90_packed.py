@@ -195,18 +195,8 @@ class MaskedPlan(GluonPlan):
         K, Ld, _ = D.shape
         bits = torch.empty((K, self.choice.config.BN // 32, self.tiles), dtype=torch.int32, device=self.device)
         sources, lengths = torch.empty((2, K), dtype=torch.int32, device=self.device)
-        args = (
-            d_mask,
-            bits,
-            sources,
-            lengths,
-            Ld,
-            *d_mask.stride(),
-            self.tiles,
-            _PATCH_STEP_TILES,
-            self.choice.config.BN,
-        )
-        launcher.launch(row_sums.maxsim_patches, (K,), args, {"num_warps": 1})
+        sizes = Ld, *d_mask.stride(), self.tiles, _PATCH_STEP_TILES, self.choice.config.BN
+        launcher.launch(row_sums.maxsim_patches, (K,), (d_mask, bits, sources, lengths, *sizes), {"num_warps": 1})
         rows = self._rows(queries, D, lengths)
         rows = rows._replace(patches=MaskPatchArgs(rows.tokens, bits, sources))
         score_rows(self.choice, rows, scores, argmax, _MAX_MAXIMA_BYTES)
@@ -219,18 +209,8 @@ class MaskedPlan(GluonPlan):
         tokens = torch.empty_like(D)
         lengths = torch.empty(K, dtype=torch.int32, device=self.device)
         positions = None if argmax is None else torch.empty((K, Ld), dtype=torch.int32, device=self.device)
-        args = (
-            d_mask,
-            D,
-            tokens,
-            positions,
-            lengths,
-            Ld,
-            *d_mask.stride(),
-            d,
-            _COPY_BLOCK_TOKENS,
-            architectures.next_power_of_2(d),
-        )
+        sizes = Ld, *d_mask.stride(), d, _COPY_BLOCK_TOKENS, architectures.next_power_of_2(d)
+        args = (d_mask, D, tokens, positions, lengths, *sizes)
         grid = (K * architectures.cdiv(Ld, _COPY_BLOCK_TOKENS),)
         launcher.launch(row_sums.maxsim_kept_tokens, grid, args, {"num_warps": 4})
         score_rows(self.choice, self._rows(queries, tokens, lengths), scores, argmax, _MAX_COPY_MAXIMA_BYTES)

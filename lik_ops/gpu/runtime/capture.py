@@ -108,7 +108,6 @@ class _PointerOffset(NamedTuple):
 class _DescriptorTemplate(NamedTuple):
     """A tensor descriptor without its tensor, and earlier encodings by the tensor's address."""
 
-    position: int  # among the arguments
     n: int  # position among the descriptors
     slot: int
     offset: int  # of the descriptor's first element from the tensor's, in bytes
@@ -127,15 +126,24 @@ class _DescriptorTemplate(NamedTuple):
 
 
 class _RecordedLaunch(NamedTuple):
-    """A launch: arguments with None for pointers, groups as lists, and the positions of the pointers."""
+    """A launch, with a `_PointerOffset` or `_DescriptorTemplate` for each argument that points into a tensor."""
 
     bound: launcher.CompiledKernel
     grid: tuple[int, int, int]
-    values: list
-    pointers: list[tuple[int, _PointerOffset]]
-    groups: list[tuple[int, list[tuple[int, _PointerOffset]]]]
-    descriptors: list[_DescriptorTemplate]
+    values: list  # arguments, groups as lists
     last: list[int]  # slots of memory that no later launch uses
+
+    def slots(self) -> set[int]:
+        """Return the slots of all tensors that the arguments point into."""
+        members = itertools.chain.from_iterable(x if isinstance(x, list) else [x] for x in self.values)
+        return {x.slot for x in members if isinstance(x, (_PointerOffset, _DescriptorTemplate))}
+
+
+def _is_constant(x: Any) -> bool:
+    """Return whether a recorded argument or group contains no pointer."""
+    if isinstance(x, list):
+        return all(map(_is_constant, x))
+    return not isinstance(x, (_PointerOffset, _DescriptorTemplate))
 
 
 class _CallRecorder:
@@ -209,32 +217,25 @@ class _CallRecorder:
         if bound is None or bound.direct is None:
             self._refuse("not launched directly")
             return
-        pointers: list[tuple[int, _PointerOffset]] = []
-        groups: list[tuple[int, list[tuple[int, _PointerOffset]]]] = []
-        descriptors: list[_DescriptorTemplate] = []
         template = list(values)
+        descriptors = 0
         for n, x in enumerate(args):
             if isinstance(x, Tensor):
-                template[n] = None
-                pointers.append((n, self._pointer(x)))
+                template[n] = self._pointer(x)
             elif isinstance(template[n], list):
-                members = [(m, self._pointer(y)) for m, y in enumerate(x) if isinstance(y, Tensor)]
-                template[n] = [None if isinstance(y, Tensor) else y for y in x]
-                groups += [(n, members)] if members else []
+                template[n] = [self._pointer(y) if isinstance(y, Tensor) else y for y in x]
             elif launcher.is_descriptor(x):
-                template[n] = None
-                descriptors.append(self._descriptor(n, len(descriptors), x, bound))
+                template[n] = self._descriptor(descriptors, x, bound)
+                descriptors += 1
         x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(_RecordedLaunch(bound, (x, y, z), template, pointers, groups, descriptors, []))
+        self.steps.append(_RecordedLaunch(bound, (x, y, z), template, []))
 
-    def _descriptor(
-        self, position: int, n: int, descriptor: Any, bound: launcher.CompiledKernel
-    ) -> _DescriptorTemplate:
+    def _descriptor(self, n: int, descriptor: Any, bound: launcher.CompiledKernel) -> _DescriptorTemplate:
         """Return the template of a descriptor argument."""
         slot, offset = self._pointer(descriptor.base)
         kind: Any = type(descriptor)
         field_values = {f.name: getattr(descriptor, f.name) for f in fields(descriptor) if f.name != "base"}
-        return _DescriptorTemplate(position, n, slot, offset, partial(kind, **field_values), bound, {})
+        return _DescriptorTemplate(n, slot, offset, partial(kind, **field_values), bound, {})
 
     def replay(self, outputs: Sequence[Tensor], device: torch.device) -> Replay | None:
         """Return a function that replays the call, or None if the call cannot be replayed."""
@@ -249,8 +250,7 @@ class _CallRecorder:
         later_slots = set(slots)
         for step in reversed(self.steps):
             if isinstance(step, _RecordedLaunch):
-                step_slots = {pointer.slot for _, pointer in step.pointers} | {x.slot for x in step.descriptors}
-                step_slots |= {pointer.slot for _, members in step.groups for _, pointer in members}
+                step_slots = step.slots()
                 step.last.extend(slot for slot in step_slots - later_slots if slot >= self.count)
                 later_slots |= step_slots
         return _ReplayWriter(self.has_input, device).write_function(self.steps, slots)
@@ -346,33 +346,32 @@ class _ReplayWriter:
     def _launch(self, launch: _RecordedLaunch) -> list[str]:
         """Return the lines that launch a kernel."""
         lines = []
-        expressions = {n: self._pointer(pointer) for n, pointer in launch.pointers}
-        for n, members in launch.groups:
-            expressions[n] = self._list(launch.values[n], {m: self._pointer(pointer) for m, pointer in members})
-        for x in launch.descriptors:
-            get_encoding, encode = self._keep_constant(x.encoded.get), self._keep_constant(x.encode)
-            lines.append(f"e{x.n} = {get_encoding}(p{x.slot}) or {encode}(p{x.slot}, t{x.slot})")
-            expressions[x.position] = f"*e{x.n}"
+        for x in launch.values:
+            if isinstance(x, _DescriptorTemplate):
+                get_encoding, encode = self._keep_constant(x.encoded.get), self._keep_constant(x.encode)
+                lines.append(f"e{x.n} = {get_encoding}(p{x.slot}) or {encode}(p{x.slot}, t{x.slot})")
         grid = ", ".join(map(self._keep_constant, launch.grid))
-        lines.append(
-            f"{self._keep_constant(launch.bound.direct)}({grid}, stream, {self._list(launch.values, expressions)})"
-        )
+        lines.append(f"{self._keep_constant(launch.bound.direct)}({grid}, stream, {self._list(launch.values)})")
         # Free memory after the last launch that uses it.
         return lines + [f"t{slot} = None" for slot in launch.last]
 
-    def _pointer(self, pointer: _PointerOffset) -> str:
-        """Return the expression of a pointer argument."""
-        return f"p{pointer.slot} + {self._keep_constant(pointer.offset)}" if pointer.offset else f"p{pointer.slot}"
-
-    def _list(self, values: list, written: dict[int, str]) -> str:
-        """Return a list expression with `written` at some positions and `values` at the others."""
+    def _list(self, values: list) -> str:
+        """Return a list expression of recorded arguments."""
         parts: list[str] = []
-        for is_written, positions in itertools.groupby(range(len(values)), written.__contains__):
-            if is_written:
-                parts += [written[n] for n in positions]
+        for is_constant, group in itertools.groupby(values, _is_constant):
+            if is_constant:
+                parts.append(f"*{self._keep_constant(tuple(group))}")
             else:
-                parts.append(f"*{self._keep_constant(tuple(values[n] for n in positions))}")
+                parts += map(self._argument, group)
         return f"[{', '.join(parts)}]"
+
+    def _argument(self, x: Any) -> str:
+        """Return the expression of a recorded argument that is not constant."""
+        if isinstance(x, list):
+            return self._list(x)
+        if isinstance(x, _DescriptorTemplate):
+            return f"*e{x.n}"
+        return f"p{x.slot} + {self._keep_constant(x.offset)}" if x.offset else f"p{x.slot}"
 
 
 class Calls:

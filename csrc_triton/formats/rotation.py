@@ -8,7 +8,7 @@ out[r] = Q[r] @ matrix                              # one launch in place of two
 import triton
 import triton.language as tl
 
-from ..common.primitives import locate_rows
+from ..common.primitives import load_rows, locate_rows
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -33,7 +33,7 @@ def maxsim_rotate_queries(Q, matrix, out, rows, Lq, d, BM: tl.constexpr, BN: tl.
     acc = tl.zeros((BM, BN), tl.float64)
     for k0 in range(0, d, BK):
         k = k0 + tl.arange(0, BK)
-        q = tl.load(pointers[:, None] + (k * Q.stride_d)[None, :], mask=rows_ok[:, None] & (k < d)[None, :], other=0.0)
+        q = load_rows(pointers, rows_ok, k, d, Q.stride_d, 2)
         m = tl.load(matrix + k[:, None] * d + c[None, :], mask=(k < d)[:, None] & columns_ok[None, :], other=0.0)
         acc += tl.sum(q.to(tl.float64)[:, None, :] * tl.trans(m)[None, :, :], axis=2)
     target = out + r.to(tl.int64)[:, None] * d + c[None, :]

@@ -38,6 +38,17 @@ def test_rotated_rows_are_the_rows_that_pytorch_rotates(place, shape):
 
 
 @at_places
+def test_features_more_than_2_31_elements_apart(place):
+    """Only the pages of 64 features are touched, so the tensor needs little memory on the CPU."""
+    stored, stride = lik_ops.quantize(torch.randn(4, 64), "rq4").to(place.device).to_flat_encoded(), 2**31 // 63 + 1
+    storage = torch.empty(63 * stride + 5, dtype=torch.float16, device=place.device)
+    Q = storage.as_strided((1, 5, 64), (5, 1, stride)).copy_(torch.randn(1, 5, 64))
+    with place.use():
+        found = query_rotation.transform_queries(stored, Q)
+    torch.testing.assert_close(found, rotate(Q.contiguous()), rtol=0, atol=1e-14)
+
+
+@at_places
 def test_nan_and_infinity_stay_in_their_row(place):
     stored = lik_ops.quantize(torch.randn(4, 64), "rq2").to(place.device).to_flat_encoded()
     Q = torch.randn(1, 5, 64, device=place.device)

@@ -107,18 +107,30 @@ def _make_decode_ptx(nbits, dtype):
 
 
 @triton.jit
+def widen_words(words, NBITS: tl.constexpr):
+    """Return words of eight codes of NBITS bits as int32, with zeros in the upper bits."""
+    unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
+    return words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def split_pairs(x, dtype: tl.constexpr):
+    """Return pairs of half-precision numbers in int32 `[n, m]` as numbers `[n, 2 m]`, the low half first."""
+    low = x.to(tl.uint16).to(dtype, bitcast=True)
+    high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
 def _decode_words(words, dtype: tl.constexpr, C: tl.constexpr):
     """Decode words `[n, m]` to features `[n, 8 m]`."""
     NBITS: tl.constexpr = get_code_bits(C.ENCODING)
-    unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
-    word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
+    word = widen_words(words, NBITS)
     a, b, c, d = tl.inline_asm_elementwise(
         _make_decode_ptx(NBITS, dtype), "=&r,=&r,=&r,=&r,r", (word,), (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
     )
     x = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
-    low = x.to(tl.uint16).to(dtype, bitcast=True)
-    high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
+    return split_pairs(x, dtype)
 
 
 @triton.constexpr_function
@@ -145,8 +157,7 @@ def _make_decode_int8_ptx(nbits):
 def _decode_int8_words(words, C: tl.constexpr):
     """Decode words `[n, m]` to int8 `[n, 8 m]`, four numbers in each operation, times `get_code_factor`."""
     NBITS: tl.constexpr = get_code_bits(C.ENCODING)
-    unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
-    word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
+    word = widen_words(words, NBITS)
     PTX: tl.constexpr = _make_decode_int8_ptx(NBITS)
     a, b = tl.inline_asm_elementwise(PTX, "=&r,=&r,r", (word,), (tl.int32, tl.int32), True, 1)
     x = tl.reshape(tl.join(a, b), (words.shape[0], 2 * words.shape[1]))

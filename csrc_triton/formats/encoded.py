@@ -57,10 +57,7 @@ from .residual import get_bucket_bits, load_decoded_tokens
 INT8_LOW_SCALE = tl.constexpr(254)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
 # Exponent limits of a row's largest feature. Below the minimum, the power of two is not a normal number.
-_MIN_EXPONENT_BITS, _MAX_EXPONENT_BITS = (
-    tl.constexpr(16 << 23),
-    tl.constexpr(254 << 23),
-)
+_MIN_EXPONENT_BITS, _MAX_EXPONENT_BITS = tl.constexpr(16 << 23), tl.constexpr(254 << 23)
 _TARGET_EXPONENT_BITS = tl.constexpr(15 << 23)  # fp16 ends below 2^16
 _FP8_TARGET_EXPONENT_BITS = tl.constexpr(7 << 23)  # e4m3 ends at 448
 _E4M3_SMALL = tl.constexpr(1.5 * 2**14)  # the last place of an fp32 number of this size is 2^-9

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import load_rows, load_tokens
+from .bits import split_pairs, widen_words
 
 
 @triton.constexpr_function
@@ -165,9 +166,7 @@ def load_words(base, t, code, c0, d, D, counts, WIDTH: tl.constexpr, C: tl.const
 def decode_tokens(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C: tl.constexpr):
     """Decode the results of `load_words` to features in `dtype`, fp16 or bf16, with zeros beyond d."""
     NBITS: tl.constexpr = get_bucket_bits(C.ENCODING)
-    unsigned: tl.constexpr = tl.uint8 if NBITS == 1 else (tl.uint16 if NBITS == 2 else tl.uint32)
-    word = words.to(unsigned, bitcast=True).to(tl.uint32).to(tl.int32, bitcast=True)
-    args = (word,) + tables  # noqa: RUF005  # Triton unpacks no tuples
+    args = (widen_words(words, NBITS),) + tables  # noqa: RUF005  # Triton unpacks no tuples
     w0, w1, w2, w3 = tl.inline_asm_elementwise(
         _make_lookup_ptx(NBITS), _make_ptx_constraints(NBITS), args, (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
     )
@@ -178,9 +177,7 @@ def decode_tokens(words, centroids, scale, c0, d, tables, dtype: tl.constexpr, C
     x = tl.inline_asm_elementwise(
         _make_token_ptx(dtype), "=r,r,r,r", (centroids, weights, scale[:, None]), tl.int32, True, 1
     )
-    low = x.to(tl.uint16).to(dtype, bitcast=True)
-    high = (x >> 16).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.reshape(tl.join(low, high), (x.shape[0], 2 * x.shape[1]))
+    return split_pairs(x, dtype)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def load_cloud_length(X, batch):
 
 
 @triton.jit
-def _locate_points(X, batch, n):
+def locate_points(X, batch, n):
     """Return pointers to points of a cloud."""
     return X.ptr + batch.to(tl.int64) * X.stride_batch + n.to(tl.int64) * X.stride_n
 
@@ -99,13 +99,10 @@ def _load_few_coordinates(pointers, stride_d, C: tl.constexpr):
 @triton.jit
 def _compute_unrolled_distances(p, r, C: tl.constexpr):
     """Return the distances `[BM, BN]` of points with at most 4 coordinates."""
-    S = _add_coordinate(tl.full((C.BM, C.BN), 0, tl.float32), p[0][:, None], r[0][None, :], C)
-    if C.BD > 1:
-        S = _add_coordinate(S, p[1][:, None], r[1][None, :], C)
-    if C.BD > 2:
-        S = _add_coordinate(S, p[2][:, None], r[2][None, :], C)
-    if C.BD > 3:
-        S = _add_coordinate(S, p[3][:, None], r[3][None, :], C)
+    COORDINATES: tl.constexpr = C.BD
+    S = tl.full((C.BM, C.BN), 0, tl.float32)
+    for k in tl.static_range(COORDINATES):
+        S = _add_coordinate(S, p[k][:, None], r[k][None, :], C)
     return S
 
 
@@ -121,22 +118,11 @@ def _compute_looped_distances(at_p, at_r, P, R, d, C: tl.constexpr):
 
 
 @triton.jit
-def _load_own_coordinates(P, at_p, C: tl.constexpr):
-    """Return the coordinates of the program's points, and a flag that is NaN unless all are finite."""
-    p = _load_few_coordinates(at_p, P.stride_d, C)
-    return p, _flag_non_finite(p, tl.full((C.BM,), 0, tl.float32), C)
-
-
-@triton.jit
 def _flag_non_finite(x, nan_flags, C: tl.constexpr):
     """Return `nan_flags`, or NaN where a coordinate is not finite."""
-    nan_flags = tl.fma(x[0], 0.0, nan_flags)
-    if C.BD > 1:
-        nan_flags = tl.fma(x[1], 0.0, nan_flags)
-    if C.BD > 2:
-        nan_flags = tl.fma(x[2], 0.0, nan_flags)
-    if C.BD > 3:
-        nan_flags = tl.fma(x[3], 0.0, nan_flags)
+    COORDINATES: tl.constexpr = C.BD
+    for k in tl.static_range(COORDINATES):
+        nan_flags = tl.fma(x[k], 0.0, nan_flags)
     return nan_flags
 
 
@@ -149,7 +135,7 @@ def _compute_step(P, R, keys_R, at_p, p, batch, first, end, nan_flags, d, C: tl.
     j = first + tl.arange(0, C.BN)
     keys = tl.load(keys_R + batch.to(tl.int64) * R.count + j, mask=j < end, other=0)
     # Repeat the last point after the end, which changes no minimum.
-    at_r = _locate_points(R, batch, tl.minimum(j, end - 1))
+    at_r = locate_points(R, batch, tl.minimum(j, end - 1))
     if C.BD <= 4:
         r = _load_few_coordinates(at_r, R.stride_d, C)
         nan_flags = _flag_non_finite(r, nan_flags, C)
@@ -217,10 +203,11 @@ def chamfer_nearest(P, R, keys_P, keys_R, part, d, C: tl.constexpr):
     end = tl.where(tile * C.BM < N, end, begin)  # an empty range if the tile has no point
 
     i = tile * C.BM + tl.arange(0, C.BM)
-    at_p = _locate_points(P, batch, tl.maximum(tl.minimum(i, N - 1), 0))
+    at_p = locate_points(P, batch, tl.maximum(tl.minimum(i, N - 1), 0))
     nan_flags = tl.full((C.BN,), 0, tl.float32)
     if C.BD <= 4:
-        p, p_nan_flags = _load_own_coordinates(P, at_p, C)
+        p = _load_few_coordinates(at_p, P.stride_d, C)
+        p_nan_flags = _flag_non_finite(p, tl.full((C.BM,), 0, tl.float32), C)
         best, nan_flags = _scan_part(P, R, keys_R, at_p, p, batch, tile, begin, end, nan_flags, d, C, False)
         # NaN differs from 0. This is rare.
         if tl.sum(nan_flags, axis=0) + tl.sum(p_nan_flags, axis=0) != 0.0:
@@ -308,7 +295,7 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
     key = tl.load(keys + point)
     has_candidates = ok & (n < N) & (M > 0)
     begin, end, count, is_whole_part = _decode_key(tl.where(has_candidates, key.to(tl.int32), 0), M, size, C)
-    point_pointers = _locate_points(X, batch, n)
+    point_pointers = locate_points(X, batch, n)
     best = tl.full((C.BM, C.BN), float("inf"), tl.float32)
     indices = tl.full((C.BM, C.BN), 0, tl.int32)
     for first in range(0, tl.max(tl.where(has_candidates, count, 0), axis=0), C.BN):
@@ -318,7 +305,7 @@ def chamfer_select(X, Y, keys, distances, nearest, points, size, d, C: tl.conste
         j = begin[:, None] + k
         # Repeat the first candidate after the end, which changes nothing.
         j = tl.where((j < end[:, None]) & (k < size), j, begin[:, None])
-        candidate_pointers = _locate_points(Y, batch[:, None], j)
+        candidate_pointers = locate_points(Y, batch[:, None], j)
         S = _compute_pair_distances(point_pointers, candidate_pointers, has_candidates[:, None] & (j >= 0), X, Y, d, C)
         is_better = (S < best) | ((S != S) & (best == best)) | (first == 0)
         indices = tl.where(is_better, j, indices)
@@ -357,7 +344,7 @@ def chamfer_slopes(X, Y, grad, grad_stride_batch, grad_stride_n, nearest, slopes
     neighbor = tl.load(nearest + row, mask=ok, other=-1)
     has_neighbor = neighbor >= 0
     g = tl.load(grad + batch * grad_stride_batch + n * grad_stride_n, mask=has_neighbor, other=0.0)
-    point_pointers, neighbor_pointers = _locate_points(X, batch, n), _locate_points(Y, batch, neighbor)
+    point_pointers, neighbor_pointers = locate_points(X, batch, n), locate_points(Y, batch, neighbor)
     for c0 in range(0, d, C.BD):
         k = c0 + tl.arange(0, C.BD)
         is_feature = (k < d)[None, :]

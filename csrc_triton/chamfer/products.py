@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from ..common.primitives import load_rows, to_int64, to_mask
-from .exact import NAN_ORDER, load_cloud_length, lower_keys, make_keys, nan_min
+from .exact import NAN_ORDER, load_cloud_length, locate_points, lower_keys, make_keys, nan_min
 
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
@@ -72,7 +72,7 @@ def chamfer_terms(X, terms, rows, d, C: tl.constexpr):
     is_row = row < rows
     length, _ = load_cloud_length(X, tl.where(is_row, batch, terms.batch))
     ok = is_row & (n < length)
-    pointers = X.ptr + batch.to(tl.int64) * X.stride_batch + n.to(tl.int64) * X.stride_n
+    pointers = locate_points(X, batch, n)
     squares, largest = _measure_rows(pointers, ok, X, d, C)
     finite = ok & (largest < _EXPONENT_MASK) & (squares < float("inf"))
     tl.store(terms.norms + row, tl.where(ok, squares, float("inf")), mask=is_row)

@@ -13,21 +13,13 @@ from .primitives import NO_TOKEN, nan_max
 @triton.jit
 def expand_rows(x, C: tl.constexpr):
     """Return values of query rows in a shape that broadcasts against a tile."""
-    if C.TOKENS_FIRST:
-        y = x[None, :]
-    else:
-        y = x[:, None]
-    return y
+    return x[None, :] if C.TOKENS_FIRST else x[:, None]
 
 
 @triton.jit
 def expand_tokens(x, C: tl.constexpr):
     """Return values of document tokens in a shape that broadcasts against a tile."""
-    if C.TOKENS_FIRST:
-        y = x[:, None]
-    else:
-        y = x[None, :]
-    return y
+    return x[:, None] if C.TOKENS_FIRST else x[None, :]
 
 
 @triton.jit
@@ -45,21 +37,13 @@ def fill_lanes(value, dtype: tl.constexpr, C: tl.constexpr):
 
     A row has C.LANES lanes. With C.TOKENS_FIRST each of the BN tokens of a tile is a lane.
     """
-    if C.TOKENS_FIRST:
-        x = tl.full((C.BN, C.BM), value, dtype)
-    else:
-        x = tl.full((C.BM, C.LANES), value, dtype)
-    return x
+    return tl.full((C.BN, C.BM) if C.TOKENS_FIRST else (C.BM, C.LANES), value, dtype)
 
 
 @triton.jit
 def init_lane_state(C: tl.constexpr):
     """Return the state of each lane before the first tile: no token, or with C.SOFT an empty sum."""
-    if C.SOFT:
-        x = fill_lanes(0, tl.float32, C)
-    else:
-        x = fill_lanes(NO_TOKEN, tl.int32, C)
-    return x
+    return fill_lanes(0, tl.float32, C) if C.SOFT else fill_lanes(NO_TOKEN, tl.int32, C)
 
 
 @triton.jit
@@ -108,21 +92,13 @@ def reduce_lane_argmax(S, t, keep, t0, C: tl.constexpr):
 @triton.jit
 def merge_lane_maxima(best, C: tl.constexpr):
     """Return the maximum of each row over its lanes."""
-    if C.TOKENS_FIRST:
-        row_best = tl.reduce(best, 0, nan_max)
-    else:
-        row_best = tl.reduce(best, 1, nan_max)
-    return row_best
+    return tl.reduce(best, 0 if C.TOKENS_FIRST else 1, nan_max)
 
 
 @triton.jit
 def find_first_token(hit, tokens, C: tl.constexpr):
     """Return the lowest token of each row for which `hit` is set, else NO_TOKEN."""
-    if C.TOKENS_FIRST:
-        first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=0)
-    else:
-        first = tl.min(tl.where(hit, tokens, NO_TOKEN), axis=1)
-    return first
+    return tl.min(tl.where(hit, tokens, NO_TOKEN), axis=0 if C.TOKENS_FIRST else 1)
 
 
 @triton.jit

@@ -83,11 +83,7 @@ def sum_tile_squares(x, document, tile, t, c0, C: tl.constexpr):
 @triton.jit
 def init_similarities(C: tl.constexpr):
     """Return a tile of zeros in the orientation of C."""
-    if C.TOKENS_FIRST:
-        S = tl.full((C.BN, C.BM), 0, tl.float32)
-    else:
-        S = tl.full((C.BM, C.BN), 0, tl.float32)
-    return S
+    return tl.full((C.BN, C.BM) if C.TOKENS_FIRST else (C.BM, C.BN), 0, tl.float32)
 
 
 @triton.jit

@@ -32,6 +32,7 @@ Invariants:
 import triton
 import triton.language as tl
 
+from ..common.maxima import split_lanes
 from ..common.primitives import load_rows, to_int64, to_mask
 from .exact import NAN_ORDER, load_cloud_length, locate_points, lower_keys, make_keys, nan_min
 
@@ -135,15 +136,6 @@ def _order_distances(distances):
 
 
 @triton.jit
-def _reduce_lane_minima(S, C: tl.constexpr):
-    """Return the minimum of each row in each lane.
-
-    [BM, BN] is viewed as [BM, BN // 8, 4, 2]. Axes 1 and 3 are within a thread.
-    """
-    return tl.reduce(tl.reduce(tl.reshape(S, (C.BM, C.BN // 8, 4, 2)), 3, nan_min), 1, nan_min)
-
-
-@triton.jit
 def _make_column_keys(S, group, C: tl.constexpr):
     """Return keys of the minimum of each column, with the number of the group of 16 rows that attains it.
 
@@ -229,7 +221,7 @@ def chamfer_products(P, R, p, r, p_tiles, r_tiles, keys_P, keys_R, steps, C: tl.
         if C.SPLIT_FP32:
             S *= r_scales[None, :]
         S = tl.fma(S, scales[:, None], r_norms[None, :]) + norms[:, None]
-        m = _reduce_lane_minima(S, C)
+        m = tl.reduce(tl.reduce(split_lanes(S), 3, nan_min), 1, nan_min)
         is_better = (m < best) | ((m != m) & (best == best))
         where = tl.where(is_better, (r.first + first) // C.BN, where)
         best = tl.where(is_better, m, best)

@@ -99,6 +99,12 @@ def split_rows(x, TERMS: tl.constexpr):
 
 
 @triton.jit
+def mark_fallback_scales(scale, is_exact, is_zero):
+    """Return the scales of `split_rows`, negative for fallback rows and 1 for zero rows."""
+    return tl.where(is_zero, 1.0, tl.where(is_exact, scale, -1.0))
+
+
+@triton.jit
 def multiply_split_rows(q, x, C: tl.constexpr):
     """Return the unscaled ``q . x^T`` of split rows, or its transpose with C.TOKENS_FIRST."""
     q_hi, q_lo = q
@@ -140,16 +146,16 @@ def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
 
 
 @triton.jit
-def add_fallback_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
+def add_fallback_maxima(best, where, is_exact, x, rows, document, C: tl.constexpr):
     """Return maxima and argmax extended by the products that split terms leave out.
 
     With split fp32 these are the products of fallback rows and of fallback tokens. With int8 terms they are the
-    products of fallback rows only. `plain` is 0 for fallback rows.
+    products of fallback rows only. `is_exact` is 0 for fallback rows.
     """
-    odd_rows = rows.ok & (plain == 0)
-    best = tl.where(odd_rows, float("-inf"), best)
-    where = tl.where(odd_rows, NO_TOKEN, where)
-    any_odd_row = tl.max(odd_rows.to(tl.int32), axis=0)
+    fallback_rows = rows.ok & (is_exact == 0)
+    best = tl.where(fallback_rows, float("-inf"), best)
+    where = tl.where(fallback_rows, NO_TOKEN, where)
+    any_fallback_row = tl.max(fallback_rows.to(tl.int32), axis=0)
     for t0 in tl.range(0, document.length, _FALLBACK_STEP_TOKENS, num_stages=1):
         t = tl.minimum(t0 + tl.arange(0, _FALLBACK_STEP_TOKENS), document.length - 1)
         keep = t >= 0
@@ -159,9 +165,9 @@ def add_fallback_maxima(best, where, plain, x, rows, document, C: tl.constexpr):
         if C.INT8_TERMS == 0:
             tile = load_tokens(document.ptr, t, keep, tl.arange(0, C.BD), x.d, x.D, C.WIDE_OFFSETS)
             is_fallback = keep & (find_exact_rows(tile, C.FP32_TERMS) == 0)
-        if (any_odd_row > 0) | (tl.max(is_fallback.to(tl.int32), axis=0) > 0):
+        if (any_fallback_row > 0) | (tl.max(is_fallback.to(tl.int32), axis=0) > 0):
             S = _compute_fp32_similarities(x, rows, document, t, C)
-            needs_fp32 = (odd_rows[:, None] & keep[None, :]) | is_fallback[None, :]
+            needs_fp32 = (fallback_rows[:, None] & keep[None, :]) | is_fallback[None, :]
             S = tl.where(needs_fp32, S, float("-inf"))
             m = tl.reduce(S, 1, nan_max)
             hit = needs_fp32 & ((S == m[:, None]) | (S != S))
@@ -210,7 +216,7 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
     tl.store(term_pointers, hi, mask=ok[:, None])
     if C.FP32_TERMS == 2:
         tl.store(term_pointers + to_int64(room) * C.BD, lo, mask=ok[:, None])
-    scale = tl.where(is_zero, 1.0, tl.where(is_exact, scale, -1.0))
+    scale = mark_fallback_scales(scale, is_exact, is_zero)
     if X.mask is not None:
         mask_offsets = (row // L).to(tl.int64) * X.mask_stride_doc + (row % L).to(tl.int64) * X.mask_stride_l
         scale = tl.where(tl.load(X.mask + mask_offsets, mask=ok, other=0) != 0, scale, 0.0)

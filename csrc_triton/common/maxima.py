@@ -47,12 +47,18 @@ def init_lane_state(C: tl.constexpr):
 
 
 @triton.jit
-def split_lanes(S, C: tl.constexpr):
-    """Return S `[BM, BN]` as `[BM, BN // 8, 4, 2]`, whose axis 2 is the lane of a quad.
+def split_lanes(S):
+    """Return S `[M, N]` as `[M, N // 8, 4, 2]`, whose axis 2 is the lane of a quad.
 
     WGMMA spreads a row over the 4 lanes of a quad. Axes 1 and 3 therefore stay within a thread.
     """
-    return tl.reshape(S, (C.BM, C.BN // 8, 4, 2))
+    return tl.reshape(S, (S.shape[0], S.shape[1] // 8, 4, 2))
+
+
+@triton.jit
+def reduce_quad_maxima(S):
+    """Return the maximum of S `[M, N]` in each of the 4 lanes of a row, with no exchange between threads."""
+    return tl.reduce(tl.reduce(split_lanes(S), 3, nan_max), 1, nan_max)
 
 
 @triton.jit
@@ -63,7 +69,7 @@ def reduce_lane_maxima(S, C: tl.constexpr):
     elif C.LANES == 1:
         m = tl.reduce(S, 1, nan_max)[:, None]
     else:
-        m = tl.reduce(tl.reduce(split_lanes(S, C), 3, nan_max), 1, nan_max)
+        m = reduce_quad_maxima(S)
     return m
 
 
@@ -83,7 +89,7 @@ def reduce_lane_argmax(S, t, keep, t0, C: tl.constexpr):
     else:
         column = tl.arange(0, C.BN // 8)[None, :, None, None] * 8 + tl.arange(0, 2)[None, None, None, :]
         column = tl.broadcast_to(column, (C.BM, C.BN // 8, 4, 2))
-        m, where = tl.reduce((split_lanes(S, C), column), 3, select_first_larger)
+        m, where = tl.reduce((split_lanes(S), column), 3, select_first_larger)
         m, where = tl.reduce((m, where), 1, select_first_larger)
         where += t0
     return m, where

@@ -59,14 +59,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.primitives import load_query_mask, load_query_weight, locate_rows
+from ..common.primitives import load_query_mask, load_query_weight, load_rows, locate_rows
 from ..forward.sm90.gluon_names import async_load, reinterpret
 from ..forward.sm90.pipeline import (
     ACCUMULATOR_ROWS,
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     advance_stage,
+    make_accumulator_layout,
     make_block,
+    make_row_layout,
     make_tile_pipeline,
     open_stage,
 )
@@ -116,7 +118,7 @@ def _produce_rows(Q, ring, count, C: gl.constexpr):
 @gluon.jit
 def _make_load_indices(C: gl.constexpr):
     """Return the indices of 64 rows and of all features, in the layout of their load."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = make_row_layout(C.BD)
     rows = gl.arange(0, ACCUMULATOR_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     return rows, gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
 
@@ -124,9 +126,8 @@ def _make_load_indices(C: gl.constexpr):
 @gluon.jit
 def _load_operand(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
     """Load rows at `pointers`, zeros where not `ok`, as the left operand of products."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-    mask = ok[:, None] & (columns < d)[None, :]
-    room.store(gl.load(pointers[:, None] + (columns * stride_d)[None, :], mask=mask, other=0.0))
+    S: gl.constexpr = make_accumulator_layout(C.BN, room.dtype)
+    room.store(load_rows(pointers, ok, columns, d, stride_d, 0))
     fence_async_shared()
     if C.OPERAND_IN_REGISTERS:
         operand = room.load(gl.DotOperandLayout(0, S, 2))
@@ -138,8 +139,8 @@ def _load_operand(pointers, ok, columns, stride_d, d, room, C: gl.constexpr):
 @gluon.jit
 def _issue_first_product(operand, ring, C: gl.constexpr):
     """Compute the similarities to the first tile, and return them with sums of zero."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
-    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BD, 16])
+    S: gl.constexpr = make_accumulator_layout(C.BN, ring.tiles.dtype)
+    SUM: gl.constexpr = make_accumulator_layout(C.BD, ring.tiles.dtype)
     zeros = gl.full([ACCUMULATOR_ROWS, C.BN], 0.0, gl.float32, S)
     acc = gl.full([ACCUMULATOR_ROWS, C.BD], 0.0, gl.float32, SUM)
     mbarrier.wait(ring.full.index(0), 0)

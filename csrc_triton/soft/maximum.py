@@ -96,7 +96,7 @@ def update_soft_maxima(best, total, S, rate, C: tl.constexpr):
     if C.LANES == 1:
         tile_sums = tl.sum(_compute_exponentials(S, rate, top), axis=1)[:, None]
     else:
-        terms = _compute_exponentials(split_lanes(S, C), rate[:, None, :, None], top[:, None, :, None])
+        terms = _compute_exponentials(split_lanes(S), rate[:, None, :, None], top[:, None, :, None])
         tile_sums = tl.sum(tl.sum(terms, axis=3), axis=1)
     return high, _rescale_sums(total, best, top, rate, tile_sums)
 

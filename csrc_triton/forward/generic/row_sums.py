@@ -30,6 +30,7 @@ from triton.language.extra.cuda import gdc_wait
 from ...common.arguments import SizeArgs
 from ...common.primitives import (
     NO_TOKEN,
+    choose_empty_score,
     load_query_mask,
     load_query_weight,
     sum_in_order,
@@ -137,8 +138,8 @@ def maxsim_argmax_in_place(argmax, original_tokens, Ld, rows, BLOCK: tl.constexp
     blocks = tl.cdiv(rows, BLOCK)
     k = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    winner = tl.load(argmax + k * rows + row, mask=row < rows, other=-1).to(tl.int32)
-    token = tl.load(original_tokens + k * Ld + winner, mask=winner >= 0, other=-1)
+    kept_token = tl.load(argmax + k * rows + row, mask=row < rows, other=-1).to(tl.int32)
+    token = tl.load(original_tokens + k * Ld + kept_token, mask=kept_token >= 0, other=-1)
     tl.store(argmax + k * rows + row, token.to(argmax.dtype.element_ty), mask=row < rows)
 
 
@@ -204,9 +205,8 @@ def _sum_block(
 
 @triton.jit(do_not_specialize=["queries", "stride", "Nq", "K", "Lq", "Td"])
 def maxsim_row_sums(
-    maxima, cut, scores, Q, segments, queries, stride, Nq, K, Lq, Td, ROWS_PER_QUERY: tl.constexpr, QUERIES:
-    tl.constexpr,
-    DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr
+    maxima, cut, scores, Q, segments, queries, stride, Nq, K, Lq, Td, ROWS_PER_QUERY: tl.constexpr,
+    QUERIES: tl.constexpr, DOCUMENTS: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Compute scores from row maxima: weighted sums over the rows of each query.
 
@@ -260,8 +260,7 @@ def maxsim_row_sums(
     any_kept = (tokens > 0)[:, None]
     if C is not None:
         any_kept = any_kept & (has_kept_split(cut, document_splits) > 0)
-    empty_scores = tl.where(has_rows > 0, float("-inf"), 0.0)
-    score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), empty_scores[None, :])
+    score = tl.where(any_kept, tl.reshape(total, (DOCUMENTS, QUERIES)), choose_empty_score(has_rows)[None, :])
     score = tl.where(valid[:, None] & fits[None, :], score, float("nan"))
     offsets = i.to(tl.int64)[None, :] * stride + k[:, None]
     tl.store(scores + offsets, score, mask=(i < queries)[None, :] & (k < K)[:, None])

@@ -16,9 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
+from ...common.maxima import reduce_quad_maxima, select_first_larger, split_lanes
 from ...common.primitives import NO_TOKEN, UNRESOLVED, load_query_mask, locate_rows, nan_max, sum_in_order
 from ...formats.encoded import INT8_LOW_SCALE
 from .norms import scale_similarities
+from .pipeline import make_row_layout
 from .schedule import compiler_barrier_value
 
 
@@ -32,24 +34,6 @@ class Accumulator(NamedTuple):
     S: Any
     best: Any
     where: Any
-
-
-@gluon.jit
-def split_lanes(S):
-    """Return S `[M, N]` as `[M, N // 8, 4, 2]`, whose axis 2 is the lane of a quad.
-
-    WGMMA spreads a row over the 4 lanes of a quad. Axes 1 and 3 therefore stay within a thread.
-    """
-    return gl.reshape(S, (S.shape[0], S.shape[1] // 8, 4, 2))
-
-
-@gluon.jit
-def _select_first_larger(v0, c0, v1, c1):
-    """Return the larger of two values with its column, or the first column if they are equal.
-
-    NaN wins, but its column may be lost.
-    """
-    return nan_max(v0, v1), gl.where(v1 > v0, c1, c0)
 
 
 @gluon.jit
@@ -70,15 +54,15 @@ def reduce_tile(S, best, where, t0, C: gl.constexpr):
 
     Columns are constants of the compiled code, relative to the lane.
     """
-    x = split_lanes(S)
     if C.ARGMAX:
+        x = split_lanes(S)
         LAYOUT: gl.constexpr = x.type.layout
         column = _make_axis_indices(S.shape[1] // 8, 1, LAYOUT) * 8 + _make_axis_indices(2, 3, LAYOUT)
         x, column = gl.broadcast(x, column)
-        m, column = gl.reduce(gl.reduce((x, column), 3, _select_first_larger), 1, _select_first_larger)
+        m, column = gl.reduce(gl.reduce((x, column), 3, select_first_larger), 1, select_first_larger)
         where = gl.where(m > best, column + t0, where)
     else:
-        m = gl.reduce(gl.reduce(x, 3, nan_max), 1, nan_max)
+        m = reduce_quad_maxima(S)
     return nan_max(best, m), where
 
 
@@ -156,7 +140,7 @@ def reset_accumulator(S, C: gl.constexpr):
         lowest = gl.full_like(x, -(2**31))
     else:
         lowest = gl.full_like(x.to(gl.float32), float("-inf"))
-    best = gl.reduce(gl.reduce(split_lanes(lowest), 3, nan_max), 1, nan_max)
+    best = reduce_quad_maxima(lowest)
     where = gl.full_like(best, 0).to(gl.int32) + NO_TOKEN if C.ARGMAX else 0
     return Accumulator(S, best, where)
 
@@ -231,7 +215,7 @@ def locate_first_group(row_tile, G: gl.constexpr, parts, C: gl.constexpr):
 @gluon.jit
 def load_accumulator_queries(Q, first, H: gl.constexpr, parts, sizes, d, C: gl.constexpr):
     """Load the query rows of accumulator H, zeros for masked and absent rows."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = make_row_layout(C.BD)
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     i, s, _, ok = locate_accumulator_rows(first, H, parts, sizes, gl.SliceLayout(1, LAYOUT), C)
     ok = load_query_mask(Q, i, s, ok)

@@ -14,11 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...common.fp32 import split_rows
+from ...common.fp32 import mark_fallback_scales, split_rows
 from ...formats.bits import get_code_bits
 from ...formats.encoded import choose_powers, divide_by_powers, find_largest, needs_power_scaling
 from .bits import WORD_BITS, load_numbers
-from .pipeline import advance_stage
+from .pipeline import advance_stage, make_row_layout
 
 _CONVERT_TOKENS = gl.constexpr(32)  # tokens at a time: more need more registers
 
@@ -62,7 +62,7 @@ def _convert_tiles(raw, ring, numbers, begin, end, K, Ld, C: gl.constexpr):
 
     Scales are loaded one tile ahead.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = make_row_layout(C.BD)
     TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PARTS: gl.constexpr = C.BN // _CONVERT_TOKENS
     WORDS: gl.constexpr = _CONVERT_TOKENS * C.BD * get_code_bits(C.ENCODING) // WORD_BITS  # of a part
@@ -136,7 +136,7 @@ def _split_tiles(raw, ring, begin, end, Ld, C: gl.constexpr):
                 x = raw.tiles.index(stage).slice(n * TOKENS, TOKENS, 0).load(LAYOUT)
                 terms, scale, is_exact, is_zero = split_rows(x, C.FP32_TERMS)
                 hi, lo = terms
-                scale = gl.where(is_zero, 1.0, gl.where(is_exact, scale, -1.0))
+                scale = mark_fallback_scales(scale, is_exact, is_zero)
                 ring.tiles.index(stage).slice(n * TOKENS, TOKENS, 0).store(hi)
                 if C.FP32_TERMS == 2:
                     ring.tiles.index(stage + C.STAGES).slice(n * TOKENS, TOKENS, 0).store(lo)

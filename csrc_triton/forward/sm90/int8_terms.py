@@ -18,6 +18,7 @@ from ...formats.bits import get_code_bits
 from ...formats.encoded import scale_single_term, split_int8_terms
 from .accumulators import locate_accumulator_rows, map_rows
 from .bits import WORD_BITS, load_number, order_features
+from .pipeline import make_row_layout
 
 
 @gluon.jit
@@ -47,7 +48,7 @@ def store_query_terms(Q, smem, first, H: gl.constexpr, parts, sizes, d, layout: 
         fp32 scales `[MMA_ROWS]`, negative for fallback rows.
     """
     TERMS: gl.constexpr = C.MMA_ROWS * C.INT8_TERMS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.BD, C.BD // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = make_row_layout(C.BD)
     columns = gl.arange(0, C.BD, layout=gl.SliceLayout(0, LAYOUT))
     m = gl.arange(0, TERMS, layout=gl.SliceLayout(1, LAYOUT))
     i, s = map_rows(_map_term_to_row(m, C), first, H, parts, C)

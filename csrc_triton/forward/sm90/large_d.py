@@ -74,7 +74,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
+from ...common.primitives import choose_empty_score, load_query_mask, load_query_weight, nan_max, sum_in_order
 from .accumulators import Accumulator, reduce_tile, reset_accumulator, select_argmax
 from .gluon_names import async_load, reinterpret
 from .pipeline import (
@@ -83,6 +83,7 @@ from .pipeline import (
     PRODUCER_REGISTERS,
     TilePipeline,
     advance_stage,
+    make_accumulator_layout,
     make_block,
     make_tile_pipeline,
     open_stage,
@@ -94,8 +95,8 @@ STEP_FEATURES = gl.constexpr(64)  # features of a step: 128 bytes, the widest sw
 
 @gluon.jit
 def _retreat_stage(stage, C: gl.constexpr):
-    # Not kept in a variable, because a variable that begins as a copy of another is not carried through the loop.
     """Return the stage before `stage`."""
+    # Not kept in a variable, because a variable that begins as a copy of another is not carried through the loop.
     return gl.where(stage == 0, C.STAGES, stage) - 1
 
 
@@ -183,7 +184,7 @@ def _store_document(half, max_norms, Q, norms, first, parts, k, out, sizes, C: g
     total = sum_in_order(gl.where(keep, load_query_weight(Q, i, s, keep) * best, 0.0), GROUPS, C.ROWS_PER_QUERY)
     if C.MASK:  # a document without a kept token scores -inf, or 0 for a query without one
         rows = sum_in_order(keep.to(gl.float32), GROUPS, C.ROWS_PER_QUERY)
-        total = gl.where(any_kept, total, gl.where(rows > 0, float("-inf"), 0.0))
+        total = gl.where(any_kept, total, choose_empty_score(rows))
     group = first + gl.arange(0, GROUPS, layout=total.type.layout)
     gl.store(out.scores + group.to(gl.int64) * sizes.K + k, total, mask=group < sizes.Nq * parts)
 
@@ -205,7 +206,7 @@ def _reduce_product(S, half, max_norms, inverse, start, Ld, C: gl.constexpr):
 @gluon.jit
 def _consume(Q, norms, ring, q_smem, out, begin, end, parts, sizes, d, G: gl.constexpr, C: gl.constexpr):
     """Score warp group G's 64 rows of each row tile against the documents of the tile (consumer)."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BN, 16])
+    ACC: gl.constexpr = make_accumulator_layout(C.BN, q_smem.dtype)
     TOKENS: gl.constexpr = gl.BlockedLayout([C.BN // 32], [32], [4], [0])  # each warp reads all tokens
     stage = 0
     phase = 0

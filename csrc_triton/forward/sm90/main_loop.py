@@ -122,7 +122,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.fp32 import FP16_LOW_SCALE, RESCORE_BITS, split_rows
+from ...common.fp32 import FP16_LOW_SCALE, RESCORE_BITS, mark_fallback_scales, split_rows
 from ...common.primitives import NO_TOKEN, UNRESOLVED, choose_empty_score, load_query_mask, load_query_weight, nan_max
 from ...formats.bits import get_code_bits
 from ...formats.encoded import is_fp8, needs_power_scaling
@@ -163,7 +163,6 @@ from .schedule import (
     choose_tile_start,
     compiler_barrier_value,
     find_kept_columns,
-    get_segment_length,
     load_segment_bounds,
     locate_segment,
 )
@@ -368,7 +367,7 @@ def _store_split_queries(rows, smem, layout: gl.constexpr, OPERAND: gl.constexpr
     if C.FP32_TERMS == 2:
         smem.store(lo)
         q = (q, smem)
-    return q, gl.convert_layout(gl.where(is_zero, 1.0, gl.where(is_exact, scale, -1.0)), layout)
+    return q, gl.convert_layout(mark_fallback_scales(scale, is_exact, is_zero), layout)
 
 
 @gluon.jit
@@ -513,7 +512,7 @@ def _store_document(halves, x, first, factors, k, length, scale_or_fallback, out
 def _locate_first_document(spans, k, sizes, C: gl.constexpr):
     """Return the length of document k, the origin of its argmax values, and the bounds of the next document."""
     bounds = load_segment_bounds(spans, k, sizes.K)
-    length = get_segment_length(spans, bounds, k, sizes)
+    _, length = locate_segment(spans, bounds, k, sizes)
     origin = _choose_origin(spans, bounds, C)
     return length, origin, load_segment_bounds(spans, k + 1, sizes.K)
 
@@ -603,7 +602,7 @@ def consume(x, D, norms, ring, q_smem, spans, out, begin, end, sizes, G: gl.cons
                     halves = reset_accumulators(halves, C)
                 if not EVEN:
                     # Bounds of the next document were loaded one document ahead. This arithmetic overlaps the products.
-                    next_length = get_segment_length(spans, bounds, k + 1, sizes)
+                    _, next_length = locate_segment(spans, bounds, k + 1, sizes)
                     source = _choose_origin(spans, bounds, C)
                     bounds = load_segment_bounds(spans, k + 2, sizes.K)
                 halves, at = _reduce_accumulators(products, ring, halves, at, 0, origin, length, spans, C)

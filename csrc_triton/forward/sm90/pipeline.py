@@ -72,6 +72,12 @@ def make_accumulator_layout(BN, dtype):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // dtype.primitive_bitwidth])
 
 
+@triton.constexpr_function
+def make_row_layout(BD):
+    """Return the layout in which four warps load rows of BD features, 8 neighbors in each thread."""
+    return gl.BlockedLayout([1, 8], [256 // BD, BD // 8], [4, 1], [1, 0])
+
+
 def make_tile_layout(block: list[int], dtype: str):
     """Return the swizzled shared-memory layout of a document tile, in which tensor cores read it.
 

@@ -91,13 +91,6 @@ def find_kept_columns(spans, k, tile, column):
 
 
 @gluon.jit
-def get_segment_length(spans, bounds, k, sizes):
-    """Return the length of document k as `locate_segment` computes it."""
-    _, length = locate_segment(spans, bounds, k, sizes)
-    return length
-
-
-@gluon.jit
 def choose_tile_start(spans, t0, length, C: gl.constexpr):
     """Return the first token of the tile that covers the tokens from t0 on.
 

@@ -74,7 +74,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...common.fp32 import FP16_LOW_SCALE, split_rows
+from ...common.fp32 import FP16_LOW_SCALE, mark_fallback_scales, split_rows
 from ...common.primitives import load_query_mask, load_query_weight, nan_max, sum_in_order
 from ...formats.bits import get_code_bits, is_rotated
 from ...formats.encoded import is_fp8, needs_power_scaling
@@ -172,7 +172,7 @@ def _load_queries(x, q_smem, sizes, layout: gl.constexpr, G: gl.constexpr, C: gl
             rows, lo = terms
             if C.FP32_TERMS == 2:
                 low.store(lo)
-            factor = gl.convert_layout(gl.where(is_zero, 1.0, gl.where(is_exact, scale, -1.0)), layout)
+            factor = gl.convert_layout(mark_fallback_scales(scale, is_exact, is_zero), layout)
         elif is_fp8(C.ENCODING):
             rows, factor = convert_queries(rows, layout, C)
         elif C.NORMALIZE:

@@ -182,7 +182,7 @@ def record_launches(count: int, seed: int) -> dict[str, str]:
 
 # Comments, line tables, debug information, and names in PTX and AMD's assembly, which depend on names in the sources.
 _DROPPED = re.compile(
-    r"//.*|^\s*[#;].*|^\$L__tmp\d+:|^\s*\.(loc|file|cfi\w*|ident|asciz|string|byte|b8|b32|b64)\b.*", re.MULTILINE
+    r"//.*|^\s*[#;].*|^(\$L__|\.L)tmp\d+:|^\s*\.(loc|file|cfi\w*|ident|asciz|string|byte|b8|b32|b64)\b.*", re.MULTILINE
 )
 _DEBUG = re.compile(r"\.section\s+\"?\.debug_.*?(?=^\s*\.section|\Z)", re.MULTILINE | re.DOTALL)
 _SYMBOL = re.compile(r"\b[A-Za-z_.$][\w.$]*(?:maxsim|chamfer|global_smem|_param_)[\w.$]*|\bmaxsim\w*|\$L__\w+|\.L\w+")

@@ -75,8 +75,8 @@ class GradientTile(NamedTuple):
 class GradientTarget(NamedTuple):
     """Destination of a document gradient.
 
-    Token t of the document at `base`, if `ok`, is written to row `rows` of `gradient`. Sums of pieces with `left` set
-    are stored in rows `slots` of `partial`, in fp32. `gradient` or `partial` may be None. `scale` is the `scale` of
+    Token t of the document at `base`, if `ok`, is written to row `rows` of `gradient`. If `is_partial`, the sums are
+    stored in rows `slots` of `partial`, in fp32. `gradient` or `partial` may be None. `scale` is the `scale` of
     `UpstreamArgs`, indexed by `rows`.
     """
 
@@ -88,7 +88,7 @@ class GradientTarget(NamedTuple):
     scale: Any = None
     partial: Any = None
     slots: Any = None
-    left: Any = None
+    is_partial: Any = None
 
 
 class PairRange(NamedTuple):

@@ -29,15 +29,14 @@ from .pairs import find_query_pairs, load_packed_argmax
 
 
 @triton.jit
-def locate_query_tile(up, C: tl.constexpr):
-    """Return the query whose tokens this program owns, BM of its tokens, and which of them exist.
-
-    In packed layouts all query rows are tokens of one query.
-    """
-    tiles = tl.cdiv(up.Lq, C.BM)
-    pid = tl.program_id(0)
-    s = (pid % tiles) * C.BM + tl.arange(0, C.BM)
-    return pid // tiles, s, s < up.Lq
+def find_owner(document, K, C: tl.constexpr):
+    """Return the owner of a document, a query of candidates or 0, and the number of the document there."""
+    owner = document * 0
+    k = document
+    if C.CANDIDATES:
+        owner = document // K
+        k = document % K
+    return owner, k
 
 
 @triton.jit
@@ -169,21 +168,22 @@ def backprop_normalize(G, x, squares, dot):
 
 
 @triton.jit
-def sum_norm_terms(G, to, columns, D, d, C: tl.constexpr):
+def sum_norm_terms(G, target, columns, D, d, C: tl.constexpr):
     """Return the target's tokens x, ``<x, G>``, ``<x, x>``, and which tokens have a gradient, over some features."""
-    x = dequantize_rows(load_tokens(to.base, to.t, to.ok, columns, d, D, C.WIDE_OFFSETS), to.scale, to.rows, to.ok)
+    x = load_tokens(target.base, target.t, target.ok, columns, d, D, C.WIDE_OFFSETS)
+    x = dequantize_rows(x, target.scale, target.rows, target.ok)
     live = tl.max((G != 0.0).to(tl.int32), axis=1)
     return x, tl.sum(x * G, axis=1), tl.sum(x * x, axis=1), live
 
 
 @triton.jit
-def backprop_token_norm(G, sums, to, columns, D, d, C: tl.constexpr):
+def backprop_token_norm(G, sums, target, columns, D, d, C: tl.constexpr):
     """Return `G` through the Jacobian of the norm of its tokens.
 
     Tokens without a gradient get zero, because they may hold NaN. `sums` are the results of `sum_norm_terms` over all
     features, used unless C.SINGLE_STEP.
     """
-    x, dot, squares, live = sum_norm_terms(G, to, columns, D, d, C)
+    x, dot, squares, live = sum_norm_terms(G, target, columns, D, d, C)
     if not C.SINGLE_STEP:
         dot, squares, live = sums
     return tl.where((live > 0)[:, None], backprop_normalize(G, x, squares, dot * compute_inverse_norm(squares)), 0.0)
@@ -196,34 +196,41 @@ def locate_partial_rows(partial, slots, columns, d):
 
 
 @triton.jit
-def write_gradient(sum_of, args, to, features, D, d, C: tl.constexpr):
+def load_partial_rows(partial, slots, columns, d, C: tl.constexpr):
+    """Load features `columns` of BN rows of the partial sums, zeros beyond d."""
+    pointers = locate_partial_rows(partial, slots, columns, d)
+    return tl.load(pointers, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
+
+
+@triton.jit
+def write_gradient(sum_of, args, target, features, D, d, C: tl.constexpr):
     """Write ``sum_of(args, columns, d, C)`` of all features to a `GradientTarget`, BD features at a time.
 
     With C.NORMALIZE the gradient passes through the Jacobian of the norm of its tokens. The Jacobian needs sums over
     all features first, so with several feature steps each step is computed twice.
     """
-    TOKENS: tl.constexpr = to.t.shape[0]
+    TOKENS: tl.constexpr = target.t.shape[0]
     dot = tl.full((TOKENS,), 0, tl.float32)
     squares = tl.full((TOKENS,), 0, tl.float32)
     live = tl.full((TOKENS,), 0, tl.int32)
-    if C.NORMALIZE and not C.SINGLE_STEP and to.gradient is not None:
+    if C.NORMALIZE and not C.SINGLE_STEP and target.gradient is not None:
         for c0 in range(0, features, C.BD):
             columns = c0 + tl.arange(0, C.BD)
             G = sum_of(args, columns, d, C)
-            _, more_dot, more_squares, more_live = sum_norm_terms(G, to, columns, D, d, C)
+            _, more_dot, more_squares, more_live = sum_norm_terms(G, target, columns, D, d, C)
             dot += more_dot
             squares += more_squares
             live = live | more_live
     # With pieces, Triton 3.6 would spill the values that it hoists out of this loop, which usually has one step.
-    for c0 in tl.range(0, features, C.BD, disable_licm=to.partial is not None):
+    for c0 in tl.range(0, features, C.BD, disable_licm=target.partial is not None):
         columns = c0 + tl.arange(0, C.BD)
         G = sum_of(args, columns, d, C)
-        if to.partial is not None:
-            partial_mask = to.left[:, None] & (columns < d)[None, :]
-            tl.store(locate_partial_rows(to.partial, to.slots, columns, d), G, mask=partial_mask)
-        if to.gradient is not None:
+        if target.partial is not None:
+            partial_mask = target.is_partial[:, None] & (columns < d)[None, :]
+            tl.store(locate_partial_rows(target.partial, target.slots, columns, d), G, mask=partial_mask)
+        if target.gradient is not None:
             if C.NORMALIZE:
-                G = backprop_token_norm(G, (dot, squares, live), to, columns, D, d, C)
-            offsets = (to.rows * d)[:, None] + columns[None, :]
-            mask = to.ok[:, None] & (columns < d)[None, :]
-            tl.store(to.gradient + offsets, G.to(to.gradient.dtype.element_ty), mask=mask)
+                G = backprop_token_norm(G, (dot, squares, live), target, columns, D, d, C)
+            offsets = (target.rows * d)[:, None] + columns[None, :]
+            mask = target.ok[:, None] & (columns < d)[None, :]
+            tl.store(target.gradient + offsets, G.to(target.gradient.dtype.element_ty), mask=mask)

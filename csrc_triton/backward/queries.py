@@ -28,10 +28,11 @@ from ..common.primitives import (
     load_query_mask,
     load_query_weight,
     load_rows,
+    locate_program_rows,
     locate_rows,
     sum_row_squares,
 )
-from .gather import backprop_normalize, gather_gradients, locate_query_tile
+from .gather import backprop_normalize, gather_gradients
 from .pairs import count_max_pairs
 
 
@@ -66,7 +67,7 @@ def maxsim_grad_queries(Q, D, up, counts, grad_Q, grad_weight, d, C: tl.constexp
     """
     # The Jacobian of the norm needs <q, gathered> over all features before any of grad_Q can be written.
     TWICE: tl.constexpr = C.NORMALIZE and not C.SINGLE_STEP
-    i, s, row_ok = locate_query_tile(up, C)
+    i, s, row_ok = locate_program_rows(up.Lq, C.BM)
     row = i.to(tl.int64) * up.Lq + s
     ok = load_query_mask(Q, i, s, row_ok)
     pointers = locate_rows(Q, i, s)

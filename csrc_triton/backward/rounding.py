@@ -13,7 +13,7 @@ so they reach the same gradients.
 import triton
 import triton.language as tl
 
-from ..common.primitives import load_rows
+from ..common.primitives import load_rows, locate_numbered_tokens
 from .documents.sums import compute_scales, finite_abs
 
 
@@ -33,7 +33,7 @@ def maxsim_round_rows(X, norms, out, scales, rows, L, d, C: tl.constexpr):
     """
     r = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     ok = r < rows
-    pointers = X.ptr + (r // L).to(tl.int64) * X.stride_doc + (r % L).to(tl.int64) * X.stride_l
+    pointers = locate_numbered_tokens(X, r, L)
     x = load_rows(pointers, ok, tl.arange(0, C.BD), d, X.stride_d, C.WIDE_OFFSETS)
     largest = tl.max(finite_abs(x), axis=1)
     for c0 in range(C.BD, d, C.BD):

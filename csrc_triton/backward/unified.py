@@ -29,11 +29,12 @@ from ..common.primitives import (
     load_query_weight,
     load_rows,
     locate_document,
+    locate_program_rows,
     locate_rows,
     sum_row_squares,
     to_int64,
 )
-from .gather import backprop_normalize, dequantize_rows, gather_gradients, locate_query_tile
+from .gather import backprop_normalize, dequantize_rows, gather_gradients
 from .pairs import count_max_pairs
 
 
@@ -54,7 +55,7 @@ def maxsim_scatter(Q, D, up, sum_Q, sum_D, d, K_per_program, C: tl.constexpr):
         K_per_program: Documents of a program.
         C: Compile-time choices, a `KernelConfig`.
     """
-    i, s, row_ok = locate_query_tile(up, C)
+    i, s, row_ok = locate_program_rows(up.Lq, C.BM)
     row = i.to(tl.int64) * up.Lq + s
     k_begin = tl.program_id(1) * K_per_program
     ok = load_query_mask(Q, i, s, row_ok)
@@ -99,7 +100,7 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
         d: Number of features.
         C: Compile-time choices, a `KernelConfig`.
     """
-    n, s, ok = locate_query_tile(sums, C)
+    n, s, ok = locate_program_rows(sums.Lq, C.BM)
     row = n.to(tl.int64) * sums.Lq + s
     pointers = locate_document(X, n // sums.K, n % sums.K) + s.to(tl.int64) * X.stride_l
     w = load_query_weight(Q, n, s, ok)

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ..formats.bits import get_code_bits, load_code
 from ..formats.encoded import load_token_scales
-from .primitives import NO_TOKEN, load_rows, load_tokens, nan_max, to_int64
+from .primitives import NO_TOKEN, load_rows, load_tokens, locate_numbered_tokens, nan_max, to_int64
 
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
@@ -207,7 +207,7 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
     row = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     ok = row < rows
     columns = tl.arange(0, C.BD)
-    pointers = X.ptr + (row // L).to(tl.int64) * X.stride_doc + (row % L).to(tl.int64) * X.stride_l
+    pointers = locate_numbered_tokens(X, row, L)
     x, scale, is_exact, is_zero = split_rows(
         load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), C.FP32_TERMS
     )

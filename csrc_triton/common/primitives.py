@@ -90,9 +90,24 @@ def to_mask(x):
 
 
 @triton.jit
+def locate_program_rows(rows, BLOCK: tl.constexpr):
+    """Return the query or document of a program that owns BLOCK of its `rows` rows, these rows, and which exist."""
+    blocks = tl.cdiv(rows, BLOCK)
+    pid = tl.program_id(0)
+    r = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    return pid // blocks, r, r < rows
+
+
+@triton.jit
 def locate_document(D, owner, k):
     """Return a pointer to document k of an owner."""
     return D.ptr + owner.to(tl.int64) * D.stride_owner + k.to(tl.int64) * D.stride_doc
+
+
+@triton.jit
+def locate_numbered_tokens(D, n, L):
+    """Return pointers to tokens `n`, numbered consecutively over documents of L tokens."""
+    return D.ptr + (n // L).to(tl.int64) * D.stride_doc + (n % L).to(tl.int64) * D.stride_l
 
 
 @triton.jit

@@ -16,15 +16,7 @@ One row of each token is written, so no program adds to another one's output.
 import triton
 import triton.language as tl
 
-from ..common.primitives import to_int64
-
-
-@triton.jit
-def _locate_rows(rows, BLOCK: tl.constexpr):
-    """Return this program's document, its rows, and whether they exist."""
-    blocks = tl.cdiv(rows, BLOCK)
-    r = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    return to_int64(tl.program_id(0) // blocks), r, r < rows
+from ..common.primitives import locate_program_rows
 
 
 @triton.jit
@@ -52,7 +44,8 @@ def maxsim_gather_argmax_tokens(H, argmax, slots, out, rows, width, BLOCK: tl.co
         BLOCK: Rows of a program.
         FEATURES: Features of a step.
     """
-    document, r, ok = _locate_rows(rows, BLOCK)
+    document, r, ok = locate_program_rows(rows, BLOCK)
+    document = document.to(tl.int64)
     argmax += document * rows
     token = tl.load(argmax + r, mask=ok, other=-1).to(tl.int32)
     first = _find_first_row(argmax, token, tl.max(r, axis=0), rows, BLOCK)
@@ -75,7 +68,8 @@ def maxsim_scatter_argmax_tokens(
 
     The other arguments are those of `maxsim_gather_argmax_tokens`. `gradient` is `[documents, rows, width]`.
     """
-    document, r, ok = _locate_rows(rows, BLOCK)
+    document, r, ok = locate_program_rows(rows, BLOCK)
+    document = document.to(tl.int64)
     token = tl.load(argmax + (document * rows + r), mask=ok, other=-1).to(tl.int32)
     slot = tl.load(slots + (document * rows + r), mask=ok, other=-1).to(tl.int32)
     is_slot = (token >= 0) & (slot == r)

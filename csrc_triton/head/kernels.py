@@ -47,6 +47,7 @@ from ..common.primitives import (
     load_query_mask,
     load_query_weight,
     load_rows,
+    locate_numbered_tokens,
     locate_rows,
     nan_max,
     square,
@@ -111,12 +112,6 @@ def _compiler_barrier_sums(u, C: tl.constexpr):
     return u
 
 
-@triton.jit
-def _locate_hidden_rows(x, r, Ld):
-    """Return pointers to rows r of the hidden states."""
-    return x.H.ptr + (r // Ld).to(tl.int64) * x.H.stride_doc + (r % Ld).to(tl.int64) * x.H.stride_l
-
-
 @triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
 def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, stride, rows, Ld, C: tl.constexpr):
     """Store document tokens and their norms, or sums of some features and their squares, BN rows for each program.
@@ -140,7 +135,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, stride
     row = tl.program_id(0) * C.BN
     r = row + tl.arange(0, C.BN)
     ok = r < rows
-    pointers = _locate_hidden_rows(x, r, Ld)
+    pointers = locate_numbered_tokens(H, r, Ld)
     u = _load_bias(x, C)
     for c0 in range(0, width, C.BK):
         u = _accumulate_step(u, x, 0, row, pointers, ok, c0, C)
@@ -303,16 +298,16 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
             row = begin + n // count * C.BN
             c0 = n % count * C.BK
             r = row + tl.arange(0, C.BN)
-            u = _compiler_barrier_sums(
-                _accumulate_step(u, x, first, row - origin, _locate_hidden_rows(x, r, sizes.Ld), r < end, c0, C), C
-            )
+            pointers = locate_numbered_tokens(H, r, sizes.Ld)
+            u = _accumulate_step(u, x, first, row - origin, pointers, r < end, c0, C)
+            u = _compiler_barrier_sums(u, C)
             if c0 + C.BK >= width:
                 state = _score_tile(state, u, x, Q, scores, row, end, sizes, C)
                 u = _load_bias(x, C)
     else:
         for row in range(begin, end, C.BN):
             r = row + tl.arange(0, C.BN)
-            pointers = _locate_hidden_rows(x, r, sizes.Ld)
+            pointers = locate_numbered_tokens(H, r, sizes.Ld)
             u = _load_bias(x, C)
             for c0 in range(0, width, C.BK):
                 u = _accumulate_step(u, x, first, row - origin, pointers, r < end, c0, C)

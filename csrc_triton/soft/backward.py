@@ -39,7 +39,7 @@ Invariants:
 import triton
 import triton.language as tl
 
-from ..backward.gather import backprop_normalize
+from ..backward.gather import backprop_normalize, find_owner
 from ..common.fp32 import round_to_tf32
 from ..common.primitives import (
     compiler_barrier_dtype,
@@ -316,11 +316,8 @@ def maxsim_soft_documents(Q, D, tiles, up, tau, grad, d, C: tl.constexpr):
     """
     tiles_per_document = tl.cdiv(up.Ld, C.BM)
     document = tl.program_id(0) // tiles_per_document
-    owner = document * 0
-    k = to_int64(document)
-    if C.CANDIDATES:
-        owner = document // up.K
-        k = to_int64(document % up.K)
+    owner, k = find_owner(document, up.K, C)
+    k = to_int64(k)
     t = tl.program_id(0) % tiles_per_document * C.BM + tl.arange(0, C.BM)
     columns = tl.program_id(2) * C.BD + tl.arange(0, C.BD)
     pointers, is_kept = _locate_tokens(D, up, owner, k, t)

@@ -55,7 +55,7 @@ from ...common.primitives import (
     to_int64,
 )
 from ..arguments import GradientTarget, GradientTile, StepRows
-from ..gather import locate_partial_rows, write_gradient
+from ..gather import find_owner, load_partial_rows, write_gradient
 from ..pairs import fill_with_zeros
 from .sums import find_slots, locate_slot_tokens, rank_hit_tokens, sum_rows
 
@@ -144,20 +144,9 @@ def _fold_steps(
 
 
 @triton.jit
-def _sum_tile(of, columns, d, C: tl.constexpr):
+def _sum_tile(args, columns, d, C: tl.constexpr):
     """Adapter of `sum_rows` for `write_gradient`."""
-    return sum_rows(_fold_steps, of[0], of[1], of[2], columns, d, C)
-
-
-@triton.jit
-def _find_owner(document, up, C: tl.constexpr):
-    """Return the owner of a document, a query of candidates or 0, and the number of the document there."""
-    owner = document * 0
-    k = document
-    if C.CANDIDATES:
-        owner = document // up.K
-        k = document % up.K
-    return owner, k
+    return sum_rows(_fold_steps, args[0], args[1], args[2], columns, d, C)
 
 
 @triton.jit
@@ -175,7 +164,7 @@ def _locate_tile(pid, lists, rows, up, C: tl.constexpr):
         begin = tl.load(starts)
         end = tl.load(starts + lists.blocks)
     document += lists.first
-    owner, k = _find_owner(document, up, C)
+    owner, k = find_owner(document, up.K, C)
     return document, owner, k, b * C.BN, begin, end
 
 
@@ -231,15 +220,13 @@ def maxsim_grad_documents(Q, D, up, lists, rows, pieces, grad_D, d, C: tl.conste
 
 
 @triton.jit
-def _sum_partials(of, columns, d, C: tl.constexpr):
+def _sum_partials(args, columns, d, C: tl.constexpr):
     """Sum the pieces of a tile in ascending order."""
-    pieces, rows, document, begin, end = of
+    pieces, rows, document, begin, end = args
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for p in range(begin // pieces.rows, tl.cdiv(end, pieces.rows)):
-        slots = locate_partial_rows(
-            pieces.partial, _index_partial_rows(pieces, rows, document, begin, p, C), columns, d
-        )
-        G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
+        slots = _index_partial_rows(pieces, rows, document, begin, p, C)
+        G += load_partial_rows(pieces.partial, slots, columns, d, C)
     return G
 
 
@@ -284,7 +271,7 @@ def maxsim_grad_long_documents(Q, D, up, grad_D, rows, d, TILE: tl.constexpr, C:
     tiles = tl.cdiv(up.Ld, TILE)
     document = tl.program_id(0) // tiles
     t0 = (tl.program_id(0) % tiles) * TILE
-    owner, k = _find_owner(document, up, C)
+    owner, k = find_owner(document, up.K, C)
     base = locate_document(D, owner, k)
     first_row = document.to(tl.int64) * up.Ld
     tile = GradientTile(owner, k, t0, rows * 0, rows, None)

@@ -46,7 +46,7 @@ import triton.language as tl
 
 from ...common.primitives import load_query_weight, to_int64
 from ..arguments import GradientTarget, PairRange, StepPairs, StepRows
-from ..gather import locate_partial_rows, write_gradient
+from ..gather import load_partial_rows, write_gradient
 from ..pairs import FIELD_ARGMAX, FIELD_BEGIN, FIELD_FIRST, FIELD_LENGTH, FIELD_SCORE, FIELD_STOP, load_pair_field
 from .buckets import rank_rows
 from .sums import find_slots, materialize_once, sum_rows
@@ -372,8 +372,8 @@ def _sum_partials(args, columns, d, C: tl.constexpr):
     partial, pieces = args
     G = tl.full((C.BN, C.BD), 0, tl.float32)
     for piece in range(0, pieces):
-        slots = locate_partial_rows(partial, _index_partial_rows(tl.program_id(0), piece, pieces, C), columns, d)
-        G += tl.load(slots, mask=tl.broadcast_to((columns < d)[None, :], (C.BN, C.BD)), other=0.0)
+        slots = _index_partial_rows(tl.program_id(0), piece, pieces, C)
+        G += load_partial_rows(partial, slots, columns, d, C)
     return G
 
 

@@ -308,7 +308,7 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         tile = tl.load(shared.marks + 1 + tiles + n)
         lo = tl.load(shared.starts + tiles + 1 + tile)
         hi = tl.load(shared.starts + tile + 1)
-        pair_range = PairRange(lo, hi, to_int64(tile) * TILE, 0, up.Lq, None, None, None)
+        pair_range = PairRange(lo, hi, to_int64(tile) * TILE, 0, up.Lq)
         hits, count, slots = rank_hit_tokens(_count_hits(pair_range, up, TILE, C))
         rows = tl.minimum(up.Ld - pair_range.t0, TILE).to(tl.int32)
         fill_with_zeros(grad_D + pair_range.t0 * d, rows * d, "")
@@ -316,7 +316,7 @@ def maxsim_grad_shared_tiles(Q, D, up, shared, grad_D, d, TILE: tl.constexpr, C:
         tl.debug_barrier()
         base = D.ptr + pair_range.t0 * D.stride_l
         for u0 in tl.range(0, count, C.BN, num_stages=1):
-            part = PairRange(pair_range.lo, pair_range.hi, pair_range.t0, pair_range.r0, pair_range.r1, slots, u0, None)
+            part = PairRange(pair_range.lo, pair_range.hi, pair_range.t0, pair_range.r0, pair_range.r1, slots, u0)
             t = locate_slot_tokens(hits, slots, u0, C)
             target = GradientTarget(base, t, t >= 0, grad_D, pair_range.t0 + t)
             write_gradient(sum_packed_tile, (part, up, Q), target, d, D, d, C)

@@ -33,7 +33,7 @@ from ...common.primitives import (
     sum_row_squares,
 )
 from ..arguments import GradientTarget
-from ..gather import load_argmax, write_gradient
+from ..gather import find_owner, load_argmax, write_gradient
 from ..pairs import fill_with_zeros
 from .sums import compute_scales, finite_abs
 
@@ -117,9 +117,9 @@ def _sum_match_rows(match, coefficient, x, rows, columns, Q, d, C: tl.constexpr)
 
 
 @triton.jit
-def _sum_matches(of, columns, d, C: tl.constexpr):
+def _sum_matches(args, columns, d, C: tl.constexpr):
     """Adapter of `_sum_match_rows` for `write_gradient`. It loads the rows unless C.SINGLE_STEP."""
-    x, match, coefficient, rows, ok, Q = of
+    x, match, coefficient, rows, ok, Q = args
     if not C.SINGLE_STEP:
         x = load_rows(Q.ptr + rows, ok, columns, d, Q.stride_d, C.WIDE_OFFSETS)
     return _sum_match_rows(match, coefficient, x, rows, columns, Q, d, C)
@@ -143,11 +143,7 @@ def maxsim_grad_sparse_documents(Q, D, up, grad_D, rows, tokens, d, C: tl.conste
     document = tl.program_id(0) // parts
     t_begin = (tl.program_id(0) % parts) * tokens
     t_end = tl.minimum(t_begin + tokens, up.Ld)
-    owner = document * 0
-    k = document
-    if C.CANDIDATES:
-        owner = document // up.K
-        k = document % up.K
+    owner, k = find_owner(document, up.K, C)
     base = locate_document(D, owner, k)
     gradient = grad_D + document.to(tl.int64) * up.Ld * d
     scale = up.scale

@@ -13,6 +13,9 @@ class UpstreamArgs(NamedTuple):
     kernel needs them. For pair lists, `items` is sorted by query, and `starts` holds the first pair of each query.
 
     `scale` `[Ld]` for each document, contiguous, holds the dequantization scales of the tokens, or is None.
+
+    `terms` `[rows, 2 d]` holds the fp16 terms of fp32 query rows, as `maxsim_round_rows` writes them, or is None. Then
+    `norms` holds their scales times the inverse norms.
     """
 
     grad_scores: Any
@@ -24,6 +27,7 @@ class UpstreamArgs(NamedTuple):
     Lq: Any
     Ld: Any
     norms: Any = None
+    terms: Any = None
     query: Any = None
     items: Any = None
     count: Any = None
@@ -32,7 +36,10 @@ class UpstreamArgs(NamedTuple):
 
 
 class TileSum(NamedTuple):
-    """Inputs of a sum over a `GradientTile` or a `PairRange`: some features of the query rows, times `scale`."""
+    """Inputs of a sum over a `GradientTile` or a `PairRange`: some features of the query rows, times `scale`.
+
+    `scale` is a scalar, or one value for each token with `UpstreamArgs.terms`.
+    """
 
     tile: Any
     up: Any
@@ -46,13 +53,14 @@ class StepRows(NamedTuple):
     """Query rows of a step.
 
     `hit` says whether the argmax of a row is in the tile. `token` is that token, or -1. `coefficient` is ``grad_score *
-    q_weight / ||q||``.
+    q_weight / ||q||``. `terms` points to the fp16 terms of a row with `UpstreamArgs.terms`, else it is not used.
     """
 
     pointers: Any
     hit: Any
     token: Any
     coefficient: Any
+    terms: Any
 
 
 class GradientTile(NamedTuple):

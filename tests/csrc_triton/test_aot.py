@@ -46,9 +46,10 @@ BY_TERMS += tuple(f"{read}{nbits}_rotated" for read in ("bits", "bitwords") for 
 def _matrix_unit(case: Case, name: str) -> str:
     if case.kernel == SPARSE and not name.startswith("gfx"):
         return "mma.sync"  # one small product for each document, padded with zeros
-    if case.kernel in SUMS and case.dtype != torch.float32 and case.d <= 32 and name in ("sm_90", "sm_100"):
+    is_half = case.dtype != torch.float32 or case.split
+    if case.kernel in SUMS and is_half and case.d <= 32 and name in ("sm_90", "sm_100"):
         return "mma.sync"  # features are the rows of the product, and wgmma and tcgen05 need at least 64
-    if case.kernel in SUMS and case.dtype == torch.float32 and not case.tf32 and name == "sm_90":
+    if case.kernel in SUMS and not is_half and not case.tf32 and name == "sm_90":
         return MATRIX_UNIT[name] if case.long else "mma.sync"  # tokens are the rows, 16 or more
     if (
         case.kernel == FORWARD
@@ -78,6 +79,8 @@ FASTER_WITH_SPILLS = {
     (Case(QUERIES, torch.float32), "sm_90"): 2,
     (Case(DOCUMENTS, torch.float32), "sm_90"): 2,
     (Case(DOCUMENTS, torch.float32, options=True), "sm_90"): 16,
+    (Case(DOCUMENTS, torch.float32, split=True), "sm_90"): 8,
+    (Case(DOCUMENTS, torch.float32, 32, split=True), "sm_90"): 2,
 }
 
 

@@ -91,6 +91,7 @@ class Case:
     lists: bool = True
     pieces: bool = False
     tf32: bool = False  # allowed by the user
+    split: bool = False  # backward: fp32 query rows as two fp16 terms
     ragged: bool = False  # the kernel of ragged layouts, or the backward for one
     pairs: bool = False  # ragged layout with a list of pairs
     bounds: bool = False  # document bounds in place of offsets and lengths
@@ -115,6 +116,7 @@ class Case:
             "argmax",
             "pieces",
             "tf32",
+            "split",
             "ragged",
             "pairs",
             "int32",
@@ -235,7 +237,9 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     if case.kernel in SOFT:
         return soft_configs.configure_soft_backward(kind, tf32=case.tf32, flat=case.wide == 0)
     flat = case.wide == 0 and not case.ragged
-    documents = backward_configs.configure_documents(kind, flat=flat, pieces=case.pieces, long=case.long)
+    documents = backward_configs.configure_documents(
+        kind, flat=flat, pieces=case.pieces, long=case.long, split=case.split
+    )
     if case.kernel in ("maxsim_grad_documents", "maxsim_join_pieces"):
         return documents
     if case.kernel == "maxsim_grad_long_documents":
@@ -265,7 +269,7 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
     if case.kernel == QUERY_TERMS:
         return LaunchConfig(packed_forward.make_terms_config(next_power_of_2(max(case.d, 16)), case.wide), 4, 3)
     if case.kernel == "maxsim_round_rows":
-        return backward_configs.configure_rounding(kind)
+        return backward_configs.configure_rounding(kind, 2 if case.split else 1)
     if case.kernel == "maxsim_scatter":
         return backward_configs.configure_scatter(kind, ragged=case.ragged)
     if case.kernel == "maxsim_grad_sparse_documents":
@@ -359,6 +363,8 @@ def _upstream(case: Case) -> tuple[UpstreamArgs, dict]:
         kinds["norms"] = "*fp32"
     if _rounds(case, "maxsim_grad_documents"):
         kinds["norms"] = "*fp32"
+    if case.split:
+        kinds |= {"norms": "*fp32", "terms": "*fp16"}
     if (case.stored and not case.ragged) or _rounds(case, "maxsim_grad_queries"):
         kinds["scale"] = "*fp32"
     if case.ragged:

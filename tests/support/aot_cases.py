@@ -77,6 +77,8 @@ COMMON = [
         Case(kernel, _FP32, 300, tf32=True, options=True, candidates=kernel == DOCUMENTS)
         for kernel in (QUERIES, DOCUMENTS, ROUND)
     ),
+    *(Case(kernel, _FP32, d, split=True, options=d > 128) for kernel in (DOCUMENTS, ROUND) for d in (32, 128, 320)),
+    Case(DOCUMENTS, _FP32, split=True, normalize=True, pieces=True, options=True),
     Case(DOCUMENTS, lists=False),
     *(Case(DOCUMENTS, dtype, lists=False, normalize=True, options=True) for dtype in (_FP16, _FP32)),
     Case(LONG),
@@ -391,15 +393,18 @@ _LIKE_SM_80 = ("sm_86", "sm_89", "sm_120")
 def common_and_others() -> tuple[list[tuple[Case, str]], list[tuple[Case, str]]]:
     """Return the cases that `make test-kernels` compiles, and the cases of the slow tests.
 
-    sm_90 compiles all common cases. Other architectures compile each kernel and a third of the other cases.
+    sm_90 compiles all common cases. Other architectures compile each kernel and a third of the other cases. Only sm_90
+    splits rows.
     """
     seen: set[str] = set()
-    pairs = list(itertools.product(COMMON, ARCHITECTURES))
+    every_pair = itertools.product(COMMON, ARCHITECTURES)
+    pairs = [(case, name) for case, name in every_pair if name == "sm_90" or not case.split]
     quick = [
         (case, name)
         for n, case in enumerate(COMMON)
         for k, name in enumerate(ARCHITECTURES)
-        if name == "sm_90" or n < len(KERNELS) or (name not in _LIKE_SM_80 and n % 3 == k % 3)
+        if (name == "sm_90" or n < len(KERNELS) or (name not in _LIKE_SM_80 and n % 3 == k % 3))
+        and (case, name) in pairs
     ]
     common = unique(quick, seen)
     every = ((case, name) for name, arch in ARCHITECTURES.items() for case in _every_case(arch))

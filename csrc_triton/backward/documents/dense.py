@@ -120,7 +120,10 @@ def _locate_step_rows(code, e, s, C: tl.constexpr):
         coefficient *= tl.load(up.norms + tile.owner.to(tl.int64) * up.Lq + r, mask=hit, other=0.0)
     elif C.NORMALIZE:
         coefficient *= compute_inverse_norm(sum_row_squares(pointers, hit, s.d, Q.stride_d, C.BD, C.WIDE_OFFSETS))
-    return StepRows(pointers, hit, local, coefficient)
+    terms = pointers
+    if up.terms is not None:
+        terms = up.terms + (tile.owner.to(tl.int64) * up.Lq + r) * (2 * s.d)
+    return StepRows(pointers, hit, local, coefficient, terms)
 
 
 @triton.jit

@@ -240,7 +240,8 @@ def _locate_step_rows(items, s0, token, query, s, STEP: tl.constexpr, ROWS_PER_Q
         coefficient *= load_query_weight(Q, row * 0, row, hit)
     if up.norms is not None:
         coefficient *= tl.load(up.norms + row, mask=hit, other=0.0)
-    return StepRows(locate_packed_rows(Q, row, C), hit, tile_row, coefficient)
+    pointers = locate_packed_rows(Q, row, C)
+    return StepRows(pointers, hit, tile_row, coefficient, pointers)
 
 
 @triton.jit

@@ -101,21 +101,27 @@ class GradientCall(NamedTuple):
 
     def _round_documents(self) -> GradientCall:
         """Return the call with documents rounded to fp16, and their scales."""
-        D, scale = self._round_rows(self.documents, None, self.up.K, self.up.Ld)
+        D, scale = self._round_rows(self.documents, None, self.up.K, self.up.Ld, 1)
         return self._replace(documents=make_document_args(D, None), up=self.up._replace(scale=scale))
 
     def round_queries(self) -> GradientCall:
         """Return the call with query rows rounded to fp16, and their scales as norms, for sums over query rows."""
         Q, up = self.queries, self.up
-        rounded, scale = self._round_rows(make_document_args(Q.ptr, None), up.norms, up.Nq, up.Lq)
+        rounded, scale = self._round_rows(make_document_args(Q.ptr, None), up.norms, up.Nq, up.Lq, 1)
         rows = Q._replace(ptr=rounded, stride_n=up.Lq * self.d, stride_l=self.d, stride_d=1)
         return self._replace(queries=rows, up=up._replace(norms=scale))
 
-    def _round_rows(self, X: DocumentArgs, norms: Tensor | None, K: int, L: int) -> tuple[Tensor, Tensor]:
-        """Return rows `[K, L, d]` in fp16, and their scales `[K, L]`, times `norms`."""
-        rounded = X.ptr.new_empty((K, L, self.d), dtype=torch.float16)
+    def split_queries(self) -> GradientCall:
+        """Return the call with the fp16 terms of query rows, and their scales as norms, for exact sums over rows."""
+        up = self.up
+        terms, scale = self._round_rows(make_document_args(self.queries.ptr, None), up.norms, up.Nq, up.Lq, 2)
+        return self._replace(up=up._replace(norms=scale, terms=terms))
+
+    def _round_rows(self, X: DocumentArgs, norms: Tensor | None, K: int, L: int, terms: int) -> tuple[Tensor, Tensor]:
+        """Return rows `[K, L, terms * d]` in fp16, and their scales `[K, L]`, times `norms`."""
+        rounded = X.ptr.new_empty((K, L, terms * self.d), dtype=torch.float16)
         scales = X.ptr.new_empty((K, L))
-        launch = backward_configs.configure_rounding(self.kind)
+        launch = backward_configs.configure_rounding(self.kind, terms)
         grid = check_grid(cdiv(K * L, launch.config.BM))
         self.run(maxsim_round_rows, grid, (X, norms, rounded, scales, K * L, L, self.d), launch)
         return rounded, scales

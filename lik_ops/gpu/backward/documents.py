@@ -39,6 +39,9 @@ _SORT_BYTES_PER_ROW = 36
 # groups of BN hit tokens: at most rows / BN products for each step, and one more for each program.
 _MIN_TOKENS_PER_ROW = 4
 _MIN_PROGRAM_TOKENS, _MAX_PROGRAM_TOKENS = 64, 1024  # document tokens of a program if the document has few query rows
+# fp32 query rows are split into two fp16 terms from so many rows of a document on, for each of its tokens, and from so
+# many documents on. For fewer rows, the largest coefficients of tokens cost as much as the faster products save.
+_MIN_SPLIT_ROWS_PER_TOKEN, _MIN_SPLIT_DOCUMENTS = 6, 4
 
 
 def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
@@ -62,15 +65,18 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
 
 def _configure(call: GradientCall, pieces: bool) -> LaunchConfig:
     """Return the launch of `maxsim_grad_documents`, whose lists are split over several programs if `pieces`."""
-    is_long = call.up.Ld >= backward_configs.MIN_LONG_DOCUMENT_TOKENS
-    return backward_configs.configure_documents(call.kind, flat=call.flat, pieces=pieces, long=is_long)
+    is_long, is_split = call.up.Ld >= backward_configs.MIN_LONG_DOCUMENT_TOKENS, call.up.terms is not None
+    return backward_configs.configure_documents(call.kind, flat=call.flat, pieces=pieces, long=is_long, split=is_split)
 
 
 def _sum_listed(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
     """Launch the argmax lists and their sums, for as many documents at a time as the lists have room for."""
     query_bytes = call.queries.ptr.nbytes
     call = call.add_norms()
-    call = call.round_queries() if call.tf32 else call
+    if call.tf32:
+        call = call.round_queries()
+    elif _should_split_queries(call, rows):
+        call, query_bytes = call.split_queries(), query_bytes // 2  # the terms are as large as the gradient
     up, launch = call.up, _configure(call, pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
     listing = backward_configs.configure_buckets(call.arch, launch, rows)
@@ -101,6 +107,15 @@ def _sum_listed(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> No
         else:
             _bucket_argmax(call, listing, lists, rows, documents)
         _sum_tiles(call, launch, lists, rows, PartialSumArgs(sums, cdiv(rows, split_count)), documents, grad_D)
+
+
+def _should_split_queries(call: GradientCall, rows: int) -> bool:
+    """Return whether sums over exact fp32 rows take less time with rows of two fp16 terms. Measured on sm_90."""
+    kind, up = call.kind, call.up
+    is_short = up.Ld < backward_configs.MIN_LONG_DOCUMENT_TOKENS  # else tiles are too large for two sums
+    can_split = not kind.half and kind.has_vector_loads and kind.arch.has_sm90_path
+    is_faster = up.K >= _MIN_SPLIT_DOCUMENTS and rows >= _MIN_SPLIT_ROWS_PER_TOKEN * up.Ld
+    return can_split and is_short and is_faster
 
 
 def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
@@ -154,7 +169,7 @@ def _sort_argmax(call: GradientCall, BN: int, lists: TileBucketArgs, rows: int, 
 
 def _bucket_argmax(call: GradientCall, launch: LaunchConfig, lists: TileBucketArgs, rows: int, documents: int) -> None:
     """Launch the counting sort of the argmax by token tile."""
-    grid, up = check_grid(documents * lists.blocks), call.up._replace(norms=None, scale=None)  # neither is read
+    grid, up = check_grid(documents * lists.blocks), call.up._replace(norms=None, terms=None, scale=None)  # not read
     if lists.blocks > 1:
         call.run(maxsim_count_argmax, grid, (up, lists, rows), launch)
         config = launch.config._replace(BM=min(launch.config.BM, 1024))

@@ -133,10 +133,10 @@ def configure_query_gradients(
 
 
 @_cached
-def configure_rounding(kind: KernelKey) -> LaunchConfig:
-    """Return the launch of `maxsim_round_rows`."""
+def configure_rounding(kind: KernelKey, terms: int) -> LaunchConfig:
+    """Return the launch of `maxsim_round_rows` for rows of one or two fp16 terms."""
     BD = min(max(next_power_of_2(kind.d), 16), 256)
-    return LaunchConfig(kind.config(max(4096 // BD, 16), 1, BD), num_warps=4, num_stages=1)
+    return LaunchConfig(kind.config(max(4096 // BD, 16), 1, BD, FP32_TERMS=terms), num_warps=4, num_stages=1)
 
 
 @_cached
@@ -186,6 +186,7 @@ class _DocumentsCall(NamedTuple):
     shared: bool = False
     listed: bool = False
     single: bool = False  # a pair has one query
+    split: bool = False  # fp32 rows are read as fp16 terms
 
     @property
     def has_large_tiles(self) -> bool:
@@ -237,11 +238,18 @@ _DOCUMENTS_OVERRIDES = (
         change={"BM": 128, "num_stages": 2},
         reason="three CTAs per SM hide latency, so long steps with fewer barriers for each row beat stages",
     ),
+    Override(
+        when=lambda call, x: call.split and call.kind.arch != INTERPRETER,
+        change={"BM": 64, "num_stages": 2},
+        reason="the terms of 64 rows and their products leave room for three CTAs",
+    ),
 )
 
 
 @_cached
-def configure_documents(kind: KernelKey, *, flat: bool, pieces: bool, long: bool = False) -> LaunchConfig:
+def configure_documents(
+    kind: KernelKey, *, flat: bool, pieces: bool, long: bool = False, split: bool = False
+) -> LaunchConfig:
     """Return the launch of the one-hot product of BN document tokens and BM query rows a step.
 
     Args:
@@ -250,10 +258,11 @@ def configure_documents(kind: KernelKey, *, flat: bool, pieces: bool, long: bool
         pieces: whether the list of rows is split over several programs.
         long: whether documents have at least `MIN_LONG_DOCUMENT_TOKENS` tokens. fp32 then uses the largest tiles that
             fit registers.
+        split: whether fp32 rows are read as two fp16 terms.
     """
     step = select_for(_DOCUMENTS_TABLE, kind)
     launch = step.launch(kind, 255, LANES=kind.arch.lanes, EVEN_ROW_STRIDE=flat)
-    return apply_overrides(_DOCUMENTS_OVERRIDES, _DocumentsCall(kind, flat, pieces, long), launch)
+    return apply_overrides(_DOCUMENTS_OVERRIDES, _DocumentsCall(kind, flat, pieces, long, split=split), launch)
 
 
 @_cached

@@ -22,6 +22,8 @@ MODULES = [
     "gpu/test_capture",
     "families/chamfer/test_chamfer",
     "gpu/backward/test_packed_buckets",
+    "gpu/backward/test_split_rows",
+    "gpu/backward/test_tf32",
     "gpu/backward/test_long_documents",
     "families/soft/test_soft",
     "families/head/test_head",
@@ -39,6 +41,7 @@ MODULES = [
     "gpu/forward/test_token_norms",
     "gpu/forward/test_sum_parts",
     "gpu/forward/test_splits",
+    "gpu/forward/test_query_rotation",
     "families/soft/test_soft_splits",
     "families/pooling/test_pooling_kernels",
 ]

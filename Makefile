@@ -19,7 +19,9 @@ COMPILED := $(AOT) $(addprefix tests/,gpu/test_fallback.py gpu/test_launcher.py 
 INTERPRETED := tests/gpu/test_interpreter.py
 # Kernels, compiled and in the interpreter, take two fifths of all tests' time; csrc_triton, its callers and Triton change them.
 KERNELS := $(AOT) $(INTERPRETED)
-TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS))
+# They run a model for a minute and a half. If it is not installed, they are skipped.
+REAL := tests/examples/test_real_model.py
+TEST := -m "not gpu and not slow" tests opcheck $(addprefix --ignore=,$(KERNELS) $(REAL))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-kernels test-all test-gpu test-oldest test-newest test-triton test-compiled test-hosts test-real hub release-check lint format docs bench bench-gate bench-gate-test host-gate host-record figures dashboard clean
@@ -132,7 +134,7 @@ test-hosts:
 
 # Offline, so that a test that would download a model fails.
 test-real: $(VENV)/.stamp-real
-	@HF_HUB_OFFLINE=1 $(PYTEST) $(addprefix tests/examples/test_,evaluate.py evaluate_hosts.py real_model.py)
+	@HF_HUB_OFFLINE=1 $(PYTEST) $(REAL) $(addprefix tests/examples/test_,evaluate.py evaluate_hosts.py)
 
 hub: $(VENV)/.stamp-hub
 	@$(BIN)/python hub/layout.py

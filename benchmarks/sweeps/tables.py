@@ -376,7 +376,7 @@ def soft_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
 
 # backward: (BM, BN, warps, stages, registers) of the gradients, (BM, warps) of the lists of bucketed rows, and
 # (BN, tokens of a program, warps) of the sparse kernel. Long documents with few rows compare the kernel that sums hit
-# tokens, with each tile, to the kernel that sums all tokens.
+# tokens, with each tile, to the kernel that sums all tokens. fp32 compares three TF32 products to fp16 terms.
 GATHER_TILES = (
     *((8, 16, 4, None, registers) for registers in (128, 112)),
     *((8, 4, 4, None, 64), (16, 8, 4, None, 128), (4, 16, 2, None, 128)),
@@ -386,6 +386,10 @@ PRODUCT_TILES = (
     *((64, 32, 4, 3, 168), (128, 16, 4, 3, 168)),
 )
 FP32_PRODUCT_TILES = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
+FP32_TERMS = {
+    "TF32 products": {"gpu.backward.documents._MIN_SPLIT_DOCUMENTS": put(2**31)},
+    "fp16 terms": {"gpu.backward.documents._MIN_SPLIT_ROWS_PER_TOKEN": put(0)},
+}
 LISTS = ((1024, 4), (512, 2))
 SPARSE_TILES = ((32, 1024, 4), (16, 1024, 4), (32, 512, 4), (32, 256, 4), (32, 1024, 8), (32, 1024, 2))
 LONG_TILES = (128, 256, 512)
@@ -396,6 +400,9 @@ _BACKWARD_CASES = (
     Case("candidates", 256, 16, 32, 1024, candidates=True),
     Case("small", 32, 32, 32, 300),
     Case("small fp32", 64, 64, 32, 180, dtype="float32"),
+    Case("in-batch 256 fp32", 256, 256, 32, 300, dtype="float32"),
+    Case("in-batch long fp32", 128, 128, 32, 1024, dtype="float32"),
+    Case("pages fp32", 16, 16, 1024, 1024, dtype="float32"),
     Case("long", 16, 32, 32, 8192),
     Case("long few", 8, 16, 32, 2048),
 )
@@ -436,8 +443,9 @@ def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
         every = {"all tokens": {"gpu.backward.documents._MIN_TOKENS_PER_ROW": put(10**9)}}
         chooser = "gpu.tuning.backward_configs.choose_long_tile_tokens"
         return every | {f"tiles of {n}": {chooser: put(lambda *_, n=n: n)} for n in LONG_TILES}
+    terms = FP32_TERMS if part == "documents" and shape.dtype == "float32" else {}
     if kind != "uniform":
-        return {}
+        return terms
 
     def tiles(name: str, choices: tuple) -> dict[str, Patches]:
         return {str(c): {f"{table}_{name}": change(*c[2:], BM=c[0], BN=c[1])} for c in choices}
@@ -452,7 +460,7 @@ def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
             for BN, tokens, warps in SPARSE_TILES
         }
     lists = {f"lists {BM} x {warps}": {f"{table}_buckets": change(warps, 1, BM=BM)} for BM, warps in LISTS}
-    return tiles("documents", PRODUCT_TILES if shape.dtype == "bfloat16" else FP32_PRODUCT_TILES) | lists
+    return terms | tiles("documents", PRODUCT_TILES if shape.dtype == "bfloat16" else FP32_PRODUCT_TILES) | lists
 
 
 SWEEPS = {

@@ -387,7 +387,7 @@ PRODUCT_TILES = (
 )
 FP32_PRODUCT_TILES = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
 FP32_TERMS = {
-    "TF32 products": {"gpu.backward.documents._MIN_SPLIT_DOCUMENTS": put(2**31)},
+    "TF32 products": {"gpu.backward.documents._MIN_SPLIT_ROWS_PER_TOKEN": put(2**31)},
     "fp16 terms": {"gpu.backward.documents._MIN_SPLIT_ROWS_PER_TOKEN": put(0)},
 }
 LISTS = ((1024, 4), (512, 2))

@@ -282,6 +282,26 @@ def test_recompute_in_parts_gives_the_same_bits(place, layout, monkeypatch):
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("sizes", [("cross", 8, 6, 16), ("candidates", 6, 2, 128)], ids=lambda sizes: sizes[0])
+@pytest.mark.parametrize("splits", [False, True])
+def test_recompute_in_parts_sums_the_same_pieces(place, sizes, splits, monkeypatch):
+    """The lists of many documents are not cut into pieces, and fp32 rows of many bytes are not split.
+
+    A part of a call has fewer documents, and maybe fewer query rows.
+    """
+    layout, Nq, K, Lq = sizes
+    p = Problem(layout, Nq, K, Lq, 20, 16, torch.float32, None, None, True, False, "normal")
+    lists = {"MIN_BUCKETED_ROWS": 64, "_MIN_UNSPLIT_DOCUMENTS": 5, "_MIN_SPLIT_ROWS": 32}
+    _patch_constants(monkeypatch, **lists, _MAX_ARGMAX_BYTES=3 * 128 * 2, _MAX_TERM_BYTES=4 * Nq * Lq * 16 - 1 + splits)
+    x = build(p, place.device)
+    with place.use():
+        upstream = torch.randn_like(score(p, x))
+        kept = _gradients(p, x, upstream, backward="lowmem")[1]
+        again = _gradients(p, x, upstream, backward="lowmem", recompute=True)[1]
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS if not INTERPRETING else ("cross",))
 def test_lowmem_is_bitwise_reproducible(place, layout):
     for dtype in place.dtypes if not INTERPRETING else place.dtypes[:1]:

@@ -41,6 +41,7 @@ class GradientCall(NamedTuple):
     counts: DequantArgs | CodecDequantArgs | None = None  # of encoded documents
     encoding: Any = ""  # `KernelConfig.ENCODING`
     tf32: bool = False  # whether tokens are fp32 and PyTorch allows TF32
+    all_documents: int | None = None  # number of documents of the whole call if this call is a part of it
 
     @property
     def d(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -186,7 +187,8 @@ def _recompute_argmax(a: BackwardArgs) -> Gradients:
     """Return the gradients of `backward_lowmem` with an argmax that is recomputed in parts."""
     outputs = a.allocate_outputs()
     for part, targets in _iterate_parts(a, outputs):
-        call, (grad_Q, grad_D, grad_weight) = _make_call(part), select_needed(targets, part.needs)
+        call = _make_call(part)._replace(all_documents=math.prod(a.D.shape[:-2]))
+        grad_Q, grad_D, grad_weight = select_needed(targets, part.needs)
         call.write_query_gradients(grad_Q, grad_weight)
         if grad_D is not None:
             write_document_gradients(call, grad_D)

@@ -39,9 +39,11 @@ _SORT_BYTES_PER_ROW = 36
 # groups of BN hit tokens: at most rows / BN products for each step, and one more for each program.
 _MIN_TOKENS_PER_ROW = 4
 _MIN_PROGRAM_TOKENS, _MAX_PROGRAM_TOKENS = 64, 1024  # document tokens of a program if the document has few query rows
-# fp32 query rows are split into two fp16 terms from so many rows of a document on, for each of its tokens, and from so
-# many documents on. For fewer rows, the largest coefficients of tokens cost as much as the faster products save.
-_MIN_SPLIT_ROWS_PER_TOKEN, _MIN_SPLIT_DOCUMENTS = 6, 4
+# Query rows for each token of a document from which on fp32 rows are split into two fp16 terms. For fewer rows, finding
+# the largest coefficient of each token costs as much as the faster products save. The number of documents does not
+# matter, so that a gradient has the same bits in a call for some of the documents.
+_MIN_SPLIT_ROWS_PER_TOKEN = 6
+_MAX_TERM_BYTES = 8 * 2**20  # fp16 terms of query rows, which take the room of lists
 
 
 def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
@@ -70,36 +72,44 @@ def _configure(call: GradientCall, pieces: bool) -> LaunchConfig:
 
 
 def _sum_listed(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:
-    """Launch the argmax lists and their sums, for as many documents at a time as the lists have room for."""
-    query_bytes = call.queries.ptr.nbytes
+    """Launch the argmax lists and their sums, for as many documents at a time as the lists have room for.
+
+    The whole call decides how lists are cut into pieces. A part of a call has the same bits.
+    """
+    all_documents = call.all_documents or count
+    query_rows = rows * all_documents // call.up.K if call.candidates else rows
+    query_bytes, term_bytes = query_rows * call.d * call.queries.ptr.element_size(), 0
     call = call.add_norms()
     if call.tf32:
         call = call.round_queries()
-    elif _should_split_queries(call, rows):
-        call, query_bytes = call.split_queries(), query_bytes // 2  # the terms are as large as the gradient
+    elif _should_split_queries(call, rows, query_bytes):
+        call, term_bytes = call.split_queries(), query_bytes
     up, launch = call.up, _configure(call, pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
     listing = backward_configs.configure_buckets(call.arch, launch, rows)
     is_sorted = (
         tiles >= _MIN_SORTED_TILES
         and rows >= _MIN_SORTED_ROWS
-        and _SORT_BYTES_PER_ROW * rows * count <= _MAX_BUCKET_BYTES
+        and _SORT_BYTES_PER_ROW * rows * all_documents <= _MAX_BUCKET_BYTES
     )
     blocks = 1 if is_sorted else cdiv(rows, listing.config.BM)
     # An argmax has 2 or 4 bytes, and a list entry has 4. The query gradient is not allocated yet. If the lists are no
     # larger than the argmax and this gradient, a training step needs no more memory than with a 4-byte argmax without
     # lists.
-    room = min(_MAX_BUCKET_BYTES, max(up.argmax.nbytes + query_bytes, _MAX_BUCKET_BYTES // 4))
-    step = max(1, min(count, room // (4 * (rows + tiles * blocks + 1))))
-    step = cdiv(count, cdiv(count, step))
+    argmax_bytes = up.argmax.element_size() * rows * all_documents
+    room = max(argmax_bytes + query_bytes - term_bytes // 2, _MAX_BUCKET_BYTES // 4)
+    room = min(room, _MAX_BUCKET_BYTES - term_bytes)
+    step = max(1, min(all_documents, room // (4 * (rows + tiles * blocks + 1))))
+    step = cdiv(all_documents, cdiv(all_documents, step))
     slot_bytes = 4 * launch.config.BN * call.d
     split_count = _count_splits(step, rows, slot_bytes)
     if is_sorted:
         split_count = min(split_count, cdiv(_MAX_PROGRAMS, step * tiles))
     launch = _configure(call, pieces=split_count > 1)
     allocate = partial(torch.empty, device=grad_D.device)
-    starts, entries = (allocate(step * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
-    sums = allocate(step * 2 * split_count * slot_bytes // 4, dtype=torch.float32) if split_count > 1 else None
+    listed = min(step, count)
+    starts, entries = (allocate(listed * n, dtype=torch.int32) for n in (tiles * blocks + 1, rows))
+    sums = allocate(listed * 2 * split_count * slot_bytes // 4, dtype=torch.float32) if split_count > 1 else None
     for first in range(0, count, step):
         lists, documents = TileBucketArgs(entries, starts, first, blocks, tiles), min(step, count - first)
         if is_sorted:
@@ -109,13 +119,13 @@ def _sum_listed(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> No
         _sum_tiles(call, launch, lists, rows, PartialSumArgs(sums, cdiv(rows, split_count)), documents, grad_D)
 
 
-def _should_split_queries(call: GradientCall, rows: int) -> bool:
+def _should_split_queries(call: GradientCall, rows: int, query_bytes: int) -> bool:
     """Return whether sums over exact fp32 rows take less time with rows of two fp16 terms. Measured on sm_90."""
     kind, up = call.kind, call.up
     is_short = up.Ld < backward_configs.MIN_LONG_DOCUMENT_TOKENS  # else tiles are too large for two sums
     can_split = not kind.half and kind.has_vector_loads and kind.arch.has_sm90_path
-    is_faster = up.K >= _MIN_SPLIT_DOCUMENTS and rows >= _MIN_SPLIT_ROWS_PER_TOKEN * up.Ld
-    return can_split and is_short and is_faster
+    fits = query_bytes <= _MAX_TERM_BYTES  # terms have as many bytes
+    return can_split and is_short and fits and rows >= _MIN_SPLIT_ROWS_PER_TOKEN * up.Ld
 
 
 def _sum_sparse(call: GradientCall, rows: int, count: int, grad_D: Tensor) -> None:

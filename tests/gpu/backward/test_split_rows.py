@@ -50,7 +50,7 @@ def check(place, given, monkeypatch):
     expected, magnitude = sum_rows(given)
     found = gradient(place, given)
     assert bool(((found - expected).abs() <= ERROR * magnitude + 2.0**-126).all())
-    monkeypatch.setattr(documents, "_MIN_SPLIT_DOCUMENTS", 2**30)
+    monkeypatch.setattr(documents, "_MIN_SPLIT_ROWS_PER_TOKEN", 2**30)
     from lik_ops.gpu import backend
 
     backend.forget()

@@ -17,7 +17,7 @@ below 2^-28 of the largest, its term hi is NaN, and its scale is `norms[r]`. The
 import triton
 import triton.language as tl
 
-from ..common.fp32 import FP16_LOW_SCALE
+from ..common.fp32 import split_to_fp16
 from ..common.primitives import load_rows, locate_numbered_tokens
 from .documents.sums import compute_scales, finite_abs
 
@@ -63,10 +63,8 @@ def maxsim_round_rows(X, norms, out, scales, rows, L, d, C: tl.constexpr):
             x = load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS)
         targets = out + r.to(tl.int64)[:, None] * (C.FP32_TERMS * d) + columns[None, :]
         mask = ok[:, None] & (columns < d)[None, :]
-        y = x * scale[:, None]
-        hi = y.to(tl.float16)
+        hi, lo = split_to_fp16(x * scale[:, None])
         if C.FP32_TERMS == 2:
-            lo = ((y - hi.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
             tl.store(targets + d, lo, mask=mask)
             hi = tl.where(is_exact[:, None], hi, tl.full((1, 1), float("nan"), tl.float16))
         tl.store(targets, hi, mask=mask)

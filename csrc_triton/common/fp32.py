@@ -77,6 +77,13 @@ def find_exact_rows(x, TERMS: tl.constexpr):
 
 
 @triton.jit
+def split_to_fp16(y):
+    """Return fp16 values hi and lo with ``y = hi + lo / FP16_LOW_SCALE``, for `y` within the range of fp16."""
+    hi = y.to(tl.float16)
+    return hi, ((y - hi.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
+
+
+@triton.jit
 def split_rows(x, TERMS: tl.constexpr):
     """Split rows into fp16 terms.
 
@@ -86,10 +93,9 @@ def split_rows(x, TERMS: tl.constexpr):
     """
     is_exact, is_zero, exponent = _classify_rows(x, TERMS)
     y = x * (exponent * -1 + _SCALE_UP_BITS).to(tl.float32, bitcast=True)[:, None]
-    hi = y.to(tl.float16)
-    lo = hi
-    if TERMS == 2:
-        lo = ((y - hi.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
+    hi, lo = split_to_fp16(y)
+    if TERMS == 1:
+        lo = hi
     return (
         (hi, lo),
         ((exponent - _SCALE_EXPONENT_BITS) & _MAGNITUDE_MASK).to(tl.float32, bitcast=True),

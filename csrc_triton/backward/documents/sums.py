@@ -37,7 +37,7 @@ Invariants:
 import triton
 import triton.language as tl
 
-from ...common.fp32 import FP16_LOW_SCALE
+from ...common.fp32 import FP16_LOW_SCALE, split_to_fp16
 from ...common.primitives import load_rows
 from ..arguments import TileSum
 
@@ -145,9 +145,7 @@ def _add_term_products(sums, terms, rows, coefficient, scale, C: tl.constexpr):
 
     The high and low parts of a token are two columns of a product.
     """
-    scaled = coefficient * tl.gather(scale, tl.maximum(rows.token, 0), axis=0)
-    high = scaled.to(tl.float16)
-    low = ((scaled - high.to(tl.float32)) * FP16_LOW_SCALE).to(tl.float16)
+    high, low = split_to_fp16(coefficient * tl.gather(scale, tl.maximum(rows.token, 0), axis=0))
     m = tl.arange(0, 2 * C.BN)
     part = tl.where((m % 2 == 0)[:, None], high[None, :], low[None, :])
     one_hot = tl.trans(tl.where(rows.token[None, :] == (m // 2)[:, None], part, tl.full((1, 1), 0, tl.float16)))

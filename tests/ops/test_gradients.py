@@ -264,6 +264,11 @@ def test_half_gradients_are_the_fp32_sums_rounded_once(place, way, scale, monkey
         assert error < {torch.float16: 3e-4, torch.bfloat16: 2e-3}[dtype], f"{dtype} at {scale}: {error}"
 
 
+def _keep_and_recompute(p, x, upstream, backward="lowmem"):
+    """Return the gradients with a kept argmax and with one that is computed again."""
+    return [_gradients(p, x, upstream, backward=backward, recompute=r)[1] for r in (False, True)]
+
+
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("layout", ["cross", "candidates"])
 def test_recompute_in_parts_gives_the_same_bits(place, layout, monkeypatch):
@@ -272,11 +277,9 @@ def test_recompute_in_parts_gives_the_same_bits(place, layout, monkeypatch):
     x = build(p, place.device)
     with place.use():
         upstream = torch.randn_like(score(p, x))
-        kept = _gradients(p, x, upstream, backward="lowmem")[1]
-        again = _gradients(p, x, upstream, backward="lowmem", recompute=True)[1]
+        kept, again = _keep_and_recompute(p, x, upstream)
         assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
-        kept = _gradients(p, x, upstream, backward="unified")[1]
-        again = _gradients(p, x, upstream, backward="unified", recompute=True)[1]
+        kept, again = _keep_and_recompute(p, x, upstream, "unified")
         for a, b in zip(kept, again, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -296,8 +299,7 @@ def test_recompute_in_parts_sums_the_same_pieces(place, sizes, splits, monkeypat
     x = build(p, place.device)
     with place.use():
         upstream = torch.randn_like(score(p, x))
-        kept = _gradients(p, x, upstream, backward="lowmem")[1]
-        again = _gradients(p, x, upstream, backward="lowmem", recompute=True)[1]
+        kept, again = _keep_and_recompute(p, x, upstream)
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 

@@ -1,6 +1,8 @@
 """Test what a compiled kernel assumes of its arguments, that this holds for every call, and how it is launched."""
 
 import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -266,6 +268,29 @@ def test_missing_triton_attributes_warn_and_disable_direct_launch(monkeypatch, c
     with caplog.at_level(logging.WARNING, logger="lik_ops"):
         assert launcher.CompiledKernel(Compiled(), 0).direct is None
     assert "not as expected" in caplog.text
+
+
+def test_threads_do_not_exchange_launch_functions(monkeypatch):
+    """Like Triton 3.6, `SharedModule` reads the launch function of a kernel from a module that other kernels change."""
+    module = SimpleNamespace()
+
+    class SharedModule:
+        metadata = None
+
+        def __init__(self, number):
+            self.number = number
+
+        @property
+        def run(self):
+            module.launch = self.number
+            time.sleep(0.005)
+            return SimpleNamespace(launch=module.launch, global_scratch_size=0, profile_scratch_size=0)
+
+    factories = (lambda compiled: compiled.run.launch), lambda: None
+    monkeypatch.setattr(triton_versions, "DIRECT_LAUNCHERS", {triton_versions.get_triton_release(): factories})
+    with ThreadPoolExecutor(8) as pool:
+        bound = list(pool.map(lambda n: launcher.CompiledKernel(SharedModule(n), 0), range(16)))
+    assert [kernel.direct for kernel in bound] == list(range(16))
 
 
 def test_launch_hooks_are_detected():

@@ -238,6 +238,11 @@ def warn_fallback(error: KernelCompileError, instead: str) -> None:
 fallback_messages: dict[str, str] = {}  # warnings issued, by kernel
 
 
+# Triton 3.6 builds a Python extension module for each launch function, and all have one name. If Python loads a file of
+# this name again, it changes the newest module in place, which another thread may be about to read.
+_load_lock = threading.Lock()
+
+
 class CompiledKernel:
     """A kernel compiled for arguments of one description on one device.
 
@@ -254,7 +259,8 @@ class CompiledKernel:
         self._descriptor_metadata: list = []
         if triton_versions.launches_directly():
             try:
-                self._prepare_direct_launch()
+                with _load_lock:
+                    self._prepare_direct_launch()
             except (AttributeError, ImportError, KeyError) as error:
                 _log.warning("triton %s is not as expected, launches are slower: %r", triton.__version__, error)
 

@@ -11,10 +11,10 @@ A call is also timed next to compositions of other functions with the same score
 long as a composition, both are measured again in more rounds. If the figure stays, the script lists the call and
 exits with status 1.
 
-Times are median device times, each call on a flushed L2 cache. Kernels are compiled in threads first, for at most
-`--first` seconds, and only calls with compiled kernels are timed. No measurement starts after `--seconds`. The next run
-with the same output file, GPU, commit and draws continues with the calls that are missing. `make figures` draws
-``docs/images/cliffs.svg``.
+Times are median device times, each call on a flushed L2 cache. Kernels are compiled first, for at most `--first`
+seconds, in `--processes` and then in threads, and only calls with compiled kernels are timed. No measurement starts
+after `--seconds`. The next run with the same output file, GPU, commit and draws continues with the calls that are
+missing. `make figures` draws ``docs/images/cliffs.svg``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -37,7 +40,7 @@ import lik_ops
 from lik_ops import backends
 from lik_ops.ops.fast_path.eager import clear_call_caches
 
-from ..support import common, gpu
+from ..support import common, gpu, runs
 from .random_calls import CPU_SIZES, DTYPES, GPU_SIZES, NOT_DEMANDED, OPTIONS, Call, Prepared, draw_calls, prepare
 
 LIMIT = 1.05
@@ -94,6 +97,19 @@ def _find_kernels(call: Call, device: str, backend: Any) -> dict[tuple, tuple]:
         for function in (made.function, *made.compositions.values()):
             function()
     return backend.find_missing_kernels(launches)
+
+
+def compile_in_processes(count: int, end: float, argv: list[str]) -> None:
+    """Compile all kernels in `count` processes until `end`, so that Triton finds them in its cache.
+
+    `argv` are the arguments of this script. `end` is a time of the monotonic clock.
+    """
+    seconds = str(end - time.monotonic())
+    command = [sys.executable, "-m", "benchmarks.calls.cliffs", *argv, "--processes", "0", "--seconds", "0"]
+    with tempfile.TemporaryDirectory() as path:
+        parts = [["--part", str(n), str(count), "--first", seconds, "--out", f"{path}/{n}"] for n in range(count)]
+        silent = subprocess.DEVNULL
+        runs.wait([subprocess.Popen([*command, *part], stdout=silent, stderr=silent) for part in parts], end)
 
 
 def compile_first(calls: list[Call], device: str, end: float) -> list[Call]:
@@ -214,6 +230,8 @@ def name_of(record: dict[str, Any]) -> str:
 
 def measure_all(calls: list[Call], device: str, timers: tuple[Timer, Timer], results: Results, end: float) -> None:
     """Measure the calls until the monotonic clock says `end`."""
+    if time.monotonic() > end:
+        return
     if "rates" not in results.settings:
         results.settings["rates"] = measure_rates(timers[0], device)
     for n, call in enumerate(calls):
@@ -239,7 +257,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--rounds", type=int, default=7, help="timed calls (default 7), and three times as many for a second look")
     add("--seconds", type=float, default=400, help="no measurement starts later (default 400)")
-    add("--first", type=float, default=200, metavar="SECONDS", help="time for compiling in threads (default 200)")
+    add("--first", type=float, default=200, metavar="SECONDS", help="time for compiling (default 200)")
+    add("--processes", type=int, default=os.cpu_count(), help="that compile, for half of this time (default: cores)")
+    add("--part", type=int, nargs=2, default=(0, 1), metavar=("N", "COUNT"), help="only every COUNT-th call, from N on")
     add("--out", type=Path, default=common.RESULTS / "cliffs.json", help="default benchmarks/results/cliffs.json")
     add("--rehearse", action="store_true", help="small calls on the CPU, whose times are not judged")
     return parser.parse_args(argv)
@@ -251,13 +271,16 @@ def main(argv: list[str] | None = None) -> int:
     args, begin = parse(argv), time.monotonic()
     device, sizes = ("cpu", CPU_SIZES) if args.rehearse else ("cuda", GPU_SIZES)
     make_timer = HostTimer if args.rehearse else gpu.Timer
-    drawn = list(draw_calls(args.seed, args.calls, args.kinds, sizes))
+    drawn = list(draw_calls(args.seed, args.calls, args.kinds, sizes))[args.part[0] :: args.part[1]]
     results = Results(args.out, {name: getattr(args, name) for name in ("seed", "kinds", "rounds")})
     known = {record["number"] for record in results.found}
     missing = [call for call in drawn if call.number not in known]
     print(f"{len(missing)} of {len(drawn)} calls are not measured yet", flush=True)
     before = torch.backends.cuda.matmul.fp32_precision
     try:
+        if device == "cuda" and missing and args.processes:
+            compile_in_processes(args.processes, begin + args.first / 2, sys.argv[1:] if argv is None else argv)
+            print(f"compiled in processes in {time.monotonic() - begin:.0f} s", flush=True)
         with lik_ops.norm_warning(False):
             ready = compile_first(missing, device, begin + args.first)
             print(f"kernels of {len(ready)} calls compiled in {time.monotonic() - begin:.0f} s", flush=True)

@@ -161,14 +161,14 @@ CALLS = {
         partial(quantized_call, "binary", "token", normalize=True),
         ["maxsim_unit_counts", TERMS, RAGGED],
     ),
-    "step": (step, [RING, "maxsim_grad_documents", "maxsim_grad_queries"]),
+    "step": (step, [RING, "maxsim_list_argmax", "maxsim_grad_documents", "maxsim_grad_queries"]),
     "step, atomics": (
         partial(step, backward="unified"),
         [RING, "maxsim_scatter", "maxsim_finish", "maxsim_finish"],
     ),
     "step, int8 kept": (
         partial(step, save="int8"),
-        [RING, "maxsim_keep_int8", "maxsim_grad_documents", "maxsim_grad_queries"],
+        [RING, "maxsim_keep_int8", "maxsim_list_argmax", "maxsim_grad_documents", "maxsim_grad_queries"],
     ),
     "soft step": (
         partial(step, function=lik_ops.maxsim_soft, temperature=0.5),
@@ -194,6 +194,7 @@ CALLS = {
             "maxsim_label_losses",
             "maxsim_count_labels",
             "maxsim_label_gradients",
+            "maxsim_list_argmax",
             "maxsim_grad_documents",
             "maxsim_grad_queries",
         ],

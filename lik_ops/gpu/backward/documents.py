@@ -57,11 +57,14 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     if rows < backward_configs.MIN_BUCKETED_ROWS and up.Ld >= _MIN_TOKENS_PER_ROW * rows:
         _sum_hit_tokens(call, rows, count, grad_D)
         return
-    if backward_configs.MIN_BUCKETED_ROWS <= rows <= backward_configs.MAX_BUCKETED_ROWS:
+    launch = _configure(call, pieces=False)
+    tiles = cdiv(up.Ld, launch.config.BN)
+    unlisted_bytes = tiles * rows * call.d * call.queries.ptr.element_size()
+    is_listed = rows >= backward_configs.MIN_BUCKETED_ROWS or unlisted_bytes >= backward_configs.MIN_REREAD_BYTES
+    if is_listed and rows <= backward_configs.MAX_BUCKETED_ROWS:
         _sum_listed(call, rows, count, grad_D)
         return
-    launch = _configure(call, pieces=False)
-    lists = TileBucketArgs(None, None, 0, 1, cdiv(up.Ld, launch.config.BN))
+    lists = TileBucketArgs(None, None, 0, 1, tiles)
     _sum_tiles(call, launch, lists, rows, PartialSumArgs(None, rows), count, grad_D)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..core.segments import PackedArgs
@@ -21,15 +22,16 @@ from .tuning import architectures, forward_configs, sm90_configs
 from .tuning.architectures import Architecture, KernelKey, LaunchConfig
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
-# Minimum mean length of documents that are split if there are few of them, and of normalized documents with at least
-# `_MIN_WIDE_FEATURES`.
+# Minimum mean length of documents that are split if there are few of them, of documents whose features take several
+# steps, in half precision and in fp32, and of normalized documents with at least `_MIN_WIDE_FEATURES`.
 _MIN_LONG_DOCUMENT_TOKENS, _MIN_WIDE_DOCUMENT_TOKENS = 2048, 1024
-_MIN_WIDE_FEATURES = 1024
+_MIN_STEPPED_HALF_TOKENS, _MIN_STEPPED_FP32_TOKENS = 512, 256
+_MAX_SINGLE_STEP_FEATURES, _MIN_WIDE_FEATURES = 128, 1024
 # Number of (row tile, document) pairs per SM up to which splitting documents is faster. WIDE is for programs that
-# normalize many features, and BUSY for others with much arithmetic. LARGE and SMALL are for memory-bound programs,
-# whose mean document has at least or less than `_MIN_LARGE_DOCUMENT_BYTES`. GLUON is for calls that a Gluon kernel
-# could serve. Measured on H100 and H200: `benchmarks/results/sweep_pairs.json`, and WIDE: docs/lab-book.md, "masks with
-# many features".
+# normalize many features or multiply fp32 features in several steps, and BUSY for others with much arithmetic. LARGE
+# and SMALL are for memory-bound programs, whose mean document has at least or less than `_MIN_LARGE_DOCUMENT_BYTES`.
+# GLUON is for calls that a Gluon kernel could serve. Measured on H100 and H200: `benchmarks/results/sweep_pairs.json`
+# and `sweep_wide_splits.json`, and norms: docs/lab-book.md, "masks with many features".
 _MAX_WIDE_PAIRS_PER_SM, _MAX_BUSY_PAIRS_PER_SM, _MAX_LARGE_PAIRS_PER_SM, _MAX_SMALL_PAIRS_PER_SM = 2.5, 1.0, 0.6, 0.4
 _MAX_GLUON_PAIRS_PER_SM = 0.25
 _MIN_LARGE_DOCUMENT_BYTES = 2**20
@@ -41,7 +43,7 @@ _MAX_DOCUMENT_SPLITS = 256
 _MAX_CTAS_PER_SM = 3
 # Partial results of the splits. With one flag for each split the workspace stays below 32 MiB.
 _MAX_SPLIT_WORKSPACE_BYTES = 28 * 2**20
-SHORT_DOCUMENTS_REASON = f"documents have fewer than {_MIN_LONG_DOCUMENT_TOKENS} tokens on average"
+SHORT_DOCUMENTS_REASON = "documents have too few tokens on average"
 
 
 class GenericChoice(NamedTuple):
@@ -121,10 +123,19 @@ def _normalizes_many_features(c: PackedArgs, normalize: bool) -> bool:
     return normalize and c.D.shape[-1] >= _MIN_WIDE_FEATURES
 
 
+def _takes_steps(c: PackedArgs, normalize: bool) -> bool:
+    """Return whether a call without `normalize` multiplies the features of a tile in several steps."""
+    return not normalize and c.D.shape[-1] > _MAX_SINGLE_STEP_FEATURES
+
+
 def has_long_documents(c: PackedArgs, normalize: bool) -> bool:
     """Return whether the mean document is long enough for `choose_document_splits`."""
-    is_wide = _normalizes_many_features(c, normalize)
-    return c.Td >= (_MIN_WIDE_DOCUMENT_TOKENS if is_wide else _MIN_LONG_DOCUMENT_TOKENS) * c.columns
+    tokens = _MIN_LONG_DOCUMENT_TOKENS
+    if _normalizes_many_features(c, normalize):
+        tokens = _MIN_WIDE_DOCUMENT_TOKENS
+    elif _takes_steps(c, normalize):
+        tokens = _MIN_STEPPED_FP32_TOKENS if c.D.dtype == torch.float32 else _MIN_STEPPED_HALF_TOKENS
+    return c.Td >= tokens * c.columns
 
 
 def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: Architecture) -> SplitChoice | str:
@@ -163,7 +174,7 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
 
 def _choose_max_pairs_per_sm(c: PackedArgs, normalize: bool, is_busy: bool) -> float:
     """Return the number of (row tile, document) pairs per SM up to which splitting documents is faster."""
-    if _normalizes_many_features(c, normalize):
+    if _normalizes_many_features(c, normalize) or (_takes_steps(c, normalize) and c.D.dtype == torch.float32):
         return _MAX_WIDE_PAIRS_PER_SM
     if is_busy:
         return _MAX_BUSY_PAIRS_PER_SM

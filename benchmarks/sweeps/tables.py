@@ -243,6 +243,80 @@ def narrow_tiles(case: Case) -> dict[str, Patches]:
     }
 
 
+# wide_fp32: tiles of fp32 tokens with more than 128 features, (rows, tokens, features, warps, stages), with TF32 and
+# exact. Some tiles spill with exact products.
+WIDE_FP32_SHAPES = (
+    *((Nq, 1000, 32, 300, 320) for Nq in (1, 4, 16)),
+    (64, 64, 32, 300, 320),
+    (32, 64, 1024, 300, 256),
+    (16, 200, 32, 1024, 1024),
+    (256, 8, 32, 2048, 1024),
+    (1, 8, 32, 512, 1024),
+    (32, 1, 8, 777, 1024),
+    (1, 200, 32, 1024, 2560),
+    (16, 16, 1024, 1024, 320),
+    (64, 1000, 32, 180, 768),
+)  # Nq, Nd, Lq, Ld, d
+WIDE_FP32_TILES = (
+    *((64, 64, 32, 4, stages) for stages in (3, 4)),
+    *((64, 128, 32, 4, 3), (64, 64, 64, 4, 2), (64, 64, 64, 4, 3)),
+    *((128, 64, 32, 8, stages) for stages in (3, 4)),
+    *((128, 128, 32, 8, stages) for stages in (3, 4)),
+    (128, 64, 64, 8, 2),
+    (128, 64, 64, 8, 3),
+)
+WIDE_FP32_FEW_TILES = ((32, 64, 32, 4, 3), (32, 128, 32, 4, 2))  # tokens are the first operand
+
+
+def wide_fp32_cases() -> dict[str, tuple[bool, Case]]:
+    found: dict[str, tuple[bool, Case]] = {}
+    for allowed, (Nq, Nd, Lq, Ld, d) in itertools.product((True, False), WIDE_FP32_SHAPES):
+        name = f"{'tf32' if allowed else 'exact'}, {Nq} x {Nd}, {Lq}/{Ld}, d {d}"
+        found[name] = allowed, Case(name, Nq, Nd, Lq, Ld, d=d, dtype="float32")
+    for d in (64, 128, 320):
+        name = f"normalize, 16 x 1000, 32/300, d {d}"
+        found[name] = False, Case(name, 16, 1000, 32, 300, d=d, dtype="float32", normalize=True)
+    return found
+
+
+def wide_fp32_call(case: tuple[bool, Case]) -> Call:
+    torch.backends.cuda.matmul.allow_tf32 = case[0]
+    return dense_call(case[1])
+
+
+def wide_fp32_tiles(case: tuple[bool, Case]) -> dict[str, Patches]:
+    rows = case[1].Nq * case[1].Lq
+
+    def patches(*tile: int, tokens_first: bool = False) -> Patches:
+        tiles = (TileConfig(*tile, tokens_first=tokens_first),)
+        return {_FORWARD: put(lambda *_: tiles), "gpu.tuning.forward_configs._FORWARD_OVERRIDES": put(())}
+
+    found = {str(tile): patches(*tile) for tile in WIDE_FP32_TILES if tile[0] <= max(64, 2 * rows)}
+    if case[1].normalize:
+        return {name: found[name] for name in ("(64, 64, 32, 4, 3)", "(64, 64, 32, 4, 4)", "(64, 64, 64, 4, 2)")}
+    if rows <= 32:
+        found |= {f"{tile}, tokens first": patches(*tile, tokens_first=True) for tile in WIDE_FP32_FEW_TILES}
+    return found | {"split": {"gpu.choose.has_long_documents": put(lambda *_: True)}}
+
+
+# wide_splits: whether a few documents of many features are worth splitting.
+WIDE_SPLIT_SHAPES = tuple(itertools.product((320, 1024), (1, 4, 32), (8, 32, 100, 300), (300, 1024)))  # d, Nq, Nd, Ld
+WIDE_SPLIT_SIDES = {
+    name: {
+        f"gpu.choose.{rule}": put(lambda *_, chosen=chosen: chosen) for rule in ("has_long_documents", "has_idle_sms")
+    }
+    for name, chosen in (("split", True), ("whole", False))
+}
+
+
+def wide_split_cases() -> dict[str, Case]:
+    return {
+        case.name: case
+        for dtype, (d, Nq, Nd, Ld) in itertools.product(("bfloat16", "float32"), WIDE_SPLIT_SHAPES)
+        for case in [Case(f"{dtype}, {Nq} x {Nd}, 32/{Ld}, d {d}", Nq, Nd, 32, Ld, d=d, dtype=dtype)]
+    }
+
+
 # pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
 _NEVER = 10**9
 _PER_SM, _WHOLE, _LARGE_D = (
@@ -379,13 +453,27 @@ def soft_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
 # tokens, with each tile, to the kernel that sums all tokens. fp32 compares three TF32 products to fp16 terms.
 GATHER_TILES = (
     *((8, 16, 4, None, registers) for registers in (128, 112)),
-    *((8, 4, 4, None, 64), (16, 8, 4, None, 128), (4, 16, 2, None, 128)),
+    *((8, 4, 4, None, 64), (16, 8, 4, None, 128), (4, 16, 2, None, 128), (8, 32, 4, None, 255), (4, 32, 2, None, 255)),
 )
 PRODUCT_TILES = (
     *((64, 16, 4, *rest) for rest in ((3, 168), (3, 128), (4, 168))),
     *((64, 32, 4, 3, 168), (128, 16, 4, 3, 168)),
 )
 FP32_PRODUCT_TILES = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
+# Tiles without lists, which read all of few query rows.
+FEW_ROWS_TILES = (
+    *((64, 32, 4, *rest) for rest in ((3, 168), (2, 168), (3, 255))),
+    *((64, 64, 4, 2, 255), (64, 64, 8, 2, 128), (64, 64, 8, 2, 168), (64, 128, 8, 2, 255), (128, 64, 8, 2, 128)),
+    *((128, 32, 4, 2, 168), (128, 32, 4, 2, 255)),
+)
+FEW_ROWS_FP32_TILES = (
+    (32, 32, 4, 2, 255),
+    (32, 32, 8, 2, 128),
+    (32, 64, 8, 2, 255),
+    (32, 64, 8, 1, 128),
+    (64, 32, 8, 2, 255),
+)
+_UNLISTED: Patches = {"gpu.tuning.backward_configs.MIN_REREAD_BYTES": put(2**62)}
 FP32_TERMS = {
     "TF32 products": {"gpu.backward.documents._MIN_SPLIT_ROWS_PER_TOKEN": put(2**31)},
     "fp16 terms": {"gpu.backward.documents._MIN_SPLIT_ROWS_PER_TOKEN": put(0)},
@@ -403,6 +491,18 @@ _BACKWARD_CASES = (
     Case("in-batch 256 fp32", 256, 256, 32, 300, dtype="float32"),
     Case("in-batch long fp32", 128, 128, 32, 1024, dtype="float32"),
     Case("pages fp32", 16, 16, 1024, 1024, dtype="float32"),
+    *(Case(f"in-batch {n}, d 320", n, n, 32, 300, d=320) for n in (64, 256)),
+    Case("in-batch 256, d 256", 256, 256, 32, 300, d=256),
+    *(Case(f"in-batch 64 fp32, d {d}", 64, 64, 32, 300, d=d, dtype="float32") for d in (256, 320)),
+    Case("pages, d 320", 16, 16, 1024, 1024, d=320),
+    *(Case(f"few rows, 4 x 1000, 64/128, d {d}", 4, 1000, 64, 128, d=d) for d in (128, 320)),
+    Case("few rows, 8 x 200, 32/300, d 128", 8, 200, 32, 300),
+    Case("few rows, 16 x 64, 32/180, d 128", 16, 64, 32, 180),
+    Case("few rows, 16 x 64, 32/180, d 320", 16, 64, 32, 180, d=320),
+    Case("few rows, 4 x 32, 128/180, d 512", 4, 32, 128, 180, d=512),
+    Case("few rows fp32, 64 x 256, 8/100, d 128", 64, 256, 8, 100, dtype="float32"),
+    Case("few rows fp32, 16 x 64, 32/180, d 128", 16, 64, 32, 180, dtype="float32"),
+    Case("few rows fp32, 8 x 200, 32/300, d 128", 8, 200, 32, 300, dtype="float32"),
     Case("long", 16, 32, 32, 8192),
     Case("long few", 8, 16, 32, 2048),
 )
@@ -451,7 +551,8 @@ def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
         return {str(c): {f"{table}_{name}": change(*c[2:], BM=c[0], BN=c[1])} for c in choices}
 
     if part == "queries":
-        return tiles("gather", GATHER_TILES)
+        limits = {f"{n} registers": {f"{table}_query_gradients": change(registers=n)} for n in (128, 168)}
+        return tiles("gather", GATHER_TILES) | limits
     if shape.candidates:
         most = "gpu.backward.documents._MAX_PROGRAM_TOKENS"
         changed = partial(change, stages=1, registers=255)
@@ -459,6 +560,9 @@ def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
             str((BN, tokens, warps)): {f"{table}_sparse_documents": changed(warps, BN=BN), most: put(tokens)}
             for BN, tokens, warps in SPARSE_TILES
         }
+    if shape.name.startswith("few rows"):
+        unlisted = tiles("documents", FEW_ROWS_TILES if shape.dtype == "bfloat16" else FEW_ROWS_FP32_TILES)
+        return {"no lists": _UNLISTED} | {name: patches | _UNLISTED for name, patches in unlisted.items()}
     lists = {f"lists {BM} x {warps}": {f"{table}_buckets": change(warps, 1, BM=BM)} for BM, warps in LISTS}
     return terms | tiles("documents", PRODUCT_TILES if shape.dtype == "bfloat16" else FP32_PRODUCT_TILES) | lists
 
@@ -469,6 +573,13 @@ SWEEPS = {
     "encoded": Sweep(encoded_cases, encoded_call, encoded_tiles),
     "turns": Sweep(turn_cases, turn_call, turn_alternatives),
     "narrow": Sweep(narrow_cases, dense_call, narrow_tiles),
+    "wide_fp32": Sweep(wide_fp32_cases, wide_fp32_call, wide_fp32_tiles, exact=False),
+    "wide_splits": Sweep(
+        wide_split_cases,
+        dense_call,
+        lambda case: WIDE_SPLIT_SIDES,
+        exact=False,
+    ),
     "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
     "head": Sweep(head_cases, head_call, head_tiles),
     "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),

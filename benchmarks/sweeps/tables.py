@@ -289,7 +289,7 @@ def wide_fp32_tiles(case: tuple[bool, Case]) -> dict[str, Patches]:
 
     def patches(*tile: int, tokens_first: bool = False) -> Patches:
         tiles = (TileConfig(*tile, tokens_first=tokens_first),)
-        return {_FORWARD: put(lambda *_: tiles), "gpu.tuning.forward_configs._FORWARD_OVERRIDES": put(())}
+        return {_FORWARD: put(lambda *_: tiles), "gpu.tuning.forward_configs._TF32_TILE": put(10**9)}
 
     found = {str(tile): patches(*tile) for tile in WIDE_FP32_TILES if tile[0] <= max(64, 2 * rows)}
     if case[1].normalize:

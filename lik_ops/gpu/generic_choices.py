@@ -97,10 +97,11 @@ def choose_generic(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Ar
     Nq, K, Lq, Ld = make_size_args(Q, D)
     documents = K * (Nq if candidates else 1)
     kind = KernelKey(arch, Q.dtype, Q.shape[-1], candidates, normalize, choose_offset_width(Q, D))
-    launch = forward_configs.configure_forward(
-        kind, Nq, Lq, tf32=is_tf32_allowed(Q.dtype), documents=documents, argmax=argmax
-    )
+    tf32 = is_tf32_allowed(Q.dtype)
+    launch = forward_configs.configure_forward(kind, Nq, Lq, tf32=tf32, documents=documents, argmax=argmax)
     reads_tiles = arch.has_descriptors and supports_descriptor(D)
+    if tf32 and not argmax:
+        launch = forward_configs.adjust_for_tf32(launch, kind, Nq, Ld, documents)
     if argmax:
         launch = forward_configs.adjust_for_argmax(launch, reads_tiles)
     elif not reads_tiles:
@@ -249,7 +250,8 @@ def choose_packed(
 def has_idle_sms(choice: Sm90Choice | RowMaximaChoice, Lq: int, Ld: int, arch: Architecture) -> bool:
     """Return whether a Gluon kernel has so few programs that splitting documents is faster.
 
-    Splitting uses the generic kernel, which is slower for long queries. Long queries need documents twice as long.
+    Splitting uses the generic kernel, which is slower for long queries. Long queries need documents twice as long. One
+    row tile of the large-d kernel is slow, and documents may be half as long.
 
     Args:
         choice: the choice of the Gluon kernel.
@@ -260,4 +262,6 @@ def has_idle_sms(choice: Sm90Choice | RowMaximaChoice, Lq: int, Ld: int, arch: A
     min_tokens = (
         _MIN_LONG_DOCUMENT_TOKENS if Lq <= sm90_configs.MAX_WHOLE_QUERY_TOKENS else 2 * _MIN_LONG_DOCUMENT_TOKENS
     )
+    if isinstance(choice, Sm90Choice) and choice.has_large_d and choice.row_tiles == 1:
+        min_tokens = _MIN_WIDE_DOCUMENT_TOKENS
     return Ld >= min_tokens and choice.programs < arch.processors * _MAX_GLUON_PAIRS_PER_SM

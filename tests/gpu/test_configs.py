@@ -36,6 +36,24 @@ def test_rows_per_query_do_not_depend_on_the_number_of_queries(arch, dtype):
             assert config.BM in (slot, most) or slot <= config.BM < 2 * max(slot * (1 if candidates else Nq), 64)
 
 
+def test_tf32_tiles_keep_the_rows_of_a_query():
+    """Sums of a query therefore keep their bits. Short documents, long queries, and few programs keep their tiles."""
+    arch = ARCHITECTURES["sm_90"]
+    large = set()
+    sizes = (1, 4, 16), (1, 20, 32, 64, 65, 300), (1, 64, 65, 300), (8, 1000), (160, 320, 1000), (False, True)
+    for Nq, Lq, Ld, documents, d, candidates in itertools.product(*sizes):
+        kind = KernelKey(arch, torch.float32, d, candidates, False, 0)
+        launch = forward_configs.configure_forward(kind, Nq, Lq, tf32=True, documents=documents)
+        found = forward_configs.adjust_for_tf32(launch, kind, Nq, Ld, documents)
+        C = found.config
+        assert C.ROWS_PER_QUERY == launch.config.ROWS_PER_QUERY and (C.BM == C.ROWS_PER_QUERY or not C.LONG_QUERIES)
+        if found != launch:
+            assert (C.BM, C.BN) == (128, 128) and not candidates and d % 16 == 0
+            large.add((Nq, Lq, Ld, documents))
+    assert {case[2:] for case in large} == {(65, 1000), (300, 1000)}
+    assert {case[:2] for case in large} == {(Nq, Lq) for Nq in (4, 16) for Lq in (20, 32, 64)}
+
+
 def test_tiles_of_a_rule_ascend():
     for rule in FORWARD_RULES:
         sizes = [(tile.rows, tile.documents) for tile in rule.value]

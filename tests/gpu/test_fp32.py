@@ -251,6 +251,28 @@ def test_tf32_error_is_comparable_to_torch(d):
         assert 1e-6 < norm(ours) <= 1.2 * norm(theirs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("q_mask", "d_mask", "q_weight")], ids=["plain", "options"])
+@pytest.mark.parametrize("Ld", [70, 128, 300])
+@pytest.mark.parametrize("Lq", [20, 64, 100])
+@pytest.mark.parametrize("d", [160, 320])
+def test_tf32_bits_do_not_depend_on_the_tile(d, Lq, Ld, options):
+    """Many queries and documents have larger tiles than one of each."""
+    Q, D = (torch.randn(n, L, d, device="cuda") for n, L in ((16, Lq), (200, Ld)))
+    x = {"q_mask": torch.rand(16, Lq, device="cuda") > 0.3, "d_mask": torch.rand(200, Ld, device="cuda") > 0.3}
+    x["q_weight"] = torch.rand(16, Lq, device="cuda")
+    x = {name: x[name] for name in options}
+
+    def part(i, k):
+        return {name: t[k : k + 1] if name == "d_mask" else t[i : i + 1] for name, t in x.items()}
+
+    with override_setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"):
+        scores, with_argmax = lik_ops.maxsim(Q, D, **x), lik_ops.maxsim_with_argmax(Q, D, **x)[0]
+        assert torch.equal(scores, with_argmax)
+        for i, k in ((0, 0), (7, 131), (15, 199)):
+            assert torch.equal(scores[i, k], lik_ops.maxsim(Q[i : i + 1], D[k : k + 1], **part(i, k))[0, 0])
+
+
 @pytest.mark.parametrize("place", TF32_PLACES, ids=str)
 def test_tf32_keeps_nan_and_infinity(place):
     odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7F800000], dtype=torch.int32).view(torch.float32)  # NaN, inf

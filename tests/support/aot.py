@@ -225,6 +225,8 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
             launch = replace(launch, config=launch.config._replace(SHORT_DOCUMENTS=True))
         if case.argmax:
             return forward_configs.adjust_for_argmax(launch, _reads_tiles(case, arch))
+        if case.tf32:
+            launch = forward_configs.adjust_for_tf32(launch, kind, case.Nq, 100 if case.short else 300, case.documents)
         if not _reads_tiles(case, arch):
             return launch.make_non_persistent()
         return forward_configs.adjust_stages(launch, arch, case.documents)

@@ -46,6 +46,10 @@ COMMON = [
     Case(FORWARD, Nq=1, options=True, argmax=True, documents=100),
     Case(FORWARD, Nq=2, options=True, argmax=True, documents=100),
     Case(FORWARD, Nq=4, argmax=True),
+    *(
+        Case(FORWARD, _FP32, 320, tf32=True, options=options, short=short)
+        for options, short in ((0, 0), (1, 0), (1, 1))
+    ),
     Case(FORWARD, Nq=1, short=True),
     Case(FORWARD, Nq=4, options=True, short=True),
     Case(FORWARD, short=True, normalize=True, **_EVERYTHING),

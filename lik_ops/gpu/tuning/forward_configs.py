@@ -40,7 +40,7 @@ MAX_RESIDENT_DOCUMENTS = 8 * MEASURED_SMS
 _SUBSET_PROGRAMS_PER_SM = 32  # of documents that may be empty
 MIN_ROWS_PER_QUERY = 16  # for packed layouts
 _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
-_TF32_TILE_ROWS = 128  # query rows of a tile for many fp32 features with TF32
+_TF32_TILE = 128  # query rows and document tokens of a tile for many fp32 features with TF32
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
 _INT8_MMA_FEATURES = 32  # features of one tensor core instruction
 # int8 terms of a query row, by `KernelConfig.ENCODING`.
@@ -138,11 +138,8 @@ FORWARD_RULES: tuple[TileRule, ...] = (
         TileConfig(rows=64, tokens=64, features=128, warps=4, stages=1),
         TileConfig(rows=128, tokens=64, features=128, warps=8, stages=2),
     )),
-    TableRow(units=("wgmma",), dtypes=FP32_DTYPES, normalize=False, wide=1, value=(
-        TileConfig(rows=64, tokens=64, features=32, warps=4, stages=3),
-    )),
     TableRow(units=("wgmma",), dtypes=FP32_DTYPES, wide=1, value=(
-        TileConfig(rows=64, tokens=64, features=32, warps=4, stages=2),
+        TileConfig(rows=64, tokens=64, features=32, warps=4, stages=3),
     )),
     TableRow(units=("wgmma",), dtypes=FP32_DTYPES, value=(
         TileConfig(rows=64, tokens=64, features=16, warps=4, stages=2),
@@ -224,38 +221,6 @@ _ARGMAX_OVERRIDES = (
 )
 
 
-class _ForwardCall(NamedTuple):
-    """The properties of a forward call that its overrides read."""
-
-    kind: KernelKey
-    rows: int  # of all queries, each padded to its rows in a tile
-    Lq: int
-    documents: int
-    tf32: bool
-
-    @property
-    def fills_large_tiles(self) -> bool:
-        """Return whether tiles of `_TF32_TILE_ROWS` rows give each SM a program."""
-        tiles = self.rows // _TF32_TILE_ROWS
-        return not self.kind.candidates and tiles * self.documents >= MEASURED_SMS
-
-
-_FORWARD_OVERRIDES = (
-    Override(
-        when=lambda call, x: (
-            call.tf32
-            and not (call.kind.half or call.kind.normalize or x.config.SINGLE_STEP)
-            and call.kind.arch.unit == "wgmma"
-            and call.kind.has_vector_loads
-            and call.fills_large_tiles
-        ),
-        change={"BM": _TF32_TILE_ROWS, "BN": lambda call, x: 128 if call.Lq <= 128 else 64, "num_warps": 8},
-        reason="rounding both operands to TF32 takes most instructions, and large tiles round each value less often",
-        measured_on="H200: sweep_wide_fp32.json",
-    ),
-)
-
-
 def configure_forward(
     kind: KernelKey, Nq: int, Lq: int, *, tf32: bool, documents: int = UNLIMITED, argmax: bool = False
 ) -> LaunchConfig:
@@ -290,7 +255,6 @@ def configure_forward(
         max_registers=tile.registers or arch.registers,
         walkers=tile.walkers,
     )
-    launch = apply_overrides(_FORWARD_OVERRIDES, _ForwardCall(kind, Nq * slot, Lq, documents, tf32), launch)
     return apply_overrides(_ARGMAX_OVERRIDES, arch, launch) if argmax else launch
 
 
@@ -324,6 +288,21 @@ def adjust_stages(launch: LaunchConfig, arch: Architecture, documents: int) -> L
     """
     overrides = (*_H100_OVERRIDES, *_STAGE_OVERRIDES) if "H100" in arch.gpu else _STAGE_OVERRIDES
     return apply_overrides(overrides, documents, launch)
+
+
+def adjust_for_tf32(launch: LaunchConfig, kind: KernelKey, Nq: int, Ld: int, documents: int) -> LaunchConfig:
+    """Return the launch of a forward with TF32 and without argmax, with larger tiles if features take several steps.
+
+    Rounding both operands to TF32 takes most instructions, and large tiles round each value less often. Tiles of 128
+    tokens may be longer than a document, but not twice as long. Measured on an H200: `sweep_wide_fp32.json`.
+    """
+    C = launch.config
+    rows = Nq * C.ROWS_PER_QUERY
+    fills_sms = not kind.candidates and rows // _TF32_TILE * documents >= MEASURED_SMS
+    is_plain = not (kind.normalize or C.SINGLE_STEP or C.LONG_QUERIES) and kind.has_vector_loads
+    if not (kind.arch.unit == "wgmma" and is_plain and fills_sms and 2 * Ld > _TF32_TILE):
+        return launch
+    return launch.change(BM=_TF32_TILE, BN=_TF32_TILE, num_warps=8)
 
 
 def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:

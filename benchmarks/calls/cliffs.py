@@ -24,9 +24,7 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -99,17 +97,10 @@ def _find_kernels(call: Call, device: str, backend: Any) -> dict[tuple, tuple]:
     return backend.find_missing_kernels(launches)
 
 
-def compile_in_processes(count: int, end: float, argv: list[str]) -> None:
-    """Compile all kernels in `count` processes until `end`, so that Triton finds them in its cache.
-
-    `argv` are the arguments of this script. `end` is a time of the monotonic clock.
-    """
-    seconds = str(end - time.monotonic())
-    command = [sys.executable, "-m", "benchmarks.calls.cliffs", *argv, "--processes", "0", "--seconds", "0"]
-    with tempfile.TemporaryDirectory() as path:
-        parts = [["--part", str(n), str(count), "--first", seconds, "--out", f"{path}/{n}"] for n in range(count)]
-        silent = subprocess.DEVNULL
-        runs.wait([subprocess.Popen([*command, *part], stdout=silent, stderr=silent) for part in parts], end)
+def compile_in_processes(count: int, seconds: float) -> None:
+    """Compile all kernels in `count` processes for at most `seconds`, so that Triton finds them in its cache."""
+    options = ["--processes", "0", "--seconds", "0", "--first", str(seconds), "--part"]
+    runs.run_silently(([*options, str(n), str(count)] for n in range(count)), seconds)
 
 
 def compile_first(calls: list[Call], device: str, end: float) -> list[Call]:
@@ -230,13 +221,11 @@ def name_of(record: dict[str, Any]) -> str:
 
 def measure_all(calls: list[Call], device: str, timers: tuple[Timer, Timer], results: Results, end: float) -> None:
     """Measure the calls until the monotonic clock says `end`."""
-    if time.monotonic() > end:
-        return
-    if "rates" not in results.settings:
-        results.settings["rates"] = measure_rates(timers[0], device)
     for n, call in enumerate(calls):
         if time.monotonic() > end:
             break
+        if "rates" not in results.settings:
+            results.settings["rates"] = measure_rates(timers[0], device)
         try:
             record = measure(call, device, *timers, results.settings["rates"])
         except Exception as failure:  # the other calls are measured nevertheless
@@ -279,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         if device == "cuda" and missing and args.processes:
-            compile_in_processes(args.processes, begin + args.first / 2, sys.argv[1:] if argv is None else argv)
+            compile_in_processes(args.processes, args.first / 2)
             print(f"compiled in processes in {time.monotonic() - begin:.0f} s", flush=True)
         with lik_ops.norm_warning(False):
             ready = compile_first(missing, device, begin + args.first)

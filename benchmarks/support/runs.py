@@ -28,25 +28,28 @@ def wait(processes: Iterable[subprocess.Popen], end: float) -> None:
             process.wait()
 
 
+def run_silently(variants: Iterable[Iterable[str]], seconds: float) -> None:
+    """Run this script once for each list of further arguments, in parallel processes that end after `seconds`.
+
+    Triton then finds the compiled kernels in its cache. Results go to temporary files.
+    """
+    end = time.monotonic() + seconds
+    command, silent = [sys.executable, *sys.orig_argv[1:]], subprocess.DEVNULL
+    with tempfile.TemporaryDirectory() as path:
+        running = [
+            subprocess.Popen([*command, *more, "--out", f"{path}/{n}"], stdout=silent, stderr=silent)
+            for n, more in enumerate(variants)
+        ]
+        wait(running, end)
+
+
 def compile_first(names: Iterable[str], seconds: float, *options: str) -> None:
     """Run this script once per row in parallel processes that end after `seconds`. They also get `options`.
 
-    Triton then finds the compiled kernels in its cache. Compiling one row at a time is ten times slower.
+    Compiling one row at a time is ten times slower.
     """
-    if not seconds:
-        return
-    end = time.monotonic() + seconds
-    command = [sys.executable, *sys.orig_argv[1:], "--first", "0", "--rounds", "1", *options]
-    with tempfile.TemporaryDirectory() as path:
-        running = [
-            subprocess.Popen(
-                [*command, "--only", name, "--out", f"{path}/{n}"],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            for n, name in enumerate(names)
-        ]
-        wait(running, end)
+    if seconds:
+        run_silently((["--first", "0", "--rounds", "1", *options, "--only", name] for name in names), seconds)
 
 
 class Run:

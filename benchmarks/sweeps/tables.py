@@ -310,11 +310,11 @@ WIDE_SPLIT_SIDES = {
 
 
 def wide_split_cases() -> dict[str, Case]:
-    return {
-        case.name: case
+    found = [
+        Case(f"{dtype}, {Nq} x {Nd}, 32/{Ld}, d {d}", Nq, Nd, 32, Ld, d=d, dtype=dtype)
         for dtype, (d, Nq, Nd, Ld) in itertools.product(("bfloat16", "float32"), WIDE_SPLIT_SHAPES)
-        for case in [Case(f"{dtype}, {Nq} x {Nd}, 32/{Ld}, d {d}", Nq, Nd, 32, Ld, d=d, dtype=dtype)]
-    }
+    ]
+    return {case.name: case for case in found}
 
 
 # pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.

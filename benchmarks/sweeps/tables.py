@@ -460,7 +460,7 @@ PRODUCT_TILES = (
     *((64, 32, 4, 3, 168), (128, 16, 4, 3, 168)),
 )
 FP32_PRODUCT_TILES = ((32, 16, 4, 1, 255), (32, 16, 4, 2, 255), (32, 16, 4, 3, 255), (32, 32, 8, 2, 255))
-# Tiles without lists, which read all of few query rows.
+# Tiles without lists, whose products contain all query rows.
 FEW_ROWS_TILES = (
     *((64, 32, 4, *rest) for rest in ((3, 168), (2, 168), (3, 255))),
     *((64, 64, 4, 2, 255), (64, 64, 8, 2, 128), (64, 64, 8, 2, 168), (64, 128, 8, 2, 255), (128, 64, 8, 2, 128)),
@@ -473,7 +473,7 @@ FEW_ROWS_FP32_TILES = (
     (32, 64, 8, 1, 128),
     (64, 32, 8, 2, 255),
 )
-_UNLISTED: Patches = {"gpu.tuning.backward_configs.MIN_REREAD_BYTES": put(2**62)}
+_UNLISTED: Patches = {"gpu.tuning.backward_configs.MIN_LISTED_BYTES": put(2**62)}
 FP32_TERMS = {
     "TF32 products": {"gpu.backward.documents._MIN_SPLIT_ROWS_PER_TOKEN": put(2**31)},
     "fp16 terms": {"gpu.backward.documents._MIN_SPLIT_ROWS_PER_TOKEN": put(0)},

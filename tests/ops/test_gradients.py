@@ -145,7 +145,7 @@ def _patch_constants(monkeypatch, **constants):
 # tokens with an argmax, listed, listed in parts and summed in pieces, listed by larger tiles, or listed by a sort.
 WAYS = {
     "few": {},
-    "unlisted": {"MAX_SPARSE_ROWS": 0, "_MIN_TOKENS_PER_ROW": 10**9, "MIN_REREAD_BYTES": 10**18},
+    "unlisted": {"MAX_SPARSE_ROWS": 0, "_MIN_TOKENS_PER_ROW": 10**9, "MIN_LISTED_BYTES": 10**18},
     "hit tokens": {"MAX_SPARSE_ROWS": 0, "_MIN_TOKENS_PER_ROW": 0},
     "lists": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0},
     "pieces": {"MAX_SPARSE_ROWS": 0, "MIN_BUCKETED_ROWS": 0, "_MAX_BUCKET_BYTES": 200, "_MIN_SPLIT_ROWS": 8},

@@ -60,7 +60,7 @@ def write_document_gradients(call: GradientCall, grad_D: Tensor) -> None:
     launch = _configure(call, pieces=False)
     tiles = cdiv(up.Ld, launch.config.BN)
     unlisted_bytes = tiles * rows * call.d * call.queries.ptr.element_size()
-    is_listed = rows >= backward_configs.MIN_BUCKETED_ROWS or unlisted_bytes >= backward_configs.MIN_REREAD_BYTES
+    is_listed = rows >= backward_configs.MIN_BUCKETED_ROWS or unlisted_bytes >= backward_configs.MIN_LISTED_BYTES
     if is_listed and rows <= backward_configs.MAX_BUCKETED_ROWS:
         _sum_listed(call, rows, count, grad_D)
         return

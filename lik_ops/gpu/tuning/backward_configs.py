@@ -165,11 +165,11 @@ def configure_scatter(kind: KernelKey, *, ragged: bool = False) -> LaunchConfig:
     return launch.change(BN=documents, max_registers=255 if spills else launch.max_registers)
 
 
-# Query rows of a document whose argmax values are listed. More need too much memory. Fewer are listed if the tiles of
-# the document would read many bytes of query rows without lists. The number of documents does not matter, so that a
-# gradient has the same bits in a call for some of the documents. Measured on an H200: `sweep_backward_wide.json`.
+# Query rows of a document whose argmax values are listed. More need too much memory. Fewer are listed if they have many
+# bytes in the products of all tiles, which contain all rows without lists. The number of documents does not matter, so
+# that a gradient has the same bits in a call for some of them. Measured on an H200: `sweep_backward_wide.json`.
 MIN_BUCKETED_ROWS, MAX_BUCKETED_ROWS = 1024, 2**20
-MIN_REREAD_BYTES = 2**20
+MIN_LISTED_BYTES = 2**20
 # For longer documents, lists of many small tiles are slower than the sums.
 MIN_LONG_DOCUMENT_TOKENS = 4096
 

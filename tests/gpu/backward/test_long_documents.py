@@ -113,7 +113,7 @@ def document_gradient(p, monkeypatch, ratio, tile=None):
 def compare(p, monkeypatch, *tiles):
     """Check the sums of hit tokens against fp64, and against the sums of all tokens."""
     monkeypatch.setattr(backward_configs, "MIN_LONG_DOCUMENT_TOKENS", NEVER)  # larger tiles have other bits
-    monkeypatch.setattr(backward_configs, "MIN_REREAD_BYTES", NEVER)  # so have lists of fp32 rows
+    monkeypatch.setattr(backward_configs, "MIN_LISTED_BYTES", NEVER)  # so have lists of fp32 rows
     every, kernel = document_gradient(p, monkeypatch, NEVER)
     assert kernel is maxsim_grad_documents
     expected = expected_gradient(p)

@@ -40,8 +40,8 @@ def cuts(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(generic_choices, "choose_document_splits", sectioned)
-    monkeypatch.setattr(generic_choices, "_MIN_LONG_DOCUMENT_TOKENS", LEAST // 2)
-    monkeypatch.setattr(generic_choices, "_MIN_SPLIT_TOKENS", LEAST // 2)
+    for name in ("LONG_DOCUMENT", "WIDE_DOCUMENT", "STEPPED_HALF", "STEPPED_FP32", "SPLIT"):
+        monkeypatch.setattr(generic_choices, f"_MIN_{name}_TOKENS", LEAST // 2)
     yield found
     eager.clear_call_caches()
     gpu.forget()

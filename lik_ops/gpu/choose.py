@@ -24,7 +24,7 @@ from ..csrc_triton.formats.bits import get_code_bits
 from ..formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from . import generic_choices, supports
 from .generic_choices import SHORT_DOCUMENTS_REASON, GenericChoice, SplitChoice, has_idle_sms, has_long_documents
-from .runtime.arguments import architecture, has_even_stride, make_size_args, supports_descriptor
+from .runtime.arguments import architecture, drop_single_query, has_even_stride, make_size_args, supports_descriptor
 from .tuning import architectures, forward_configs, sm90_configs
 from .tuning.architectures import Architecture
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
@@ -103,6 +103,7 @@ def choose_dense(
         argmax_dtype: dtype of the argmax, or None without an argmax.
         arch: architecture to choose for, or None for the architecture of the device of Q.
     """
+    D, d_mask = drop_single_query(D, d_mask)
     call = DenseChoiceArgs(Q, D, d_mask, normalize, argmax_dtype is not None, arch or architecture(Q.device))
     return apply_rules(DENSE_RULES, call)
 

@@ -14,6 +14,7 @@ from ..core.segments import PackedArgs
 from ..csrc_triton.forward.generic.splits import MIN_SPLIT_TILES
 from .runtime.arguments import (
     choose_offset_width,
+    drop_single_query,
     is_tf32_allowed,
     make_size_args,
     supports_descriptor,
@@ -93,6 +94,7 @@ class SplitChoice(NamedTuple):
 
 def choose_generic(Q: Tensor, D: Tensor, normalize: bool, argmax: bool, arch: Architecture) -> GenericChoice:
     """Choose the launch of the generic kernel for a call."""
+    D, _ = drop_single_query(D, None)
     candidates = D.dim() == 4
     Nq, K, Lq, Ld = make_size_args(Q, D)
     documents = K * (Nq if candidates else 1)

@@ -15,7 +15,7 @@ from ...core.arguments import add_batch_axes
 from ...core.segments import DenseArgs
 from ...core.settings import require_unforced
 from ..runtime import launcher
-from ..runtime.arguments import make_size_args, use_device
+from ..runtime.arguments import drop_single_query, make_size_args, use_device
 from ..runtime.capture import Calls
 from ..runtime.memory import allocate_tensor, compute_contiguous_strides
 
@@ -67,6 +67,7 @@ class DensePlan(Plan):
     """A call of dense tensors.
 
     The plan is made from tensors with all their axes. Calls may also pass the 2-D tensors that these were made from.
+    Kernels get the candidates of a single query as documents, see `drop_single_query`.
     """
 
     def __init__(self, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
@@ -133,8 +134,13 @@ class DensePlan(Plan):
         *inputs, argmax = tensors
         scores = self.allocate_scores(shape, self.score_strides[len(shape)])
         with use_device(self.device):
+            x = DenseArgs._make(add_batch_axes(*inputs))
+            D, d_mask = drop_single_query(x.D, x.d_mask)
+            if D is not x.D:
+                x = x._replace(D=D, d_mask=d_mask)
+                argmax = None if argmax is None else argmax.transpose(0, 1)
             # Kernels write to a view. If the result itself were a view, autograd would forbid in-place changes.
-            self._score(DenseArgs._make(add_batch_axes(*inputs)), scores.view(self.scores_shape), argmax)
+            self._score(x, scores.view(self.scores_shape), argmax)
         return scores
 
     def _score(self, x: DenseArgs, scores: Tensor, argmax: Tensor | None) -> None:

@@ -111,6 +111,16 @@ def has_even_stride(x: Tensor) -> bool:
     return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
+def drop_single_query(D: Tensor, d_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the candidates of a single query as documents ``[K, Ld, d]``, which more kernels support.
+
+    Scores and argmax have the same elements in memory. Other documents are returned as they are.
+    """
+    if D.dim() == 4 and D.shape[0] == 1:
+        return D.squeeze(0), None if d_mask is None else d_mask.squeeze(0)
+    return D, d_mask
+
+
 def make_size_args(Q: Tensor, D: Tensor) -> SizeArgs:
     """Return the sizes of a dense call."""
     return SizeArgs(Q.shape[0], D.shape[-3], Q.shape[1], D.shape[-2])

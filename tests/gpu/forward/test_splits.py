@@ -191,6 +191,20 @@ def test_gradients(place, cuts):
 
 
 @in_place
+def test_candidates_of_one_query(place, cuts):
+    """Test that the candidates of a single query are split like documents of all queries, with their own mask."""
+    Q, D = draw(place, torch.float16, 1, 8, 16), draw(place, torch.float16, 1, 3, LONG, 16)
+    mask = (torch.rand(1, 3, LONG) > 0.3).to(place.device)
+    D[~mask] = NAN
+    scores, argmax = assert_same(cuts, place, lambda: lik_ops.maxsim_with_argmax(Q, D, None, mask))
+    assert scores.shape == (1, 3) and argmax.shape == (1, 3, 8)
+    with place.use():
+        expected = lik_ops.maxsim_with_argmax(Q, D[0], None, mask[0])
+    same_bits(scores, expected[0])
+    assert torch.equal(argmax, expected[1])
+
+
+@in_place
 def test_unaligned_and_strided_tokens(place, cuts):
     whole = draw(place, torch.float16, 2 * LONG * 16 + 3)
     Q = draw(place, torch.float16, 2, 8, 32)[..., ::2]

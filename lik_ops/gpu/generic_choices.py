@@ -148,7 +148,9 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     """
     if 0 in (c.queries, c.columns, c.Tq):
         return "there are no queries or no documents"
-    Lq, d = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
+    is_dense = c.cu_seqlens_q is None
+    min_rows = forward_configs.get_min_rows_per_query(arch, c.Q.dtype, is_dense=is_dense, argmax=argmax)
+    Lq, d = max(min_rows, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
     wide = choose_offset_width(c.Q, c.D, c.Td)
     launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch)
     config = launch.config

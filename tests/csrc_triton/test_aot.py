@@ -23,6 +23,7 @@ from ..support.aot_cases import (
     RAGGED,
     SECTIONS,
     SHARED,
+    SHORT_QUERIES,
     SPARSE,
     STORED,
     TERMS,
@@ -108,6 +109,12 @@ def test_common_kernels(case, arch):
 @pytest.mark.parametrize("case", [*RAGGED, *SECTIONS], ids=str)
 def test_packed_kernels(case):
     _check(case, "sm_90")
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("gfx942", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", SHORT_QUERIES, ids=str)
+def test_many_short_queries(case, arch):
+    _check(case, arch)
 
 
 @pytest.mark.slow

@@ -286,6 +286,14 @@ MORE_STORED = [
     ),
 ]
 
+# Many short queries in a tile: `get_min_rows_per_query` allows them in half precision without an argmax, except on mma.
+SHORT_QUERIES = [
+    *(Case(FORWARD, Nq=Nq, Lq=Lq, ragged=True, padded=True, options=Lq > 1) for Nq, Lq in ((1, 1), (256, 1), (16, 8))),
+    *(Case(FORWARD, d=320, Nq=256, Lq=1, ragged=True, padded=True, stored=x) for x in ("*u8", "*fp8e4nv", "*i8")),
+    Case(FORWARD, Nq=256, Lq=1, ragged=True, padded=True, stored="*i8"),
+    Case(FORWARD, d=320, Nq=16, Lq=8, ragged=True, padded=True, stored="bitwords1_half", options=True),
+]
+
 _SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]
 
 

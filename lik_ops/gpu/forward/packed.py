@@ -106,6 +106,8 @@ class PackedPlan(Plan):
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
         reads_tiles = generic_choices.supports_packed_descriptor(c, self.arch)
         self.uses_descriptor = stored in _DESCRIPTOR_ENCODINGS and reads_tiles
+        is_dense, argmax = c.cu_seqlens_q is None, argmax_dtype is not None
+        self.min_rows = forward_configs.get_min_rows_per_query(self.arch, c.Q.dtype, is_dense=is_dense, argmax=argmax)
         self.forced = get_forced_kernel()
         args, is_generic = self._make_choice_args(c), self.forced == "generic"
         self.by_rows = not is_generic and choose.supports_packed_row_maxima(args) is None
@@ -198,7 +200,7 @@ class PackedPlan(Plan):
         queries, columns, Tq, Td, max_seqlen_q = c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q
         if Tq > _INT32_MAX:
             raise ValueError(f"lik_ops: Q: {Tq} packed query tokens; at most 2^31 - 1 at a time")
-        Lq = max(forward_configs.MIN_ROWS_PER_QUERY, architectures.cdiv(Tq, queries or 1))
+        Lq = max(self.min_rows, architectures.cdiv(Tq, queries or 1))
         wide = 2 if self.features > _INT32_MAX else int(Td > self.narrow)
         documents = c.items
         has_few_documents = documents <= forward_configs.MAX_RESIDENT_DOCUMENTS

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ...csrc_triton.common.arguments import KernelConfig
 from ...csrc_triton.formats.bits import get_code_bits, has_bit_words
 from ...csrc_triton.formats.encoded import has_fp8_queries, is_fp8
@@ -38,7 +40,7 @@ _MAX_FEW_DOCUMENTS = 3_000  # with more documents of one query, an H100 is busy 
 # Maximum number of packed documents that all run at a time. The longest one determines the time, so pipelines are deep.
 MAX_RESIDENT_DOCUMENTS = 8 * MEASURED_SMS
 _SUBSET_PROGRAMS_PER_SM = 32  # of documents that may be empty
-MIN_ROWS_PER_QUERY = 16  # for packed layouts
+MIN_ROWS_PER_QUERY = 16  # for packed queries, whose lengths vary
 _MAX_PACKED_TILE_ROWS = 128  # query rows of a tile for packed layouts
 _TF32_TILE = 128  # query rows and document tokens of a tile for many fp32 features with TF32
 _MAX_CODE_TILE_ROWS = 512  # query rows of a tile for residual codes
@@ -522,6 +524,18 @@ _PACKED_OVERRIDES = (
         when=lambda call, x: call.converts_to_fp32 or call.spills(x), change={"BN": at_most("BN", 32)}, reason=_SPILLS
     ),
     Override(
+        when=lambda call, x: (
+            call.encoding
+            and (call.encoding == "number" or x.config.ROWS_PER_QUERY < MIN_ROWS_PER_QUERY)
+            and not x.config.SINGLE_STEP
+            and x.config.BM == _MAX_PACKED_TILE_ROWS
+            and call.unit == "wgmma"
+        ),
+        change={"BN": at_most("BN", 64)},
+        reason=_SPILLS,
+        measured_on="ptxas of Triton 3.6 and 3.9: d=320, uint8 with any query, others with queries of few tokens",
+    ),
+    Override(
         when=lambda call, x: call.unit == "mma" and (call.converts_to_fp32 or call.shares_registers), change={"BN": 16}
     ),
     Override(
@@ -602,6 +616,22 @@ def configure_packed_forward(
     options = {"NORMALIZE": kind.normalize, "ENCODING": stored, "LONG_QUERIES": is_long, "EVEN_D": is_even}
     levels = (get_packed_tree_rows(kind, Lq, stored) // config.ROWS_PER_QUERY).bit_length() - 1
     return launch.change(SHORT_DOCUMENTS=True, **options), levels
+
+
+def get_min_rows_per_query(arch: Architecture, dtype: torch.dtype, *, is_dense: bool, argmax: bool) -> int:
+    """Return the minimum rows of a query in a tile of packed layouts.
+
+    Packed queries have few variants of the kernel, because their lengths vary. With many short queries in a tile, ptxas
+    spills on mma and with an argmax, and cannot compile split fp32 at all.
+
+    Args:
+        arch: architecture that runs the kernel.
+        dtype: dtype of the queries.
+        is_dense: whether Q is dense.
+        argmax: whether the call returns an argmax.
+    """
+    has_registers = arch.unit != "mma" and dtype in HALF_DTYPES and not argmax
+    return 1 if is_dense and has_registers else MIN_ROWS_PER_QUERY
 
 
 def configure_row_sums(kind: KernelKey, Lq: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import torch
 
 import lik_ops
 from lik_ops import reference
+from lik_ops.core.plan_cache import plans
 from lik_ops.core.segments import PackedArgs, RaggedArgs
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING
@@ -142,12 +143,29 @@ def test_scores_have_the_bits_of_dense_calls_for_other_d(place, d, normalize):
 
 
 @pytest.mark.parametrize("slot", [4, *(pytest.param(slot, marks=slow_in_interpreter) for slot in (2, 8))])
-def test_rows_per_query_do_not_change_the_bits(place, slot, monkeypatch):
+def test_rows_per_query_do_not_change_the_bits(place, slot, monkeypatch, request):
     """The mean length determines the rows per query, and actual lengths differ from the mean."""
     monkeypatch.setattr(forward_configs, "MIN_ROWS_PER_QUERY", slot)
+    plans.clear()
+    request.addfinalizer(plans.clear)
     queries = (1, 2, 3, 5, 7, 12, 17, 31, 33, 41, *[0] * 70)
     assert sum(queries) / len(queries) < slot + 1
     assert_dense_bits(place, problem(place, "cross", torch.float16, queries=queries, documents=(7,)))
+
+
+@pytest.mark.parametrize("format", [None, "int8", "uint8", "fp8_e4m3", "rq4"])
+@pytest.mark.parametrize("Lq", [1, 3])
+def test_few_tokens_of_dense_queries_have_the_bits_of_packed_queries(place, Lq, format):
+    """Tiles hold more dense queries of few tokens than packed queries, whose lengths vary."""
+    Q, D = torch.randn(9, Lq, 32).half().to(place.device), torch.randn(40, 32).half().to(place.device)
+    bounds = torch.tensor([0, 7, 7, 40], device=place.device)
+    documents = D if format is None else lik_ops.quantize(D, format)
+    rows = torch.arange(0, 9 * Lq + 1, Lq, device=place.device)
+    with place.use():
+        dense = lik_ops.maxsim_varlen(Q, documents, None, bounds)
+        assert torch.equal(dense, lik_ops.maxsim_varlen(Q.flatten(0, 1), documents, rows, bounds))
+        if format is None:
+            assert torch.equal(dense[:, 2], lik_ops.maxsim(Q, D[None, 7:])[:, 0])
 
 
 def test_one_long_query_and_document_among_short_ones(place):

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..core.segments import PackedArgs
 from ..core.settings import KERNEL_VARIABLE, get_forced_kernel
 from ..csrc_triton.formats.bits import get_code_bits
+from ..csrc_triton.formats.residual import get_bucket_bits
 from ..formats.table import FP8_QUERIES, OPERAND_FORMATS, EncodedTokens
 from . import generic_choices, supports
 from .generic_choices import SHORT_DOCUMENTS_REASON, GenericChoice, SplitChoice, has_idle_sms, has_long_documents
@@ -227,8 +228,8 @@ class PackedChoiceArgs(NamedTuple):
 
 def supports_packed_splits(a: PackedChoiceArgs) -> str | None:
     """Return the reason why splits cannot serve packed documents, by metadata without sizes, or None."""
-    if a.stored:
-        return "documents are encoded"
+    if get_bucket_bits(a.stored):
+        return "documents are residual codes, which persistent programs decode"
     return _ONE_QUERY if a.c.candidates or a.c.pairs is not None else None
 
 
@@ -238,8 +239,10 @@ def supports_packed_row_maxima(a: PackedChoiceArgs) -> str | None:
     Only metadata without sizes decides.
     """
     c = a.c
-    if reason := supports_packed_splits(a):
-        return reason
+    if a.stored:
+        return "documents are encoded"
+    if c.candidates or c.pairs is not None:
+        return _ONE_QUERY
     if a.normalize or c.d_mask is not None or c.q_lengths is not None:
         return "`normalize`" if a.normalize else "documents have a mask, or queries have lengths"
     if not generic_choices.supports_packed_descriptor(c, a.arch):
@@ -268,13 +271,13 @@ def _choose_packed_splits(a: PackedChoiceArgs) -> SplitChoice | str:
     c = a.c
     if reason := supports_packed_splits(a):
         return reason
-    if not has_long_documents(c, a.normalize):
+    if not has_long_documents(c, a.normalize, a.stored):
         return SHORT_DOCUMENTS_REASON
     choice = _choose_packed_row_maxima(a)
     mean = c.Tq // max(c.queries, 1), c.Td // max(c.columns, 1)
     if not isinstance(choice, str) and not has_idle_sms(choice, *mean, a.arch):
         return f"{choice.kernel} keeps enough SMs busy"
-    return generic_choices.choose_document_splits(c, a.normalize, a.argmax, a.arch)
+    return generic_choices.choose_document_splits(c, a.normalize, a.argmax, a.arch, a.stored)
 
 
 class QuantizedChoiceArgs(NamedTuple):
@@ -314,6 +317,12 @@ def _choose_encoded(a: QuantizedChoiceArgs) -> Sm90Choice | str:
     return choose_fp8(c.Q, data, scale, encoding, a.arch)
 
 
+def _choose_encoded_splits(a: QuantizedChoiceArgs) -> SplitChoice | str:
+    """Choose splits of encoded documents, or return the reason why not."""
+    kernel = OPERAND_FORMATS[a.stored.format].kernel
+    return _choose_packed_splits(PackedChoiceArgs(a.c, a.normalize, a.argmax, kernel, a.arch))
+
+
 def _choose_generic(a: DenseChoiceArgs) -> GenericChoice:
     """Choose the launch of the generic kernel."""
     return generic_choices.choose_generic(a.Q, a.D, a.normalize, a.argmax, a.arch)
@@ -333,4 +342,8 @@ PACKED_RULES = (
     Rule("maxsim_row_maxima_sm90", "sm90", _choose_packed_row_maxima),
     _PACKED,
 )
-QUANTIZED_RULES = (Rule("maxsim_forward_sm90", "sm90", _choose_encoded), _PACKED)
+QUANTIZED_RULES = (
+    Rule("maxsim_forward_sm90", "sm90", _choose_encoded),
+    Rule("maxsim_forward_packed on splits of documents", "split", _choose_encoded_splits),
+    _PACKED,
+)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.segments import PackedArgs
 from ..csrc_triton.forward.generic.splits import MIN_SPLIT_TILES
+from ..formats.table import INT8_QUERIES
 from .runtime.arguments import (
     choose_offset_width,
     drop_single_query,
@@ -24,8 +25,9 @@ from .tuning.architectures import Architecture, KernelKey, LaunchConfig
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
 # Minimum mean length of documents that are split if there are few of them, of documents whose features take several
-# steps, in half precision and in fp32, and of normalized documents with at least `_MIN_WIDE_FEATURES`.
-_MIN_LONG_DOCUMENT_TOKENS, _MIN_WIDE_DOCUMENT_TOKENS = 2048, 1024
+# steps, in half precision and in fp32, of normalized documents with at least `_MIN_WIDE_FEATURES`, and of encoded
+# documents, whose conversion takes longer than reading them.
+_MIN_LONG_DOCUMENT_TOKENS, _MIN_WIDE_DOCUMENT_TOKENS, _MIN_ENCODED_DOCUMENT_TOKENS = 2048, 1024, 1024
 _MIN_STEPPED_HALF_TOKENS, _MIN_STEPPED_FP32_TOKENS = 512, 256
 _MAX_SINGLE_STEP_FEATURES, _MIN_WIDE_FEATURES = 128, 1024
 # Number of (row tile, document) pairs per SM up to which splitting documents is faster. WIDE is for programs that
@@ -44,6 +46,8 @@ _MAX_DOCUMENT_SPLITS = 256
 _MAX_CTAS_PER_SM = 3
 # Partial results of the splits. With one flag for each split the workspace stays below 32 MiB.
 _MAX_SPLIT_WORKSPACE_BYTES = 28 * 2**20
+# Values of `KernelConfig.ENCODING` whose documents descriptors can read.
+_DESCRIPTOR_ENCODINGS = ("", "int8", INT8_QUERIES, "number", "fp8", "e4m3", "e5m2", "fp8_fp8", "e4m3_fp8")
 SHORT_DOCUMENTS_REASON = "documents have too few tokens on average"
 
 
@@ -123,25 +127,27 @@ def make_cut(Q: Tensor, D: Tensor, q_mask: Tensor | None, d_mask: Tensor | None)
 
 def _normalizes_many_features(c: PackedArgs, normalize: bool) -> bool:
     """Return whether a call normalizes at least `_MIN_WIDE_FEATURES` features."""
-    return normalize and c.D.shape[-1] >= _MIN_WIDE_FEATURES
+    return normalize and c.Q.shape[-1] >= _MIN_WIDE_FEATURES
 
 
 def _takes_steps(c: PackedArgs, normalize: bool) -> bool:
     """Return whether a call without `normalize` multiplies the features of a tile in several steps."""
-    return not normalize and c.D.shape[-1] > _MAX_SINGLE_STEP_FEATURES
+    return not normalize and c.Q.shape[-1] > _MAX_SINGLE_STEP_FEATURES
 
 
-def has_long_documents(c: PackedArgs, normalize: bool) -> bool:
+def has_long_documents(c: PackedArgs, normalize: bool, stored: Any = "") -> bool:
     """Return whether the mean document is long enough for `choose_document_splits`."""
-    tokens = _MIN_LONG_DOCUMENT_TOKENS
+    tokens = _MIN_ENCODED_DOCUMENT_TOKENS if stored else _MIN_LONG_DOCUMENT_TOKENS
     if _normalizes_many_features(c, normalize):
         tokens = _MIN_WIDE_DOCUMENT_TOKENS
     elif _takes_steps(c, normalize):
-        tokens = _MIN_STEPPED_FP32_TOKENS if c.D.dtype == torch.float32 else _MIN_STEPPED_HALF_TOKENS
+        tokens = _MIN_STEPPED_FP32_TOKENS if c.Q.dtype == torch.float32 else _MIN_STEPPED_HALF_TOKENS
     return c.Td >= tokens * c.columns
 
 
-def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: Architecture) -> SplitChoice | str:
+def choose_document_splits(
+    c: PackedArgs, normalize: bool, argmax: bool, arch: Architecture, stored: Any = ""
+) -> SplitChoice | str:
     """Choose splits for a few documents that `has_long_documents` finds long, or return the reason why not.
 
     All kernels give the same bits, so the choice may depend on the number of documents and on their mean length.
@@ -152,11 +158,12 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
     min_rows = forward_configs.get_min_rows_per_query(arch, c.Q.dtype, is_dense=is_dense, argmax=argmax)
     Lq, d = max(min_rows, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
     wide = choose_offset_width(c.Q, c.D, c.Td)
-    launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch)
+    launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch, stored)
     config = launch.config
     row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns
     # A memory-bound program that is alone on an SM reads 60 GB/s, so 80 programs saturate the memory.
-    share = _choose_max_pairs_per_sm(c, normalize, normalize or c.d_mask is not None or config.BM > 64)
+    is_busy = bool(normalize or c.d_mask is not None or config.BM > 64 or stored)
+    share = _choose_max_pairs_per_sm(c, normalize, is_busy)
     if row_tiles * K > arch.processors * share:
         return f"more than {share} (row tile, document) pairs per SM"
     max_splits = min(
@@ -171,15 +178,16 @@ def choose_document_splits(c: PackedArgs, normalize: bool, argmax: bool, arch: A
         max_splits = K * architectures.cdiv(c.D.shape[-2], split_tokens)
     is_short = not (is_even and c.D.shape[-2] >= config.BN)
     launch = launch.change(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=is_short, PDL=arch.name == "sm_90")
-    slot, slot_levels = forward_configs.configure_row_sums(KernelKey(arch, c.Q.dtype, d, False, normalize, wide), Lq)
+    kind = KernelKey(arch, c.Q.dtype, d, False, normalize, wide)
+    slot, slot_levels = forward_configs.configure_row_sums(kind, Lq, stored)
     sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, slot_levels
-    reads_tiles = supports_packed_descriptor(c, arch) and c.Td < 2**31
+    reads_tiles = supports_packed_descriptor(c, arch, stored) and c.Td < 2**31
     return SplitChoice(launch, arch, reads_tiles, levels, max_splits, split_tokens, max_splits * row_tiles, sums)
 
 
 def _choose_max_pairs_per_sm(c: PackedArgs, normalize: bool, is_busy: bool) -> float:
     """Return the number of (row tile, document) pairs per SM up to which splitting documents is faster."""
-    if _normalizes_many_features(c, normalize) or (_takes_steps(c, normalize) and c.D.dtype == torch.float32):
+    if _normalizes_many_features(c, normalize) or (_takes_steps(c, normalize) and c.Q.dtype == torch.float32):
         return _MAX_WIDE_PAIRS_PER_SM
     if is_busy:
         return _MAX_BUSY_PAIRS_PER_SM
@@ -203,9 +211,11 @@ def _choose_split_count(launch: LaunchConfig, c: PackedArgs, row_tiles: int, arc
     return min(waves * resident_splits, c.columns + min(c.Td // _MIN_SPLIT_TOKENS, _MAX_DOCUMENT_SPLITS * c.columns))
 
 
-def supports_packed_descriptor(c: PackedArgs, arch: Architecture) -> bool:
+def supports_packed_descriptor(c: PackedArgs, arch: Architecture, stored: Any = "") -> bool:
     """Return whether TMA can read packed documents that start at a multiple of 16 bytes."""
     d = c.D.shape[-1]
+    if stored not in _DESCRIPTOR_ENCODINGS:
+        return False
     return arch.has_descriptors and d * c.D.element_size() % 16 == 0 and c.D.stride()[-2:] == (d, 1)
 
 

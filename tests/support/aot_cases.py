@@ -157,6 +157,16 @@ SECTIONS = [
     Case(FORWARD, Nq=4, ragged=True, sections=True, **_EVERYTHING),
     Case(FORWARD, d=768, Nq=1, ragged=True, sections=True, bounds=True),
     Case(FORWARD, d=100, Nq=1, ragged=True, sections=True, bounds=True, wide=1, **_EVERYTHING),
+    *(Case(FORWARD, Nq=1, ragged=True, sections=True, stored=stored) for stored in ("*i8", "bitwords1_half")),
+    *(
+        Case(FORWARD, dtype, d, Nq=1, Lq=1024, ragged=True, sections=True, bounds=True, stored=stored, **fields)
+        for dtype, d, stored, fields in (
+            (_BF16, 320, "*u8", {}),
+            (_FP16, 320, "*fp8e4nv", {**_EVERYTHING, "normalize": True}),
+            (_BF16, 128, "bitwords4_rotated", _EVERYTHING),
+            (_FP32, 128, "*fp8e4nv", _EVERYTHING),
+        )
+    ),
 ]
 # Other feature counts, and rare calls.
 MORE_RAGGED = [
@@ -219,6 +229,10 @@ STORED = [
     *(Case(FORWARD, _FP16, d, Nq=16, ragged=True, stored="fp8_fp8", **_EVERYTHING) for d in (64, 128)),
     Case(FORWARD, _FP16, Nq=16, ragged=True, stored="e4m3_fp8", **_EVERYTHING),
     Case(FORWARD, Nq=1, ragged=True, stored="*i8", **_EVERYTHING),
+    *(
+        Case(FORWARD, d=d, Nq=256, Lq=Lq, ragged=True, padded=True, stored=stored)
+        for d, Lq, stored in ((320, 32, "*u8"), (320, 64, "*u8"))
+    ),
     Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),
     *(Case(FORWARD, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
     *(Case(FORWARD, _FP32, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),

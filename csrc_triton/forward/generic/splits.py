@@ -110,10 +110,14 @@ def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
         t0 = tl.maximum(tl.minimum(t0, length - C.BN), 0)
     tokens = tl.minimum(length - t0, split_tokens)
     begin += t0
+    ptr = D.ptr + begin * D.stride_l
     mask = D.ptr
     if D.mask is not None:
         mask = D.mask + begin * D.mask_stride_l
-    return Document(D.ptr + begin * D.stride_l, mask, begin.to(tl.int32), tokens), t0
+    # A descriptor has fewer than 2^31 rows.
+    if C.ENCODING == "":
+        begin = begin.to(tl.int32)
+    return Document(ptr, mask, begin, tokens), t0
 
 
 @triton.jit

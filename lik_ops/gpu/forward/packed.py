@@ -26,7 +26,7 @@ from ...csrc_triton.common.arguments import (
 from ...csrc_triton.formats.bits import get_code_bits, has_sign_queries
 from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.kernel import maxsim_forward_packed
-from ...formats.table import BINARY_QUERIES, INT8_QUERIES, OPERAND_FORMATS
+from ...formats.table import BINARY_QUERIES, OPERAND_FORMATS
 from .. import choose, generic_choices
 from ..generic_choices import SplitChoice
 from ..runtime import launcher
@@ -55,8 +55,6 @@ _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
 _MAX_TILES = 4096
 _MAX_DESCRIPTORS = 64  # cached for each plan
-# Values of `KernelConfig.ENCODING` whose documents descriptors can read.
-_DESCRIPTOR_ENCODINGS = ("", "int8", INT8_QUERIES, "number", "fp8", "e4m3", "e5m2", "fp8_fp8", "e4m3_fp8")
 _TERM_ROWS = 16  # rows of a program of `maxsim_query_terms`
 # Documents with lengths from which on many may be empty, as in the search of a subset that is a mask.
 _MIN_EMPTY_DOCUMENTS = 2**19
@@ -68,7 +66,7 @@ class _CompiledTile:
     Kernels are keyed by flags that mark tensors without 16-byte alignment, or by () if all tensors are aligned.
     """
 
-    __slots__ = ("bound", "config", "constants", "launch", "options", "terms")
+    __slots__ = ("bound", "config", "constants", "launch", "options")
 
     def __init__(
         self, launch: architectures.LaunchConfig, levels: int, d: int, arch: architectures.Architecture
@@ -76,7 +74,6 @@ class _CompiledTile:
         self.launch, self.config, self.options = launch, launch.config, launch.options(arch)
         self.constants = d, levels, launch.config
         self.bound: dict[tuple[bool, ...], launcher.CompiledKernel] = {}
-        self.terms: dict[bool, launcher.CompiledKernel] = {}  # kernels of `_terms`, by misalignment of Q
 
 
 class PackedPlan(Plan):
@@ -104,8 +101,7 @@ class PackedPlan(Plan):
         self.features, row = get_feature_reach(c.Q, c.D), abs(c.D.stride(-2))
         # Maximum rows of D with which only document offsets need 64 bits: see `choose_offset_width`.
         self.narrow = (_INT32_MAX - self.features) // row - 64 if row else 2**63
-        reads_tiles = generic_choices.supports_packed_descriptor(c, self.arch)
-        self.uses_descriptor = stored in _DESCRIPTOR_ENCODINGS and reads_tiles
+        self.uses_descriptor = generic_choices.supports_packed_descriptor(c, self.arch, stored)
         is_dense, argmax = c.cu_seqlens_q is None, argmax_dtype is not None
         self.min_rows = forward_configs.get_min_rows_per_query(self.arch, c.Q.dtype, is_dense=is_dense, argmax=argmax)
         self.forced = get_forced_kernel()
@@ -114,6 +110,7 @@ class PackedPlan(Plan):
         self.in_sections = not is_generic and choose.supports_packed_splits(args) is None
         self.chosen, self.tiles = PlanCache(_MAX_TILES), PlanCache(_MAX_TILES)
         self.descriptors: dict[tuple, tuple] = {}
+        self.term_kernels: dict[tuple[int, bool], launcher.CompiledKernel] = {}  # by `BD` and misalignment of Q
         self.calls, self.makers = Calls(), makers(self.device)
 
     def forward(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
@@ -123,7 +120,7 @@ class PackedPlan(Plan):
             c: the call.
             counts: dequantization arguments of encoded documents, else None.
         """
-        return self._run_with_fallback(c) if counts is None else self._run_generic(c, counts)
+        return self._run_with_fallback(c, counts)
 
     def forward_ragged(self, c: PackedArgs) -> tuple[Tensor, Tensor]:
         """Return the scores and the argmax of an operator's call. Without `argmax_dtype` the argmax is empty."""
@@ -137,7 +134,7 @@ class PackedPlan(Plan):
     def _choose_fast(self, c: PackedArgs) -> RowMaximaChoice | SplitChoice | None:
         """Return the row maxima or split choice of a call, or None, cached by the sizes that it depends on."""
         by_rows = self.by_rows and 0 < c.Td <= _INT32_MAX and not c.D.data_ptr() & 15
-        is_long = self.in_sections and choose.has_long_documents(c, self.normalize)
+        is_long = self.in_sections and choose.has_long_documents(c, self.normalize, self.stored)
         if not (by_rows or is_long or self.forced == "sm90"):
             return None
         # Without long documents, `c.Td` is irrelevant.
@@ -148,8 +145,17 @@ class PackedPlan(Plan):
             entry = self.chosen.store(key, choice or False)
         return entry or None
 
-    def _run_fast(self, c: PackedArgs) -> tuple[Tensor, Tensor | None] | None:
-        """Return the result of the row maxima or split kernels, or None if neither is chosen."""
+    def _run_fast(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None] | None:
+        """Return the result of the row maxima or split kernels, or None if neither is chosen.
+
+        Calls with encoded documents are captured as a whole by their callers.
+        """
+        if counts is not None:
+            choice = self._choose_fast(c)
+            if not isinstance(choice, SplitChoice):
+                return None
+            scores, *argmax = self._run_splits(choice, c, counts)
+            return scores, argmax[0] if argmax else None
         # The key of the plan and these sizes determine all shapes and strides, because rows are evenly spaced.
         key = *c[10:], c.q_each, c.d_each
         replay = self.calls.replay(key) if self.by_rows or self.in_sections else None
@@ -162,13 +168,19 @@ class PackedPlan(Plan):
 
         def compute() -> tuple[Tensor, ...]:
             if isinstance(choice, SplitChoice):
-                argmax = None if dtype is None else self._allocate_argmax(c)
-                return splits.forward_splits(choice, c, make_packed_query_args(c), argmax)
+                return self._run_splits(choice, c, None)
             queries, _, segments = self._group_args(c, c.tensors)
             return rows.forward_row_maxima(choice, c, QueryArgs._make(queries), SegmentArgs._make(segments), dtype)
 
         scores, *argmax = self.calls.run(key, c.tensors, self.device, compute)
         return scores, argmax[0] if argmax else None
+
+    def _run_splits(self, choice: SplitChoice, c: PackedArgs, counts: AnyDequantArgs | None) -> tuple[Tensor, ...]:
+        """Return the scores and, if requested, the argmax of documents that are cut into splits."""
+        argmax = None if self.argmax_dtype is None else self._allocate_argmax(c)
+        config = choice.launch.config
+        terms = self._terms(c, config) if config.INT8_TERMS else None
+        return splits.forward_splits(choice, c, make_packed_query_args(c), argmax, terms, counts)
 
     def _run_generic(self, c: PackedArgs, counts: AnyDequantArgs | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the result of `maxsim_forward_packed`."""
@@ -226,7 +238,7 @@ class PackedPlan(Plan):
             for pointer in extras:
                 pointer_bits |= pointer
         misaligned = tuple([pointer & 15 != 0 for pointer in (*pointers, *extras)]) if pointer_bits & 15 else ()
-        terms = self._terms(c, tile) if tile.config.INT8_TERMS and programs else None
+        terms = self._terms(c, tile.config) if tile.config.INT8_TERMS and programs else None
         bound = tile.bound.get(misaligned)
         if (
             bound is None
@@ -275,14 +287,14 @@ class PackedPlan(Plan):
             tile.bound[misaligned] = bound
         return scores
 
-    def _terms(self, c: PackedArgs, tile: _CompiledTile) -> TermArgs:
-        """Return the query rows as int8 terms."""
-        config = make_terms_config(tile.config.BD, choose_row_offset_width(self.features), tile.config.ENCODING)
+    def _terms(self, c: PackedArgs, tile: KernelConfig) -> TermArgs:
+        """Return the query rows as int8 terms, for the configuration of a tile."""
+        config = make_terms_config(tile.BD, choose_row_offset_width(self.features), tile.ENCODING)
         out = torch.empty((2, c.Tq, config.BD), dtype=torch.int8, device=self.device)
         scales = torch.empty(c.Tq, dtype=torch.float32, device=self.device)
         queries, programs = (c.Q, *self.query_strides[0], *(None,) * 6), architectures.cdiv(c.Tq, _TERM_ROWS)
-        is_misaligned = c.Q.data_ptr() & 15 != 0
-        bound = tile.terms.get(is_misaligned)
+        key = config.BD, c.Q.data_ptr() & 15 != 0
+        bound = self.term_kernels.get(key)
         if bound is not None and programs and current_device() == self.index and not launcher.has_launch_hooks():
             other_args = out.data_ptr(), scales.data_ptr(), c.Tq, self.d, config
             bound.direct(programs, 1, 1, raw_stream(self.index), (_get_pointers(queries), *other_args))  # type: ignore[misc]
@@ -291,7 +303,7 @@ class PackedPlan(Plan):
             with use_device(self.device):
                 bound = launcher.launch(maxsim_query_terms, (programs,), args, {"num_warps": 4})
             if bound is not None and bound.direct is not None:
-                tile.terms[is_misaligned] = bound
+                self.term_kernels[key] = bound
         return TermArgs(out, scales, c.Tq)
 
     def _group_args(self, c: PackedArgs, tensors: Sequence) -> tuple[tuple, tuple, tuple]:

@@ -137,5 +137,6 @@ def find_plan(c: PackedArgs, stored: EncodedTokens) -> QuantizedPlan | Literal[F
     if plan is None:
         call = choose.QuantizedChoiceArgs(c, stored, False, False, architecture(c.Q.device))
         choice = choose.apply_rules(choose.QUANTIZED_RULES, call)
-        plan = plans.store(key, choice is not None and QuantizedPlan(choice, c.Q, data, scale))
+        is_sm90 = isinstance(choice, sm90_configs.Sm90Choice)
+        plan = plans.store(key, is_sm90 and QuantizedPlan(choice, c.Q, data, scale))
     return plan

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from ...core.segments import DenseArgs, PackedArgs
-from ...csrc_triton.common.arguments import PackedSizeArgs, QueryArgs, SplitArgs
+from ...csrc_triton.common.arguments import (
+    CodecDequantArgs,
+    DequantArgs,
+    PackedSizeArgs,
+    QueryArgs,
+    SplitArgs,
+    TermArgs,
+)
 from ...csrc_triton.forward.generic import row_sums
 from ...csrc_triton.forward.generic.kernel import maxsim_forward_packed
 from .. import generic_choices
@@ -42,6 +49,8 @@ def score_splits(
     rows: tuple[int, int],
     scores: Tensor,
     argmax: Tensor | None,
+    terms: TermArgs | None = None,
+    counts: DequantArgs | CodecDequantArgs | None = None,
 ) -> None:
     """Fill the scores and, unless it is None, the argmax.
 
@@ -52,6 +61,8 @@ def score_splits(
         rows: n and L.
         scores: output ``[Nq, Nd]``.
         argmax: output ``[Nd, Tq]``, or None.
+        terms: the query rows as int8 terms, or None.
+        counts: dequantization arguments of encoded documents, or None.
     """
     config, max_splits = choice.launch.config, choice.max_splits
     maxima = torch.empty((max_splits, c.Tq), dtype=torch.float32, device=c.Q.device)
@@ -63,7 +74,7 @@ def score_splits(
     packed = make_packed_query_args(c._replace(q_weight=None))  # the sums apply the weights
     sizes, d = PackedSizeArgs(c.queries, c.columns, c.Tq, c.Td, c.max_seqlen_q), c.Q.shape[-1]
     tiles = make_descriptor(c.D, config) if choice.uses_descriptor else None
-    args = (packed, documents, tiles, None, None, segments, cut, sizes, d, choice.levels, config)
+    args = (packed, documents, tiles, terms, counts, segments, cut, sizes, d, choice.levels, config)
     launcher.launch(maxsim_forward_packed, check_grid(choice.programs), args, choice.launch.options(choice.arch))
     _, side, *_ = choice.sums
     sum_args = (None, cut, scores, queries, segments, c.queries, scores.stride(0), rows[0], c.columns, rows[1], c.Td)
@@ -72,11 +83,21 @@ def score_splits(
     _log.debug("splits of %s documents, %s tokens: %s", c.columns, c.Td, choice)
 
 
-def forward_splits(choice: SplitChoice, c: PackedArgs, queries: QueryArgs, argmax: Tensor | None) -> tuple[Tensor, ...]:
-    """Return scores ``[Nq, Nd]`` of packed tokens and, unless it is None, `argmax` after filling it ``[Nd, Tq]``."""
+def forward_splits(
+    choice: SplitChoice,
+    c: PackedArgs,
+    queries: QueryArgs,
+    argmax: Tensor | None,
+    terms: TermArgs | None,
+    counts: DequantArgs | CodecDequantArgs | None,
+) -> tuple[Tensor, ...]:
+    """Return scores ``[Nq, Nd]`` of packed tokens and, unless it is None, `argmax` after filling it ``[Nd, Tq]``.
+
+    `terms` and `counts` are those of `score_splits`.
+    """
     scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
     with use_device(c.Q.device):
-        score_splits(choice, c, queries, (1, c.Tq), scores, argmax)
+        score_splits(choice, c, queries, (1, c.Tq), scores, argmax, terms, counts)
     return (scores,) if argmax is None else (scores, argmax)
 
 

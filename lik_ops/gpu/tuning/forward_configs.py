@@ -634,11 +634,11 @@ def get_min_rows_per_query(arch: Architecture, dtype: torch.dtype, *, is_dense: 
     return 1 if is_dense and has_registers else MIN_ROWS_PER_QUERY
 
 
-def configure_row_sums(kind: KernelKey, Lq: int) -> tuple[int, int]:
+def configure_row_sums(kind: KernelKey, Lq: int, stored: Any = "") -> tuple[int, int]:
     """Return the rows of a query that `maxsim_row_sums` adds at a time, and the levels of its trees.
 
-    The sums have the bits of `configure_forward`.
+    The sums have the bits of `configure_packed_forward`.
     """
-    max_rows = select_tiles(kind, Lq)[-1].rows
+    max_rows = get_packed_tree_rows(kind, Lq, stored)
     slot = min(max(next_power_of_2(Lq), MIN_ROWS_PER_QUERY), max_rows)
     return slot, (max_rows // slot).bit_length() - 1

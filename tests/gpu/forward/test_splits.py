@@ -1,5 +1,6 @@
 """Test splits of few long documents bit for bit against kernels without splits, for any split positions."""
 
+import dataclasses
 import itertools
 from dataclasses import replace
 
@@ -10,9 +11,11 @@ import lik_ops
 from lik_ops import info
 from lik_ops.core.plan_cache import plans
 from lik_ops.core.segments import PackedArgs
+from lik_ops.formats.table import FORMATS, FP8_QUERIES, EncodedTokens
 from lik_ops.ops.fast_path import eager
 
 from ...support.common import CUDA, INTERPRETER, INTERPRETING, thin_out
+from ...support.quantized import dtypes, problem
 from ...support.ragged import same_bits
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
@@ -25,6 +28,7 @@ from lik_ops.gpu.tuning import architectures
 PLACES = [INTERPRETER] if INTERPRETING else [pytest.param(CUDA, marks=pytest.mark.gpu)]
 in_place = pytest.mark.parametrize("place", PLACES, ids=str)
 NAN, INF = float("nan"), float("inf")
+SCALES = ("token", "document", "tensor")
 # Tokens of a document. A split has at least 32 tokens in the interpreter and 128 elsewhere.
 LONG, LEAST = (150, 32) if INTERPRETING else (1500, 128)
 
@@ -35,12 +39,13 @@ def cuts(monkeypatch):
     found = []
     by_choice = generic_choices.choose_document_splits
 
-    def sectioned(c, normalize, argmax, arch):
-        found.append(by_choice(c, normalize, argmax, replace(arch, processors=64)) if found[0] else "not wanted")
+    def sectioned(c, normalize, argmax, arch, *stored):
+        choice = by_choice(c, normalize, argmax, replace(arch, processors=64), *stored) if found[0] else "not wanted"
+        found.append(choice)
         return found[-1]
 
     monkeypatch.setattr(generic_choices, "choose_document_splits", sectioned)
-    for name in ("LONG_DOCUMENT", "WIDE_DOCUMENT", "STEPPED_HALF", "STEPPED_FP32", "SPLIT"):
+    for name in ("LONG_DOCUMENT", "WIDE_DOCUMENT", "STEPPED_HALF", "STEPPED_FP32", "ENCODED_DOCUMENT", "SPLIT"):
         monkeypatch.setattr(generic_choices, f"_MIN_{name}_TOKENS", LEAST // 2)
     yield found
     eager.clear_call_caches()
@@ -132,6 +137,45 @@ def test_packed_documents(place, cuts, normalize, everything):
         same_bits(again[0], scores)
         assert scores[0, 1] == -INF and scores[1, 0] == 0 and (argmax[1] == -1).all()
         assert not everything or (scores[0, 5:7].isnan().all() and not scores[0, 7:].isnan().any())
+
+
+ENCODED = [*FORMATS, FP8_QUERIES]
+ENCODED_CASES = [(format, n % 2 == 0, (40, 144, 300)[n % 3]) for n, format in enumerate(ENCODED)]
+
+
+@in_place
+@pytest.mark.parametrize(("format", "everything", "d"), thin_out(ENCODED_CASES, 2))
+def test_encoded_documents(place, cuts, format, everything, d):
+    """Test packed documents of every format. Some query rows cannot be int8 terms."""
+    name, lengths = format.removesuffix("_fp8"), (LONG, 0, 3, LONG + 33)
+    for n, dtype in enumerate(dtypes(place)):
+        p = problem("cross", dtype, d, name, SCALES[n % 3], everything, (3, 0, 18), lengths).to(place.device)
+        p = dataclasses.replace(p, stored=p.stored._replace(format=format))
+        p.r.Q[1, 0], p.r.Q[2, 3] = INF, NAN
+        scores, argmax = assert_same(cuts, place, lambda p=p: p.forward(normalize=everything))
+        again, _ = run_with_and_without_splits(
+            cuts, place, lambda p=p: p.forward(normalize=everything, argmax_dtype=None)[:1]
+        )
+        same_bits(again[0], scores)
+        assert (argmax[1] == -1).all()
+
+
+@in_place
+@pytest.mark.parametrize("query", ["half", "int8", "binary"])
+def test_dense_binary_documents(place, cuts, query):
+    """Test documents that are words of codes, also where a split begins in the middle of a tile."""
+    Q, D = draw(place, torch.float16, 3, 20, 64), draw(place, torch.float16, 2, LONG - 7, 64)
+    stored = lik_ops.quantize(D, "binary", query=query)
+    assert_same(cuts, place, lambda: [lik_ops.maxsim(Q, stored)])
+    assert_same(cuts, place, lambda: lik_ops.maxsim_with_argmax(Q, stored))
+
+
+@in_place
+def test_residual_codes_are_not_split(place, cuts):
+    cuts.append(True)
+    p = problem("cross", torch.float16, 32, "residual2", documents=(2 * LONG, 5)).to(place.device)
+    p.forward()
+    assert cuts == [True]
 
 
 @in_place
@@ -250,6 +294,22 @@ def test_the_workspace_is_bounded(arch):
                 assert found.max_splits * (rows * (8 if argmax else 4) + 4) + 4 * rows <= 32 * 2**20
                 assert 2 * Nd <= found.max_splits
     assert splits
+
+
+def test_split_choice_of_encoded_documents():
+    def cut(format, Nq, Nd, Lq, Ld, d=128):
+        """Return whether the rules split documents of these sizes. The shortest would not be split in bf16."""
+        Q, D = (torch.empty(n, length, d, dtype=torch.bfloat16, device="meta") for n, length in ((Nq, Lq), (Nd, Ld)))
+        data, scale = D.to(torch.int8), torch.empty(Nd, Ld, device="meta")
+        c = PackedArgs.from_tensors((Q, data, *(None,) * 7), Lq)
+        tokens = EncodedTokens(data, scale, None, format)
+        choice = choose.apply_rules(choose.QUANTIZED_RULES, choose.QuantizedChoiceArgs(c, tokens, False, False, SM_90))
+        return isinstance(choice, generic_choices.SplitChoice)
+
+    assert all(cut(format, 1, 8, 32, 1024) for format in ("int8", "fp8_e4m3"))
+    assert cut("int8", 1, 8, 32, 512, d=320) and cut("int8", 4, 1, 1024, 8192)
+    assert not cut("int8", 1, 8, 32, 512) and not cut("int8", 1, 1000, 32, 8192)
+    assert not cut("residual2", 1, 1, 32, 8192)
 
 
 def test_info_describes_splits():

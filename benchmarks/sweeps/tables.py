@@ -19,6 +19,7 @@ import lik_ops
 from lik_ops.families.head import configs as head_configs
 from lik_ops.gpu.tuning.forward_configs import TileConfig
 from lik_ops.gpu.tuning.sm90_configs import Sm90Tile
+from lik_ops.gpu.tuning.tables import Override, at_most
 
 from ..operators import forward, head, soft
 from ..support import contenders
@@ -317,6 +318,58 @@ def wide_split_cases() -> dict[str, Case]:
     return {case.name: case for case in found}
 
 
+# encoded_splits: whether a few encoded documents are worth splitting.
+ENCODED_SPLIT_FORMATS = ("int8", "uint8", "fp8_e4m3", "binary", "rq4")
+ENCODED_SPLIT_SHAPES = (
+    *itertools.product((64, 320), (1,), (1, 8, 32), (32,), (300, 512, 1024, 2048)),
+    *itertools.product((64, 320), (4,), (1, 8), (1024,), (300, 1024, 8192)),
+    *((1024, 1, Nd, 32, Ld) for Nd, Ld in ((1, 512), (8, 512), (8, 2048))),
+)  # d, Nq, Nd, Lq, Ld
+
+
+def encoded_split_cases() -> dict[str, tuple]:
+    shapes = itertools.product(ENCODED_SPLIT_FORMATS, ENCODED_SPLIT_SHAPES)
+    return {f"{kept}, {Nq} x {Nd}, {Lq}/{Ld}, d {d}": (kept, d, Nq, Nd, Lq, Ld) for kept, (d, Nq, Nd, Lq, Ld) in shapes}
+
+
+def encoded_wide_call(case: tuple) -> Call:
+    kept, d, Nq, Nd, Lq, Ld = case
+    x = Inputs(Case("encoded", Nq, Nd, Lq, Ld, d=d), "cuda")
+    D = lik_ops.quantize(x.D, kept)
+    return lambda: lik_ops.maxsim(x.Q, D)
+
+
+# wide_encoded: tiles of encoded documents with more than 128 features, (rows, tokens, warps, stages, registers).
+WIDE_ENCODED_SHAPES = ((16, 1000, 32, 300), (2, 1000, 32, 300), (64, 200, 64, 64), (16, 64, 1024, 64))  # Nq, Nd, Lq, Ld
+WIDE_ENCODED_TILES = (
+    (128, 128, 8, 3, 255),
+    (128, 64, 8, 3, 255),
+    (128, 64, 8, 2, 128),
+    (64, 128, 4, 2, 255),
+    (64, 128, 4, 3, 255),
+    (64, 64, 4, 2, 255),
+    (64, 64, 4, 3, 168),
+)
+
+
+def wide_encoded_cases() -> dict[str, tuple]:
+    shapes = itertools.product(("int8", "uint8", "fp8_e4m3", "rq4"), (160, 320, 1024), WIDE_ENCODED_SHAPES)
+    return {f"{kept}, {Nq} x {Nd}, {Lq}/{Ld}, d {d}": (kept, d, Nq, Nd, Lq, Ld) for kept, d, (Nq, Nd, Lq, Ld) in shapes}
+
+
+def wide_encoded_tiles(case: tuple) -> dict[str, Patches]:
+    def override(rows: int, tokens: int, warps: int, stages: int, registers: int) -> Override:
+        sizes = {"BM": rows, "BN": tokens, "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", rows), "TOKENS_FIRST": False}
+        launch = {"num_warps": warps, "num_stages": stages, "max_registers": registers}
+        return Override(when=lambda call, x: bool(call.encoding), change=sizes | launch)
+
+    def patch(tile: tuple[int, int, int, int, int]) -> Patches:
+        added = override(*tile)
+        return {"gpu.tuning.forward_configs._PACKED_OVERRIDES": lambda present: (*present, added)}
+
+    return {str(tile): patch(tile) for tile in WIDE_ENCODED_TILES}
+
+
 # pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
 _NEVER = 10**9
 _PER_SM, _WHOLE, _LARGE_D = (
@@ -580,6 +633,8 @@ SWEEPS = {
         lambda case: WIDE_SPLIT_SIDES,
         exact=False,
     ),
+    "encoded_splits": Sweep(encoded_split_cases, encoded_wide_call, lambda case: WIDE_SPLIT_SIDES),
+    "wide_encoded": Sweep(wide_encoded_cases, encoded_wide_call, wide_encoded_tiles),
     "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
     "head": Sweep(head_cases, head_call, head_tiles),
     "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),

@@ -23,7 +23,15 @@ import triton.language as tl
 
 from ..formats.bits import get_code_bits, load_code
 from ..formats.encoded import load_token_scales
-from .primitives import NO_TOKEN, load_rows, load_tokens, locate_numbered_tokens, nan_max, to_int64
+from .primitives import (
+    NO_TOKEN,
+    compute_inverse_norm,
+    load_rows,
+    load_tokens,
+    locate_numbered_tokens,
+    nan_max,
+    to_int64,
+)
 
 _MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
@@ -132,8 +140,9 @@ def multiply_split_rows(q, x, C: tl.constexpr):
 
 @triton.jit
 def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
-    """Compute similarities of a tile with fp32 instructions, feature by feature."""
+    """Compute similarities of a tile with fp32 instructions, feature by feature, times the tokens' inverse norms."""
     S = tl.full((C.BM, _FALLBACK_STEP_TOKENS), 0, tl.float32)
+    squares = tl.full((_FALLBACK_STEP_TOKENS,), 0, tl.float32)
     tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
     if C.INT8_TERMS > 0:
         scale = load_token_scales(x.counts, document.row + t)
@@ -148,6 +157,10 @@ def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
             q = q.to(tl.float32)
             y = y.to(tl.float32) * scale
         S += q[:, None] * y[None, :]
+        if C.INT8_TERMS == 0:
+            squares = tl.fma(y, y, squares)
+    if C.NORMALIZE and C.INT8_TERMS == 0:  # the scales of encoded tokens include their norms
+        S = S * compute_inverse_norm(squares)[None, :]
     return S
 
 

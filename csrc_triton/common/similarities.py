@@ -102,8 +102,11 @@ def _compute_similarities(q, x, rows, document, row, t, C: tl.constexpr):
     if C.INT8_TERMS > 0:
         S = multiply_terms(q, load_document_tile(x, document, row, t, 0, C), C)
     elif C.FP32_TERMS > 0:
-        tile, scale, is_exact, _ = split_rows(load_document_tile(x, document, row, t, 0, C), C.FP32_TERMS)
-        S = multiply_split_rows(q, tile, C)
+        tile = load_document_tile(x, document, row, t, 0, C)
+        if C.NORMALIZE:
+            squares = sum_tile_squares(x, document, tile, t, 0, C)
+        terms, scale, is_exact, _ = split_rows(tile, C.FP32_TERMS)
+        S = multiply_split_rows(q, terms, C)
     elif C.SINGLE_STEP:
         tile = load_document_tile(x, document, row, t, 0, C)
         S = add_product(S, q, tile, C)

@@ -63,6 +63,23 @@ def test_error_is_bounded_by_the_terms_of_a_similarity(place, queries, documents
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize(("queries", "documents"), PAIRS)
+def test_error_of_normalized_rows_is_bounded_by_the_terms_of_a_similarity(place, queries, documents):
+    """Inverse norms multiply the similarities of split rows and of rows that fp16 terms cannot represent."""
+    Q, D = VALUES[queries](N).to(place.device)[:, None], VALUES[documents](LONG).to(place.device)
+    q, x = (y / y.norm(dim=-1, keepdim=True).clamp(min=1e-12) for y in (Q[:, 0].double(), D.double()))
+    expected, size = q @ x.T, q.abs() @ x.abs().T
+    with place.use():
+        scores = lik_ops.maxsim(Q, D[:, None], normalize=True)
+        highest, argmax = lik_ops.maxsim_with_argmax(Q, D[None], normalize=True)
+    assert bool(((scores.double() - expected).abs() <= 3 * d * EPSILON * size + 2.0**-126).all())
+    bound = 3 * d * EPSILON * size.amax(1) + 2.0**-126
+    assert bool(((highest[:, 0].double() - expected.amax(1)).abs() <= bound).all())
+    won = expected.gather(1, argmax[:, 0])[:, 0]
+    assert bool(((won - expected.amax(1)).abs() <= 2 * bound).all())
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 2.0**60])
 def test_cancellation(place, scale):
     """Terms that cancel leave the exact sum of the fp32 numbers, up to the rounding of the terms."""

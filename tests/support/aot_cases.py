@@ -203,11 +203,16 @@ TERMS = [
     Case(FORWARD, _FP32, Nq=64, **_EVERYTHING),
     Case(FORWARD, _FP32, Lq=128, **_EVERYTHING),
     Case(FORWARD, _FP32, Lq=300, **_EVERYTHING),
+    *(Case(FORWARD, _FP32, Nq=Nq, Lq=Lq, normalize=True, options=Lq > 32) for Nq, Lq in ((1, 32), (64, 32), (1, 1024))),
+    *(Case(FORWARD, _FP32, Nq=Nq, normalize=True, ragged=True, **_EVERYTHING) for Nq in (1, 16)),
+    Case(FORWARD, _FP32, Nq=1, normalize=True, ragged=True, candidates=True),
 ]
 # Other feature counts.
 MORE_TERMS = [
     *(Case(FORWARD, _FP32, 16, Nq, Lq, **_EVERYTHING) for Nq, Lq in ((1, 1), (64, 32), (64, 300))),
     *(Case(FORWARD, _FP32, 64, Nq, Lq, candidates=True, wide=1) for Nq, Lq in ((1, 1), (64, 128), (64, 300))),
+    *(Case(FORWARD, _FP32, d, Nq=16, normalize=True, **_EVERYTHING) for d in (16, 64)),
+    Case(FORWARD, _FP32, 64, Nq=64, Lq=300, normalize=True),
 ]
 
 # Quantized documents: codes multiplied as terms or converted, FP8 as FP8 and as bytes, bits, residual codes.

@@ -654,7 +654,7 @@ def maxsim_forward(Q, D, tiles, out, sizes, d, C: tl.constexpr):
         C: Compile-time choices, a `KernelConfig`. A tile holds `BM // ROWS_PER_QUERY` queries of at most
             `ROWS_PER_QUERY` tokens, or with LONG_QUERIES one longer query.
     """
-    tl.static_assert(C.FP32_TERMS == 0 or (C.SINGLE_STEP and not (C.PERSISTENT or C.NORMALIZE)))
+    tl.static_assert(C.FP32_TERMS == 0 or (C.SINGLE_STEP and not C.PERSISTENT))
     tl.static_assert(not C.PERSISTENT or (C.SINGLE_STEP and not C.LONG_QUERIES and tiles is not None))
     tl.static_assert(not C.PERSISTENT or out.argmax is None)
     tl.static_assert(not C.LONG_QUERIES or C.BM == C.ROWS_PER_QUERY)

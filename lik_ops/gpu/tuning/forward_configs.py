@@ -223,8 +223,36 @@ _ARGMAX_OVERRIDES = (
 )
 
 
+_NORM_OVERRIDES = (
+    Override(
+        when=lambda arch, x: x.config.FP32_TERMS > 0 and x.config.LONG_QUERIES and x.config.BM > 64,
+        change={"BN": at_most("BN", 32)},
+        reason="ptxas spills",
+        measured_on="ptxas of Triton 3.6: d = 128",
+    ),
+)
+
+
+def _choose_tile_key(kind: KernelKey, stored: Any) -> KernelKey:
+    """Return the properties of a call that select its tiles.
+
+    Split fp32 rows have the same tiles with and without `normalize`. The scales of encoded documents include their
+    norms, and fp32 queries have the tiles of `normalize` next to them, because they are not split.
+    """
+    if stored:
+        return kind._replace(normalize=not kind.half)
+    return kind._replace(normalize=kind.normalize and (kind.half or not kind.arch.has_sm90_path))
+
+
 def configure_forward(
-    kind: KernelKey, Nq: int, Lq: int, *, tf32: bool, documents: int = UNLIMITED, argmax: bool = False
+    kind: KernelKey,
+    Nq: int,
+    Lq: int,
+    *,
+    tf32: bool,
+    documents: int = UNLIMITED,
+    argmax: bool = False,
+    stored: Any = "",
 ) -> LaunchConfig:
     """Return the launch of a forward, whose tile holds whole queries or a part of one query.
 
@@ -237,12 +265,13 @@ def configure_forward(
         tf32: whether TF32 is allowed.
         documents: number of all scored documents: Nd, or Nq * K candidates.
         argmax: whether the call returns an argmax.
+        stored: `KernelConfig.ENCODING`.
     """
-    arch, tiles = kind.arch, select_tiles(kind, Lq)
+    arch, tiles = kind.arch, select_tiles(_choose_tile_key(kind, stored), Lq)
     tile, slot = select_tile(tiles, Nq, Lq, kind.candidates, documents)
     config = make_forward_config(kind, tile, slot, tf32=tf32)
     # fp32 rows are split into fp16 terms.
-    splits = arch.has_sm90_path and not (kind.half or kind.normalize) and config.SINGLE_STEP
+    splits = arch.has_sm90_path and not (kind.half or stored) and config.SINGLE_STEP
     config = config._replace(
         TOKENS_FIRST=tile.tokens_first,
         PERSISTENT=tile.walkers > 0 and not splits and config.SINGLE_STEP and Lq <= slot and not kind.candidates,
@@ -257,7 +286,8 @@ def configure_forward(
         max_registers=tile.registers or arch.registers,
         walkers=tile.walkers,
     )
-    return apply_overrides(_ARGMAX_OVERRIDES, arch, launch) if argmax else launch
+    overrides = (*(_ARGMAX_OVERRIDES if argmax else ()), *(_NORM_OVERRIDES if kind.normalize else ()))
+    return apply_overrides(overrides, arch, launch)
 
 
 def _has_one_stage(launch: LaunchConfig) -> bool:
@@ -360,7 +390,9 @@ class _PackedCall(NamedTuple):
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
         split = launch.config.FP32_TERMS > 0 and launch.config.BM < _MAX_PACKED_TILE_ROWS
         is_crowded = self.unit == "mma" or (self.shares_registers and not launch.config.TOKENS_FIRST)
-        return split or (self.argmax and is_crowded)
+        has_old_ptxas = triton_versions.get_triton_release() < (3, 9)
+        has_norms = launch.config.FP32_TERMS > 0 and self.kind.normalize and has_old_ptxas
+        return split or (self.argmax and (is_crowded or has_norms))
 
 
 _SEGMENTS = "the segment bounds that a program reads cost registers"
@@ -389,7 +421,7 @@ _PACKED_OVERRIDES = (
         change={
             "BM": _MAX_PACKED_TILE_ROWS,
             "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", _MAX_PACKED_TILE_ROWS),
-            "num_warps": lambda call, x: 8 if _needs_squares(call.kind, call.encoding) else 4,
+            "num_warps": lambda call, x: 8 if _choose_tile_key(call.kind, call.encoding).normalize else 4,
             "num_stages": lambda call, x: min(x.num_stages, 3),
             "max_registers": lambda call, x: call.kind.arch.registers,
         },
@@ -481,7 +513,7 @@ _PACKED_OVERRIDES = (
     Override(
         when=lambda call, x: (
             x.config.FP32_TERMS > 0
-            and call.argmax
+            and (call.argmax or call.kind.normalize)
             and call.spills(x)
             and triton_versions.get_triton_release() >= (3, 9)
         ),
@@ -561,17 +593,9 @@ def _count_rows(Nq: int, launch: LaunchConfig) -> int:
     return next_power_of_2(Nq * launch.config.ROWS_PER_QUERY)
 
 
-def _needs_squares(kind: KernelKey, stored: Any) -> bool:
-    """Return whether packed layouts use the tiles of `normalize`.
-
-    They do for `normalize` without encoded documents, and for fp32 queries with encoded documents.
-    """
-    return not kind.half if stored else kind.normalize
-
-
 def get_packed_tree_rows(kind: KernelKey, Lq: int, stored: Any = "") -> int:
     """Return the rows of a query whose maxima packed layouts add as one tree."""
-    return select_tiles(kind._replace(normalize=_needs_squares(kind, stored)), Lq)[-1].rows
+    return select_tiles(_choose_tile_key(kind, stored), Lq)[-1].rows
 
 
 def configure_packed_forward(
@@ -604,8 +628,7 @@ def configure_packed_forward(
         stored: `KernelConfig.ENCODING`.
         may_be_empty: whether most of many documents may be empty. Persistent programs pass over these.
     """
-    dense = kind._replace(normalize=_needs_squares(kind, stored))
-    launch = configure_forward(dense, Nq, Lq, tf32=tf32, argmax=argmax).make_non_persistent()
+    launch = configure_forward(kind, Nq, Lq, tf32=tf32, argmax=argmax, stored=stored).make_non_persistent()
     has_no_options = has_no_options and not (argmax or kind.normalize) and kind.has_vector_loads
     call = _PackedCall(kind, Nq, argmax, has_few_documents, has_no_options, stored, may_be_empty)
     launch = apply_overrides(_PACKED_OVERRIDES, call, launch)

@@ -93,7 +93,7 @@ def forward_splits(
 ) -> tuple[Tensor, ...]:
     """Return scores ``[Nq, Nd]`` of packed tokens and, unless it is None, `argmax` after filling it ``[Nd, Tq]``.
 
-    `terms` and `counts` are those of `score_splits`.
+    See `score_splits` for `terms` and `counts`.
     """
     scores = torch.empty(c.scores_shape(), dtype=torch.float32, device=c.Q.device)
     with use_device(c.Q.device):

@@ -7,7 +7,7 @@ for the present value.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -145,11 +145,16 @@ def encoded_cases() -> dict[str, tuple]:
     return {f"{' '.join(how)} {shape}": (*how, *shape) for how, shape in itertools.product(ENCODED, ENCODED_SHAPES)}
 
 
-def encoded_call(case: tuple) -> Call:
-    kept, query, scale, Nq, Nd, Lq, Ld = case
-    x = Inputs(Case("encoded", Nq, Nd, Lq, Ld), "cuda")
-    D: Any = lik_ops.quantize(x.D, kept, scale, query=query)
+def score_encoded(shape: Case, kept: Any, scale: Any = "token", query: Any = "half") -> Call:
+    """Return a call with documents in the format `kept`."""
+    x = Inputs(shape, "cuda")
+    D = lik_ops.quantize(x.D, kept, scale, query=query)
     return lambda: lik_ops.maxsim(x.Q, D)
+
+
+def encoded_call(case: tuple) -> Call:
+    kept, query, scale, *shape = case
+    return score_encoded(Case("encoded", *shape), kept, scale, query)
 
 
 def encoded_tiles(case: tuple) -> dict[str, Patches]:
@@ -327,16 +332,17 @@ ENCODED_SPLIT_SHAPES = (
 )  # d, Nq, Nd, Lq, Ld
 
 
-def encoded_split_cases() -> dict[str, tuple]:
-    shapes = itertools.product(ENCODED_SPLIT_FORMATS, ENCODED_SPLIT_SHAPES)
-    return {f"{kept}, {Nq} x {Nd}, {Lq}/{Ld}, d {d}": (kept, d, Nq, Nd, Lq, Ld) for kept, (d, Nq, Nd, Lq, Ld) in shapes}
+def name_encoded(formats: Iterable[str], shapes: Iterable[tuple]) -> dict[str, tuple[str, Case]]:
+    """Return cases (format, shape) by name, for shapes (d, Nq, Nd, Lq, Ld)."""
+    found = {}
+    for kept, (d, *shape) in itertools.product(formats, shapes):
+        case = Case(f"{kept}, {shape[0]} x {shape[1]}, {shape[2]}/{shape[3]}, d {d}", *shape, d=d)
+        found[case.name] = kept, case
+    return found
 
 
-def encoded_wide_call(case: tuple) -> Call:
-    kept, d, Nq, Nd, Lq, Ld = case
-    x = Inputs(Case("encoded", Nq, Nd, Lq, Ld, d=d), "cuda")
-    D = lik_ops.quantize(x.D, kept)
-    return lambda: lik_ops.maxsim(x.Q, D)
+def encoded_shape_call(case: tuple[str, Case]) -> Call:
+    return score_encoded(case[1], case[0])
 
 
 # wide_encoded: tiles of encoded documents with more than 128 features, (rows, tokens, warps, stages, registers).
@@ -352,12 +358,12 @@ WIDE_ENCODED_TILES = (
 )
 
 
-def wide_encoded_cases() -> dict[str, tuple]:
-    shapes = itertools.product(("int8", "uint8", "fp8_e4m3", "rq4"), (160, 320, 1024), WIDE_ENCODED_SHAPES)
-    return {f"{kept}, {Nq} x {Nd}, {Lq}/{Ld}, d {d}": (kept, d, Nq, Nd, Lq, Ld) for kept, d, (Nq, Nd, Lq, Ld) in shapes}
+def wide_encoded_cases() -> dict[str, tuple[str, Case]]:
+    shapes = [(d, *shape) for d, shape in itertools.product((160, 320, 1024), WIDE_ENCODED_SHAPES)]
+    return name_encoded(("int8", "uint8", "fp8_e4m3", "rq4"), shapes)
 
 
-def wide_encoded_tiles(case: tuple) -> dict[str, Patches]:
+def wide_encoded_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
     def override(rows: int, tokens: int, warps: int, stages: int, registers: int) -> Override:
         sizes = {"BM": rows, "BN": tokens, "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", rows), "TOKENS_FIRST": False}
         launch = {"num_warps": warps, "num_stages": stages, "max_registers": registers}
@@ -633,8 +639,12 @@ SWEEPS = {
         lambda case: WIDE_SPLIT_SIDES,
         exact=False,
     ),
-    "encoded_splits": Sweep(encoded_split_cases, encoded_wide_call, lambda case: WIDE_SPLIT_SIDES),
-    "wide_encoded": Sweep(wide_encoded_cases, encoded_wide_call, wide_encoded_tiles),
+    "encoded_splits": Sweep(
+        lambda: name_encoded(ENCODED_SPLIT_FORMATS, ENCODED_SPLIT_SHAPES),
+        encoded_shape_call,
+        lambda case: WIDE_SPLIT_SIDES,
+    ),
+    "wide_encoded": Sweep(wide_encoded_cases, encoded_shape_call, wide_encoded_tiles),
     "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
     "head": Sweep(head_cases, head_call, head_tiles),
     "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),

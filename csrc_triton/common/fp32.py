@@ -140,7 +140,8 @@ def multiply_split_rows(q, x, C: tl.constexpr):
 
 @triton.jit
 def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
-    """Compute similarities of a tile with fp32 instructions, feature by feature, times the tokens' inverse norms."""
+    """Compute similarities of a tile with fp32 instructions, feature by feature, times inverse norms if needed."""
+    HAS_NORMS: tl.constexpr = C.NORMALIZE and C.INT8_TERMS == 0  # the scales of encoded tokens include their norms
     S = tl.full((C.BM, _FALLBACK_STEP_TOKENS), 0, tl.float32)
     squares = tl.full((_FALLBACK_STEP_TOKENS,), 0, tl.float32)
     tokens = document.ptr + t.to(tl.int64) * x.D.stride_l
@@ -157,9 +158,9 @@ def _compute_fp32_similarities(x, rows, document, t, C: tl.constexpr):
             q = q.to(tl.float32)
             y = y.to(tl.float32) * scale
         S += q[:, None] * y[None, :]
-        if C.INT8_TERMS == 0:
+        if HAS_NORMS:
             squares = tl.fma(y, y, squares)
-    if C.NORMALIZE and C.INT8_TERMS == 0:  # the scales of encoded tokens include their norms
+    if HAS_NORMS:
         S = S * compute_inverse_norm(squares)[None, :]
     return S
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import to_mask
+from .primitives import import_args_class, to_mask
 
 
 @triton.jit
@@ -79,3 +79,17 @@ def load_pair(segments, p, ok, Nq, Nd):
     i = tl.load(segments.pairs + 2 * p, mask=ok, other=-1).to(tl.int64)
     k = tl.load(segments.pairs + 2 * p + 1, mask=ok, other=-1).to(tl.int64)
     return i, k, to_mask((i >= 0) & (i < Nq) & (k >= 0) & (k < Nd))
+
+
+@triton.jit
+def make_packed_document(D, begin, length, C: tl.constexpr):
+    """Return the packed tokens from row `begin` on as a `Document`."""
+    Document: tl.constexpr = import_args_class("Document")
+    base = D.ptr + begin * D.stride_l
+    mask = base
+    if D.mask is not None:
+        mask = D.mask + begin * D.mask_stride_l
+    # A descriptor has fewer than 2^31 rows.
+    if C.ENCODING == "":
+        begin = begin.to(tl.int32)
+    return Document(base, mask, begin, length)

@@ -77,7 +77,7 @@ from ...common.primitives import (
     sum_in_order,
     to_int64,
 )
-from ...common.segments import load_pair, locate_document_segment, locate_query_segment
+from ...common.segments import load_pair, locate_document_segment, locate_query_segment, make_packed_document
 from ...common.similarities import add_product, compute_tile, init_similarities, load_query_tile, prefetch_tile_mask
 from ...formats.encoded import compute_row_powers, needs_power_scaling, sum_query_rows
 from ...formats.residual import decode_tokens, has_words, join_columns, load_codes, load_lookup_tables, load_words
@@ -209,16 +209,8 @@ def _locate_dense_split(D, owner, n, sizes, cut):
 @triton.jit
 def _locate_packed_document(D, segments, k, ok, sizes, C: tl.constexpr):
     """Return a packed document as a `Document`, and whether it is inside D."""
-    Document: tl.constexpr = import_args_class("Document")
     begin, length, valid = locate_document_segment(segments, k, ok, sizes.Td)
-    base = D.ptr + begin * D.stride_l
-    mask = base
-    if D.mask is not None:
-        mask = D.mask + begin * D.mask_stride_l
-    # A descriptor has fewer than 2^31 rows.
-    if C.ENCODING == "":
-        begin = begin.to(tl.int32)
-    return Document(base, mask, begin, length), valid
+    return make_packed_document(D, begin, length, C), valid
 
 
 @triton.jit

@@ -30,8 +30,8 @@ Invariants:
 import triton
 import triton.language as tl
 
-from ...common.primitives import NO_TOKEN, import_args_class, nan_max, to_int64, to_mask
-from ...common.segments import locate_document_segment
+from ...common.primitives import NO_TOKEN, nan_max, to_int64, to_mask
+from ...common.segments import locate_document_segment, make_packed_document
 
 _SCAN_BLOCK = tl.constexpr(128)  # documents or splits of a step, in loops over all of them
 MIN_SPLIT_TILES = 2  # tiles of a split, unless the document has fewer tokens
@@ -101,7 +101,6 @@ def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
     The split is empty if `n` is out of range. The last split of a document starts earlier if it would have fewer tokens
     than a tile, unless C.SHORT_DOCUMENTS.
     """
-    Document: tl.constexpr = import_args_class("Document")
     split_tokens = compute_split_length(segments, sizes.K, sizes.Td, cut, C.BN)
     k, first = _locate_split_document(segments, n, sizes.K, sizes.Td, cut, split_tokens)
     begin, length, _ = locate_document_segment(segments, k, to_mask(k < sizes.K), sizes.Td)
@@ -109,15 +108,7 @@ def locate_split(D, segments, n, sizes, cut, C: tl.constexpr):
     if not C.SHORT_DOCUMENTS:
         t0 = tl.maximum(tl.minimum(t0, length - C.BN), 0)
     tokens = tl.minimum(length - t0, split_tokens)
-    begin += t0
-    ptr = D.ptr + begin * D.stride_l
-    mask = D.ptr
-    if D.mask is not None:
-        mask = D.mask + begin * D.mask_stride_l
-    # A descriptor has fewer than 2^31 rows.
-    if C.ENCODING == "":
-        begin = begin.to(tl.int32)
-    return Document(ptr, mask, begin, tokens), t0
+    return make_packed_document(D, begin + t0, tokens, C), t0
 
 
 @triton.jit

@@ -144,10 +144,9 @@ def _apply(rules: Any, args: Any) -> list[tuple[str, Any]]:
 def _run_dense(call: CallDescription, x: DenseArgs, arch: Any) -> tuple[list, Callable | None]:
     """Run a call of dense tensors."""
     from .gpu import backend, choose
-    from .gpu.runtime.arguments import drop_single_query
 
     dtype = choose_argmax_dtype(call.Ld) if call.argmax or call.backward else None
-    args = choose.DenseChoiceArgs(x.Q, *drop_single_query(x.D, x.d_mask), call.normalize, dtype is not None, arch)
+    args = choose.make_dense_args(x.Q, x.D, x.d_mask, call.normalize, dtype is not None, arch)
     rules = _apply(choose.DENSE_RULES, args)
     scores, argmax = backend.forward(*x, call.normalize, dtype)
     run = backend.backward_unified if call.backward == "unified" else backend.backward_lowmem

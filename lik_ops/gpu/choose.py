@@ -76,7 +76,7 @@ def apply_rules(rules: tuple[Rule, ...], args: Any) -> Any:
 
 
 class DenseChoiceArgs(NamedTuple):
-    """Everything that the choice for a dense call depends on. The tensors have all their axes."""
+    """Everything that the choice for a dense call depends on. `make_dense_args` makes it of tensors with all axes."""
 
     Q: Tensor
     D: Tensor
@@ -84,6 +84,13 @@ class DenseChoiceArgs(NamedTuple):
     normalize: bool
     argmax: bool
     arch: Architecture
+
+
+def make_dense_args(
+    Q: Tensor, D: Tensor, d_mask: Tensor | None, normalize: bool, argmax: bool, arch: Architecture
+) -> DenseChoiceArgs:
+    """Return the arguments of the rules in `DENSE_RULES`, with the candidates of a single query as documents."""
+    return DenseChoiceArgs(Q, *drop_single_query(D, d_mask), normalize, argmax, arch)
 
 
 def choose_dense(
@@ -104,8 +111,7 @@ def choose_dense(
         argmax_dtype: dtype of the argmax, or None without an argmax.
         arch: architecture to choose for, or None for the architecture of the device of Q.
     """
-    D, d_mask = drop_single_query(D, d_mask)
-    call = DenseChoiceArgs(Q, D, d_mask, normalize, argmax_dtype is not None, arch or architecture(Q.device))
+    call = make_dense_args(Q, D, d_mask, normalize, argmax_dtype is not None, arch or architecture(Q.device))
     return apply_rules(DENSE_RULES, call)
 
 
@@ -241,8 +247,8 @@ def supports_packed_row_maxima(a: PackedChoiceArgs) -> str | None:
     c = a.c
     if a.stored:
         return "documents are encoded"
-    if c.candidates or c.pairs is not None:
-        return _ONE_QUERY
+    if reason := supports_packed_splits(a):
+        return reason
     if a.normalize or c.d_mask is not None or c.q_lengths is not None:
         return "`normalize`" if a.normalize else "documents have a mask, or queries have lengths"
     if not generic_choices.supports_packed_descriptor(c, a.arch):

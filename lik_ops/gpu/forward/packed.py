@@ -150,12 +150,6 @@ class PackedPlan(Plan):
 
         Calls with encoded documents are captured as a whole by their callers.
         """
-        if counts is not None:
-            choice = self._choose_fast(c)
-            if not isinstance(choice, SplitChoice):
-                return None
-            scores, *argmax = self._run_splits(choice, c, counts)
-            return scores, argmax[0] if argmax else None
         # The key of the plan and these sizes determine all shapes and strides, because rows are evenly spaced.
         key = *c[10:], c.q_each, c.d_each
         replay = self.calls.replay(key) if self.by_rows or self.in_sections else None
@@ -168,11 +162,14 @@ class PackedPlan(Plan):
 
         def compute() -> tuple[Tensor, ...]:
             if isinstance(choice, SplitChoice):
-                return self._run_splits(choice, c, None)
+                return self._run_splits(choice, c, counts)
             queries, _, segments = self._group_args(c, c.tensors)
             return rows.forward_row_maxima(choice, c, QueryArgs._make(queries), SegmentArgs._make(segments), dtype)
 
-        scores, *argmax = self.calls.run(key, c.tensors, self.device, compute)
+        if counts is None:
+            scores, *argmax = self.calls.run(key, c.tensors, self.device, compute)
+        else:
+            scores, *argmax = compute()
         return scores, argmax[0] if argmax else None
 
     def _run_splits(self, choice: SplitChoice, c: PackedArgs, counts: AnyDequantArgs | None) -> tuple[Tensor, ...]:

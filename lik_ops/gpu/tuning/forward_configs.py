@@ -223,11 +223,12 @@ _ARGMAX_OVERRIDES = (
 )
 
 
+_SPILLS = "ptxas spills"
 _NORM_OVERRIDES = (
     Override(
         when=lambda arch, x: x.config.FP32_TERMS > 0 and x.config.LONG_QUERIES and x.config.BM > 64,
         change={"BN": at_most("BN", 32)},
-        reason="ptxas spills",
+        reason=_SPILLS,
         measured_on="ptxas of Triton 3.6: d = 128",
     ),
 )
@@ -397,7 +398,6 @@ class _PackedCall(NamedTuple):
 
 _SEGMENTS = "the segment bounds that a program reads cost registers"
 _CODES = "a decoded token is scored against as many query rows as registers hold"
-_SPILLS = "ptxas spills"
 _PACKED_OVERRIDES = (
     # int8 terms and FP8 queries.
     Override(

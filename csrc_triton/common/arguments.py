@@ -418,11 +418,12 @@ class HeadOperands(NamedTuple):
 class HeadConfig(NamedTuple):
     """Compile-time choices of the kernels in `head/kernels.py`.
 
-    Each is correct for every shape with d <= BD and Nq * ROWS_PER_QUERY <= ROW_TILES * BM.
+    Each is correct for every shape with d <= BD and Nq * ROWS_PER_QUERY <= ROW_TILES * BM. `maxsim_head_tokens` serves
+    any d.
     """
 
     BN: int  # document tokens of a tile, from several documents if they are short
-    BD: int  # their features: a power of two
+    BD: int  # their features, or features of a part of them: a power of two
     BK: int  # features of hidden states in a step
     BM: int  # query rows that a tile of tokens is scored against at a time
     ROW_TILES: int  # number of such row tiles, a power of two
@@ -431,7 +432,7 @@ class HeadConfig(NamedTuple):
     WIDE_OFFSETS: int  # 2: offsets of features may exceed 32 bits
     PRECISION: str
     FUSED_LOOP: bool  # one loop over the steps of all tiles, which loads the next tile while one is scored
-    EVEN_D: bool  # BD is d
+    EVEN_D: bool  # d is a multiple of BD
     WAIT_EACH_STEP: bool  # WGMMA: the loop waits for the sums of each step
 
 

@@ -6,7 +6,8 @@ u = H W^T + b,    token = round(u / max(||u||, eps))    # without NORMALIZE: rou
 
 Documents follow each other as rows of hidden states. A tile of BN rows has tokens of one document or of several.
 
-- `maxsim_head_tokens` stores the tokens.
+- `maxsim_head_tokens` stores the tokens. A program computes BD features of a tile. If that is not all of them, an
+  earlier launch stores the sums of squares of each part.
 - `maxsim_forward_head` scores the tokens from registers, for at most `ROW_TILES * BM` query rows.
 - `maxsim_head_slopes` computes the gradient of u from the gradient of normalized tokens.
 
@@ -52,13 +53,15 @@ from ..common.primitives import (
     nan_max,
     square,
     sum_in_order,
+    to_int64,
+    to_mask,
 )
 from ..forward.generic.kernel import has_kept_row, store_scores
 
 
 @triton.jit
-def _accumulate_step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
-    """Add the product of hidden features from `c0` on to `u`.
+def _accumulate_step(u, x, first, row, pointers, ok, n0, c0, C: tl.constexpr):
+    """Add the product of hidden features from `c0` on to the token features `u` from `n0` on.
 
     The hidden rows begin at row `row` of documents from `first` on.
     """
@@ -68,9 +71,9 @@ def _accumulate_step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
     else:
         h = load_rows(pointers, ok, columns, x.width, x.H.stride_d, C.WIDE_OFFSETS)
     if x.steps is not None:
-        w = x.steps.load([0, c0])
+        w = x.steps.load([n0, c0])
     else:
-        n = tl.arange(0, C.BD)
+        n = n0 + tl.arange(0, C.BD)
         w = load_rows(x.W.ptr + n.to(tl.int64) * x.W.stride_n, n < x.d, columns, x.width, x.W.stride_d, C.WIDE_OFFSETS)
     if C.PRECISION == "tf32":
         h = round_to_tf32(h)
@@ -79,26 +82,40 @@ def _accumulate_step(u, x, first, row, pointers, ok, c0, C: tl.constexpr):
 
 
 @triton.jit
-def _load_bias(x, C: tl.constexpr):
-    """Return the initial sums of a tile: the bias or zeros.
+def _load_bias(x, n0, C: tl.constexpr):
+    """Return the initial sums of the features from `n0` on of a tile: the bias or zeros.
 
     A bias that is added after the loop would need registers in addition to the sums.
     """
     u = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.W.bias is not None:
-        n = tl.arange(0, C.BD)
+        n = n0 + tl.arange(0, C.BD)
         u += tl.load(x.W.bias + n, mask=n < x.d, other=0.0).to(tl.float32)[None, :]
     return u
 
 
 @triton.jit
-def _finish_tokens(u, x, C: tl.constexpr):
-    """Return tokens from sums of products, rounded to the dtype of H, and their norms with C.NORMALIZE, else 1."""
+def _finish_tokens(u, squares, x, C: tl.constexpr):
+    """Return tokens from sums of products, rounded to the dtype of H, and their norms with C.NORMALIZE, else 1.
+
+    `squares` is the sum of all their squares, or None if `u` has all features.
+    """
     norm = tl.full((C.BN,), 1, tl.float32)
     if C.NORMALIZE:
-        norm = tl.maximum(tl.sqrt(tl.sum(square(u), axis=1)), NORM_EPS)
+        if squares is None:
+            squares = tl.sum(square(u), axis=1)
+        norm = tl.maximum(tl.sqrt(squares), NORM_EPS)
         u = u * (1.0 / norm)[:, None]
     return u.to(x.H.ptr.dtype.element_ty), norm
+
+
+@triton.jit
+def _add_part_squares(squares, r, ok, rows, parts, C: tl.constexpr):
+    """Return the sums of the squares of all parts of rows r."""
+    total = tl.zeros((C.BN,), tl.float32)
+    for part in range(0, parts):
+        total += tl.load(squares + to_int64(part) * rows + r, mask=ok, other=0.0)
+    return total
 
 
 @triton.jit
@@ -113,49 +130,56 @@ def _compiler_barrier_sums(u, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
-def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, stride, rows, Ld, C: tl.constexpr):
-    """Store document tokens and their norms, or sums of some features and their squares, BN rows for each program.
+def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, Ld, C: tl.constexpr):
+    """Store BD features of BN document tokens and their norms, or the sums of the squares of these features.
+
+    The grid has one program for each part of BD features of a tile of BN tokens.
 
     Args:
         H: `DocumentArgs` of hidden states.
         W: `LinearArgs`.
         tiles: Tensor descriptor of hidden states, see `HeadOperands`, or None.
         steps: Tensor descriptor of W, see `HeadOperands`, or None.
-        out: Output `[rows, d]`. With `squares` in fp32 and not normalized.
+        out: Output `[rows, d]`, or None.
         norms: Output fp32 `[rows]`, or None.
-        squares: Output fp32 `[rows]`, the sum of the squares of the `d` features, or None.
+        squares: Sums of squares, fp32 `[parts, rows]`: an output if `out` is None. Otherwise an input with C.NORMALIZE,
+            or None if a program has all features.
         width: Hidden features.
-        d: Features of a token, or of a part of it.
-        stride: Stride of `out` between rows.
+        d: Features of a token.
         rows: Number of tokens.
         Ld: Tokens of a document.
         C: Compile-time choices, a `HeadConfig`.
     """
     x = HeadOperands(H, W, tiles, steps, width, d)
     row = tl.program_id(0) * C.BN
+    part = tl.program_id(1)
+    n0 = part * C.BD
     r = row + tl.arange(0, C.BN)
     ok = r < rows
     pointers = locate_numbered_tokens(H, r, Ld)
-    u = _load_bias(x, C)
+    u = _load_bias(x, n0, C)
     for c0 in range(0, width, C.BK):
-        u = _accumulate_step(u, x, 0, row, pointers, ok, c0, C)
+        u = _accumulate_step(u, x, 0, row, pointers, ok, n0, c0, C)
         # Wait as in the fused loop. Products of narrower tiles stay in flight.
         if C.BD > 128:
             u = _compiler_barrier_sums(u, C)
-    if squares is None:
-        tokens, norm = _finish_tokens(u, x, C)
+    if out is None:
+        tl.store(squares + part.to(tl.int64) * rows + r, tl.sum(square(u), axis=1), mask=ok)
     else:
-        tokens = u
-        tl.store(squares + r, tl.sum(square(u), axis=1), mask=ok)
-    n = tl.arange(0, C.BD)
-    if C.EVEN_D:
-        out_pointers = out + row.to(tl.int64) * C.BD + tl.arange(0, C.BN)[:, None] * C.BD + n[None, :]
-        tl.store(out_pointers, tokens, mask=ok[:, None])
-    else:
-        out_pointers = out + (row.to(tl.int64) * stride + (tl.arange(0, C.BN)[:, None] * stride + n[None, :]))
-        tl.store(out_pointers, tokens, mask=ok[:, None] & (n < d)[None, :])
-    if norms is not None:
-        tl.store(norms + r, norm, mask=ok)
+        total = squares
+        if squares is not None:
+            total = _add_part_squares(squares, r, ok, rows, tl.num_programs(1), C)
+        tokens, norm = _finish_tokens(u, total, x, C)
+        n = n0 + tl.arange(0, C.BD)
+        mask = ok[:, None]
+        if C.EVEN_D:
+            d = tl.multiple_of(d, 16)
+        else:
+            mask = mask & (n < d)[None, :]
+        offsets = row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :])
+        tl.store(out + offsets, tokens, mask=mask)
+        if norms is not None:
+            tl.store(norms + r, norm, mask=ok & to_mask(part == 0))
 
 
 @triton.jit
@@ -233,7 +257,7 @@ def _score_tile(state, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     registers hold no more similarities.
     """
     maxima, any_before = state
-    tokens, _ = _finish_tokens(u, x, C)
+    tokens, _ = _finish_tokens(u, None, x, C)
     r = row + tl.arange(0, C.BN)
     is_kept_row = _load_row_mask(x.H, r, end, sizes.Ld)
     tile_end = tl.minimum(row + C.BN, end)
@@ -293,22 +317,22 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
     state = tl.full((C.ROW_TILES, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     if C.FUSED_LOOP:
         count = tl.cdiv(width, C.BK)
-        u = _load_bias(x, C)
+        u = _load_bias(x, 0, C)
         for n in tl.range(0, tl.cdiv(end - begin, C.BN) * count, disable_licm=True):
             row = begin + n // count * C.BN
             c0 = n % count * C.BK
             r = row + tl.arange(0, C.BN)
             pointers = locate_numbered_tokens(H, r, sizes.Ld)
-            u = _accumulate_step(u, x, first, row - origin, pointers, r < end, c0, C)
+            u = _accumulate_step(u, x, first, row - origin, pointers, r < end, 0, c0, C)
             u = _compiler_barrier_sums(u, C)
             if c0 + C.BK >= width:
                 state = _score_tile(state, u, x, Q, scores, row, end, sizes, C)
-                u = _load_bias(x, C)
+                u = _load_bias(x, 0, C)
     else:
         for row in range(begin, end, C.BN):
             r = row + tl.arange(0, C.BN)
             pointers = locate_numbered_tokens(H, r, sizes.Ld)
-            u = _load_bias(x, C)
+            u = _load_bias(x, 0, C)
             for c0 in range(0, width, C.BK):
-                u = _accumulate_step(u, x, first, row - origin, pointers, r < end, c0, C)
+                u = _accumulate_step(u, x, first, row - origin, pointers, r < end, 0, c0, C)
             state = _score_tile(state, u, x, Q, scores, row, end, sizes, C)

@@ -80,19 +80,12 @@ _TOKENS_TABLE = (
 
 @functools.lru_cache(maxsize=1024)
 def configure_tokens(
-    arch: Architecture,
-    dtype: torch.dtype,
-    d: int,
-    width: int,
-    normalize: bool,
-    wide: int,
-    tf32: bool,
-    has_all_features: bool = True,
-):
-    """Return the launch of the token kernel for `d` features. `has_all_features` says that tokens have no others."""
-    BD = max(next_power_of_2(d), 16)
+    arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool
+) -> HeadLaunchConfig:
+    """Return the launch of the token kernel for `d` features, of which a program computes at most `MAX_FEATURES`."""
+    BD = min(max(next_power_of_2(d), 16), MAX_FEATURES)
     loads = 1 if supports_vector_loads(width, wide) else 2
-    step = select_row(_TOKENS_TABLE, arch, dtype, 1, d, normalize, loads)
+    step = select_row(_TOKENS_TABLE, arch, dtype, 1, BD, normalize, loads)
     config = HeadConfig(
         BN=step.BN,
         BD=BD,
@@ -104,7 +97,7 @@ def configure_tokens(
         WIDE_OFFSETS=wide,
         PRECISION=choose_precision(dtype, arch, tf32),
         FUSED_LOOP=arch.has_sm90_path,
-        EVEN_D=has_all_features and d == BD,
+        EVEN_D=d % BD == 0,
         WAIT_EACH_STEP=arch.unit == "wgmma",
     )
     return HeadLaunchConfig(config, num_warps=step.warps, num_stages=step.stages, max_registers=arch.registers)

@@ -6,7 +6,6 @@ documents at a time are stored, and scored by the forward of stored tokens.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TypeAlias
 
@@ -33,7 +32,7 @@ from ...gpu.runtime.arguments import (
 )
 from ...gpu.runtime.capture import Calls
 from ...gpu.tuning.architectures import Architecture, cdiv
-from ...portable.blocks import NORM_EPS, MiB, split_range, split_to_fit
+from ...portable.blocks import MiB
 from . import configs as head_configs
 from .portable import (
     HeadArgs,
@@ -48,7 +47,6 @@ from .portable import (
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
-_MAX_PART_BYTES = 16 * MiB  # fp32 sums of tokens of many features; one document may have more
 Tiles: TypeAlias = TensorDescriptor | None
 captured_calls = Calls()
 
@@ -91,26 +89,13 @@ def _make_descriptors(
 
 def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
     """Return the results of `project_tokens`, computed by a kernel that holds whole tokens."""
-    (n, L, _), d = H.shape, head.W.shape[0]
+    n, L, _ = H.shape
     if n * L > _INT32_MAX - head_configs.MAX_TILE_ROWS:
         return project_tokens(H, head)
-    if d <= head_configs.MAX_FEATURES:
-        tensors = H, head.W, head.b
-        key = "tokens", *_describe(*tensors), head.normalize, is_tf32_allowed(H.dtype)
-        out, *norms_or_none = captured_calls.run(key, tensors, H.device, _compute_whole_tokens, H, head)
-        return out, *(norms_or_none or (None,))
-    out, norms = _allocate_tokens(H, head)
-    if norms is None:
-        _launch_parts(H, head, out, None)
-    else:
-        for documents in split_to_fit(n, 4 * L * d, _MAX_PART_BYTES):
-            sums = out[documents].new_empty(out[documents].shape, dtype=torch.float32)
-            squares = sums.new_empty((cdiv(d, head_configs.MAX_FEATURES), *norms[documents].shape))
-            _launch_parts(H[documents], head, sums, squares)
-            total = functools.reduce(torch.add, squares.unbind())  # in order
-            torch.clamp(total.sqrt_(), min=NORM_EPS, out=norms[documents])
-            out[documents] = sums.mul_(norms[documents].reciprocal())
-    return out, norms
+    tensors = H, head.W, head.b
+    key = "tokens", *_describe(*tensors), head.normalize, is_tf32_allowed(H.dtype)
+    out, *norms_or_none = captured_calls.run(key, tensors, H.device, _compute_features, H, head)
+    return out, *(norms_or_none or (None,))
 
 
 def _allocate_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
@@ -119,35 +104,32 @@ def _allocate_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
     return H.new_empty((n, L, d)), H.new_empty((n, L, 1), dtype=torch.float32) if head.normalize else None
 
 
-def _compute_whole_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
-    """Return the tokens, and their norms if they are normalized, by one launch."""
+def _compute_features(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
+    """Return the tokens, and their norms if they are normalized.
+
+    A program computes some of many features. A first launch then computes the sums of their squares, and the second
+    computes the features again, because storing and reading them in fp32 takes longer.
+    """
     out, norms = _allocate_tokens(H, head)
-    _launch_tokens(H, head, out, norms)
+    squares, parts = None, cdiv(out.shape[-1], head_configs.MAX_FEATURES)
+    if norms is not None and parts > 1:
+        squares = torch.empty((parts, *norms.shape), dtype=torch.float32, device=H.device)
+        _launch_tokens(H, head, None, None, squares)
+    _launch_tokens(H, head, out, norms, squares)
     return (out,) if norms is None else (out, norms)
 
 
-def _launch_parts(H: Tensor, head: HeadArgs, out: Tensor, squares: Tensor | None) -> None:
-    """Compute tokens of many features, without normalization, as many features at a time as a program holds.
-
-    With `squares` ``[parts, ...]``, `out` is fp32, and each part has its sums of squares.
-    """
-    for n, features in enumerate(split_range(0, out.shape[-1], head_configs.MAX_FEATURES)):
-        part = HeadArgs(head.W[features], None if head.b is None else head.b[features], False)
-        _launch_tokens(H, part, out[..., features], None, None if squares is None else squares[n])
-
-
-def _launch_tokens(H: Tensor, head: HeadArgs, out: Tensor, norms: Tensor | None, squares: Tensor | None = None) -> None:
-    """Launch `maxsim_head_tokens`. The rows of `out` are evenly spaced."""
-    (n, L, width), d, stride = H.shape, head.W.shape[0], out.stride(-2)
+def _launch_tokens(H: Tensor, head: HeadArgs, out: Tensor | None, norms: Tensor | None, squares: Tensor | None) -> None:
+    """Launch `maxsim_head_tokens`."""
+    (n, L, width), d = H.shape, head.W.shape[0]
     arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
-    launch = head_configs.configure_tokens(
-        arch, H.dtype, d, width, head.normalize, wide, is_tf32_allowed(H.dtype), has_all_features=stride == d
-    )
+    launch = head_configs.configure_tokens(arch, H.dtype, d, width, head.normalize, wide, is_tf32_allowed(H.dtype))
     with use_device(H.device):
         tiles = _make_descriptors(H, n, head.W, arch, launch.config)
         groups = make_document_args(H, None), _make_linear_args(head), *tiles, out, norms, squares
-        args = *groups, width, d, stride, n * L, L, launch.config
-        launcher.launch(maxsim_head_tokens, check_grid(cdiv(n * L, launch.config.BN)), args, launch.options(arch))
+        args = *groups, width, d, n * L, L, launch.config
+        grid = *check_grid(cdiv(n * L, launch.config.BN)), cdiv(d, launch.config.BD)
+        launcher.launch(maxsim_head_tokens, grid, args, launch.options(arch))
 
 
 def _compute_slopes(

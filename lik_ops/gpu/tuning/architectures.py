@@ -8,7 +8,7 @@ the device.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -133,14 +133,14 @@ class LaunchConfig:
         c = self.config
         return f"{c.BM} rows x {c.BN} tokens x {c.BD} features, {self.num_warps} warps, {self.num_stages} stages"
 
-    def change(self, **values: Any) -> LaunchConfig:
+    def change(self, **values: Any) -> Self:
         """Return this configuration with other values of its own fields and of the fields of `config`."""
         own_fields = {
             name: values.pop(name) for name in ("num_warps", "num_stages", "max_registers", "walkers") if name in values
         }
         return replace(self, config=self.config._replace(**values), **own_fields)
 
-    def make_non_persistent(self) -> LaunchConfig:
+    def make_non_persistent(self) -> Self:
         """Return this configuration with one program for each document, for calls that cannot be persistent."""
         return self.change(PERSISTENT=False, walkers=0)
 

@@ -406,21 +406,6 @@ def test_scores_from_registers_equal_scores_from_memory(dtype, Nq, Lq, Ld, width
 
 
 @at_places
-def test_tokens_of_many_features_do_not_depend_on_the_workspace(place, monkeypatch):
-    if place.backend == "portable":
-        pytest.skip("the portable backend has no such workspace")
-    from lik_ops.families.head import gpu as gpu_head
-
-    for dtype in place.some_dtypes(0):
-        x, W, b = draw(replace(PROBLEMS[12], dtype=dtype), place.device)
-        with place.use():
-            expected = score(lik_ops.maxsim_from_hidden, x, W, b, True)
-            monkeypatch.setattr(gpu_head, "_MAX_PART_BYTES", 1)
-            assert torch.equal(score(lik_ops.maxsim_from_hidden, x, W, b, True), expected)
-            monkeypatch.undo()
-
-
-@at_places
 def test_scoring_in_document_slices_matches_one_pass(place, monkeypatch):
     from lik_ops.families.head import portable as head_portable
 

@@ -283,7 +283,7 @@ def test_an_edited_backward_is_not_served_from_the_cache(tmp_path):
     assert edited != text
     source.write_text(edited)
     assert run_step(tmp_path) == [2 * 5 * 3 * 4, 10, 0]
-    body = edited.replace("found = [scores]", "found = [scores * 3]")
+    body = edited.replace("results = [scores]", "results = [scores * 3]")
     assert body != edited
     source.write_text(body)
     assert run_step(tmp_path) == [3 * 2 * 5 * 3 * 4, 30, 0]

@@ -30,6 +30,7 @@ from .primitives import (
     load_tokens,
     locate_numbered_tokens,
     nan_max,
+    sum_chunk_squares,
     to_int64,
 )
 
@@ -215,8 +216,8 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
         X: `DocumentArgs` of documents `[K, L, d]`, whose tokens are numbered consecutively. The scale of a
             masked token is 0.
         out: fp16 terms `[C.FP32_TERMS, room, BD]`, hi first.
-        scales: fp32 scales `[documents, tiles, SCALE_TILE]`, negative for fallback rows and 1 for zero rows. The last
-            tile of a document shifts back to its end.
+        scales: fp32 scales `[documents, tiles, SCALE_TILE]`, with C.NORMALIZE times the inverse norms, negative for
+            fallback rows and 1 for zero rows. The last tile of a document shifts back to its end.
         rows: Number of tokens.
         L: Tokens of each document.
         room: Rows that `out` has for each term.
@@ -231,6 +232,9 @@ def split_tokens(X, out, scales, rows, L, room, d, SCALE_TILE: tl.constexpr, C: 
     x, scale, is_exact, is_zero = split_rows(
         load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), C.FP32_TERMS
     )
+    if C.NORMALIZE:
+        squares = sum_chunk_squares(pointers, ok, 0, d, X.stride_d, C.BD, C.WIDE_OFFSETS)
+        scale = scale * compute_inverse_norm(squares)  # exact, because the scale is a power of two
     hi, lo = x
     term_pointers = out + row.to(tl.int64)[:, None] * C.BD + columns[None, :]
     tl.store(term_pointers, hi, mask=ok[:, None])

@@ -148,10 +148,11 @@ def choose_sm90(a: DenseChoiceArgs) -> Sm90Choice | str:
     sizes = make_size_args(Q, D)
     if is_fp32:
         terms = generic_choices.choose_generic(Q, D, normalize, argmax, arch).launch.config.FP32_TERMS
-        first = argmax or is_masked or not supports_descriptor(D)
-        options = {"argmax": argmax, "masked": is_masked, "first": first}
+        has_options = normalize or argmax or is_masked
+        first = has_options or not supports_descriptor(D)
+        options = {"normalize": normalize, "argmax": argmax, "masked": is_masked, "first": first}
         choice = sm90_configs.configure_fp32_split(arch, sizes, d, terms=terms or 2, **options)
-        reason = supports.supports_fp32_split(Q, D, terms > 0 and not normalize, argmax or is_masked, choice)
+        reason = supports.supports_fp32_split(Q, D, terms > 0, has_options, choice)
         return reason or supports.prefers_fp32_split(sizes, arch, choice) or choice
     choice = sm90_configs.configure_sm90(arch, sizes, d, normalize=normalize, argmax=argmax, masked=is_masked)
     reason = supports.supports_sm90(Q, D, normalize, argmax, choice)

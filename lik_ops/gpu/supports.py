@@ -106,21 +106,21 @@ def _prefer(*checks: tuple[Any, str]) -> str | None:
     return None if get_forced_kernel() == "sm90" else _find_reason(*checks)
 
 
-def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, extra: bool, choice: Sm90Choice) -> str | None:
+def supports_fp32_split(Q: Tensor, D: Tensor, splits: bool, has_options: bool, choice: Sm90Choice) -> str | None:
     """Return the reason why `maxsim_forward_sm90` cannot serve an fp32 call, or None.
 
     Args:
         Q: query tokens.
         D: document tokens.
         splits: whether the generic kernel splits the rows of this call into fp16 terms.
-        extra: whether the call has a document mask or an argmax.
+        has_options: whether the call has a document mask, an argmax, or `normalize`.
         choice: the configuration of the kernel.
     """
     (Nq, K, Lq, Ld), C = make_size_args(Q, D), choice.config
     counts = choice.row_tiles * K, Nq * choice.parts * C.ROWS_PER_QUERY, K * Ld
     return _find_reason(
-        (not splits, "fp32 rows are not split into fp16 terms (`normalize` or alignment)"),
-        (extra and choice.is_small_m, "few query rows of fp32 with a document mask or an argmax"),
+        (not splits, "fp32 rows are not split into fp16 terms (alignment)"),
+        (has_options and choice.is_small_m, "few query rows of fp32 with a document mask, an argmax, or `normalize`"),
         (Lq < 2, "Lq < 2"),
         (Ld < C.BN, f"documents have fewer than {C.BN} tokens"),
         (Q.shape[-1] > 128, "fp32 with d > 128"),

@@ -211,11 +211,18 @@ def test_fp32_rows_compile_to_concurrent_wgmma(d, Nq, Lq, options, terms):
 
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(
-    ("d", "Nq", "Lq", "options", "argmax", "masked"),
-    [(128, 64, 1024, False, True, False), (128, 16, 32, True, True, True), (64, 9, 32, False, False, True)],
+    ("d", "Nq", "Lq", "options", "argmax", "masked", "normalize"),
+    [
+        (128, 64, 1024, False, True, False, False),
+        (128, 16, 32, True, True, True, False),
+        (64, 9, 32, False, False, True, False),
+        (128, 64, 1024, False, False, False, True),
+        (64, 256, 32, True, False, False, True),
+        (128, 16, 32, True, True, True, True),
+    ],
 )
-def test_fp32_rows_with_argmax_or_mask_compile_to_concurrent_wgmma(d, Nq, Lq, options, argmax, masked, terms):
-    chosen = {"terms": terms, "argmax": argmax, "masked": masked, "first": True}
+def test_fp32_rows_with_options_compile_to_concurrent_wgmma(d, Nq, Lq, options, argmax, masked, normalize, terms):
+    chosen = {"terms": terms, "argmax": argmax, "masked": masked, "normalize": normalize, "first": True}
     choice = sm90_configs.configure_fp32_split(SM_90, SizeArgs(Nq, 256, Lq, 300), d, **chosen)
     assert choice.config.PRECOMPUTED_TERMS
     compile_checked(numbers_source(choice, torch.float32, d, options, False), products=True)

@@ -55,8 +55,8 @@ def maxsim_forward_sm90(Q, D, norms, numbers, out, sizes, d, parts, C: gl.conste
     """
     gl.static_assert(C.SMALL_M or C.MMA_ROWS * (2 if C.INT8_TERMS == 2 else 1) == 64)
     gl.static_assert(not (C.SMALL_M and C.OPERAND_IN_REGISTERS))
-    gl.static_assert(C.FP32_TERMS == 0 or (C.SMALL_M != C.OPERAND_IN_REGISTERS and not C.NORMALIZE))
-    gl.static_assert(C.PRECOMPUTED_TERMS or not (C.MASK or (C.ARGMAX and C.FP32_TERMS > 0)))
+    gl.static_assert(C.FP32_TERMS == 0 or C.SMALL_M != C.OPERAND_IN_REGISTERS)
+    gl.static_assert(C.PRECOMPUTED_TERMS or not (C.MASK or ((C.ARGMAX or C.NORMALIZE) and C.FP32_TERMS > 0)))
     row_tiles = gl.cdiv(sizes.Nq * parts * C.ROWS_PER_QUERY, ACCUMULATORS * C.MMA_ROWS)
     begin, end = partition_evenly(row_tiles, sizes.K)
     spans = DocumentSegments(None, None, None, None)

@@ -358,9 +358,13 @@ def _reset_scale_range(at, C: gl.constexpr):
 def _store_split_queries(rows, smem, layout: gl.constexpr, OPERAND: gl.constexpr, C: gl.constexpr):
     """Return the operands of fp32 rows, and the scales of the rows, which are negative for fallback rows.
 
+    With C.NORMALIZE the scales include the inverse norms.
+
     The operand is the terms hi in registers. With two terms the terms lo follow, in shared memory.
     """
     terms, scale, is_exact, is_zero = split_rows(rows, C.FP32_TERMS)
+    if C.NORMALIZE:
+        scale = scale * gl.convert_layout(compute_row_inverse_norms(rows), scale.type.layout)
     hi, lo = terms
     smem.store(hi)
     q = smem.load(OPERAND)

@@ -116,5 +116,9 @@ def compute_row_inverse_norms(x):
 
     Squares are summed in the order of `sum_row_squares_in_order`.
     """
-    x = x.to(gl.float32)
-    return compute_inverse_norm(sum_in_order(x * x, x.shape[0], x.shape[1]))
+    if x.dtype == gl.float32:
+        squares = gl.fma(x, x, gl.full_like(x, 0.0))  # `primitives.square`
+    else:
+        x = x.to(gl.float32)
+        squares = x * x  # exact
+    return compute_inverse_norm(sum_in_order(squares, x.shape[0], x.shape[1]))

@@ -174,7 +174,7 @@ class Sm90Fp32Plan(Sm90Plan):
     def __init__(self, choice: sm90_configs.Sm90Choice, Q: Tensor, D: Tensor, argmax_dtype: torch.dtype | None) -> None:
         super().__init__(choice, Q, D, argmax_dtype)
         argmax, rows = argmax_dtype is not None, choice.config.ROWS_PER_QUERY
-        self.second = _configure_second_launch(Q, D, False, argmax, rows)
+        self.second = _configure_second_launch(Q, D, self.normalize, argmax, rows)
         C = choice.config
         assert isinstance(C, Sm90Config)
         if C.PRECOMPUTED_TERMS:

@@ -155,7 +155,7 @@ class Sm90Choice(NamedTuple):
         """
         if isinstance(self.config, Sm90LargeDConfig):
             return self.config.NORMALIZE or self.config.MASK
-        return self.config.NORMALIZE and self.config.PRECOMPUTED_SCALES
+        return self.config.NORMALIZE and self.config.PRECOMPUTED_SCALES and not self.config.FP32_TERMS
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -257,22 +257,22 @@ def configure_fp32_split(
     d: int,
     *,
     terms: int,
+    normalize: bool = False,
     argmax: bool = False,
     masked: bool = False,
     first: bool = False,
 ) -> Sm90Choice:
     """Return the configuration for fp32 tokens that are split into fp16 terms: one if TF32 is allowed, else two.
 
-    A launch splits the documents first if there are many query rows, or if `first` requires it.
+    A launch splits the documents first if there are many query rows, or if `first` requires it. It also computes norms.
     """
     Nq, K, Lq, Ld = sizes
     tree = forward_configs.get_packed_tree_rows(KernelKey(arch, torch.float32, d, False, False, 0), Lq)
     small_m_rows = _count_small_m_rows(Nq, Lq, _MIN_SMALL_M_ROWS)
     tile = _select_least_waste(SMALL_M_TILES["fp32"], Ld) if small_m_rows else _SPLIT_TILES[terms]
     slot = next_power_of_2(Lq) if small_m_rows else min(next_power_of_2(Lq), 128, tree)
-    config = _make_config(
-        tile, slot, d, small_m_rows, ARGMAX=argmax, FP32_TERMS=terms, PRECOMPUTED_SCALES=not small_m_rows
-    )
+    options = {"NORMALIZE": normalize, "ARGMAX": argmax, "FP32_TERMS": terms, "PRECOMPUTED_SCALES": not small_m_rows}
+    config = _make_config(tile, slot, d, small_m_rows, **options)
     choice = _make_choice(arch, config, Nq, K, Lq, tree // slot)
     if small_m_rows or not (first or choice.row_tiles >= _MIN_SPLIT_ROW_TILES):
         return choice

@@ -116,7 +116,8 @@ def test_bits_match_generic_kernel(Nq, Nd, Lq, Ld, d, force_kernel):
     q_mask, q_weight, d_mask = torch.rand(Nq, Lq) < 0.8, torch.rand(Nq, Lq), torch.rand(Nd, Ld) < 0.7
     q_mask[0], d_mask[3] = False, False
     weighted, masked = {"q_mask": q_mask.cuda(), "q_weight": q_weight.cuda()}, {"d_mask": d_mask.cuda()}
-    for options, odd in itertools.product(({}, weighted, masked, weighted | masked), ODD):
+    optionals = ({}, weighted, masked, weighted | masked, {"normalize": True}, {"normalize": True} | weighted | masked)
+    for options, odd in itertools.product(optionals, ODD):
         Q, D = (x.cuda() for x in draw(Nq, Nd, Lq, Ld, d, odd))
         found = {}
         for kernel in ("generic", "sm90"):
@@ -126,7 +127,7 @@ def test_bits_match_generic_kernel(Nq, Nd, Lq, Ld, d, force_kernel):
             assert torch.equal(lik_ops.maxsim(Q, D, **options).view(torch.int32), found[kernel][0]), (odd, kernel)
         for generic, sm90 in zip(*found.values(), strict=True):
             assert torch.equal(generic, sm90), (odd, options.keys())
-        host = {name: x.cpu() for name, x in options.items()}
+        host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         if odd == "not finite":  # the two kernels share the search for the argmax
             expected = reference.maxsim_with_argmax(Q[1:2].cpu(), D[2:3].cpu(), **cut(host, 1, 2))[1]
             assert torch.equal(argmax[1, 2].cpu().long(), expected[0, 0])
@@ -134,7 +135,9 @@ def test_bits_match_generic_kernel(Nq, Nd, Lq, Ld, d, force_kernel):
 
 def cut(options, i, k):
     """Return the options of query i and document k."""
-    return {name: x[k : k + 1] if name == "d_mask" else x[i : i + 1] for name, x in options.items()}
+    tensors = {name: x for name, x in options.items() if isinstance(x, torch.Tensor)}
+    parts = {name: x[k : k + 1] if name == "d_mask" else x[i : i + 1] for name, x in tensors.items()}
+    return options | parts
 
 
 ROWS = [(16, 1000, 32, 300), (1, 200, 1024, 1024), (64, 64, 1024, 1024), (256, 256, 32, 300), (5, 300, 100, 77)]

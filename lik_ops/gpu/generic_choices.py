@@ -159,6 +159,10 @@ def choose_document_splits(
     Lq, d = max(min_rows, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
     wide = choose_offset_width(c.Q, c.D, c.Td)
     launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch, stored)
+    kind = KernelKey(arch, c.Q.dtype, d, False, normalize, wide)
+    if is_tf32_allowed(c.Q.dtype) and not (argmax or stored):
+        mean_tokens = c.Td // c.columns
+        launch = forward_configs.adjust_for_tf32(launch, kind, c.queries, mean_tokens, forward_configs.UNLIMITED)
     config = launch.config
     row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns
     # A memory-bound program that is alone on an SM reads 60 GB/s, so 80 programs saturate the memory.
@@ -178,7 +182,6 @@ def choose_document_splits(
         max_splits = K * architectures.cdiv(c.D.shape[-2], split_tokens)
     is_short = not (is_even and c.D.shape[-2] >= config.BN)
     launch = launch.change(SPLIT_DOCUMENTS=True, SHORT_DOCUMENTS=is_short, PDL=arch.name == "sm_90")
-    kind = KernelKey(arch, c.Q.dtype, d, False, normalize, wide)
     slot, slot_levels = forward_configs.configure_row_sums(kind, Lq, stored)
     sums = slot, 1 if c.queries == 1 else max(128 // slot, 1), 1, slot_levels
     reads_tiles = supports_packed_descriptor(c, arch, stored) and c.Td < 2**31

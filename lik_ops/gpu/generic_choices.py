@@ -25,10 +25,10 @@ from .tuning.architectures import Architecture, KernelKey, LaunchConfig
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
 
 # Minimum mean length of documents that are split if there are few of them, of documents whose features take several
-# steps, in half precision and in fp32, of normalized documents with at least `_MIN_WIDE_FEATURES`, and of encoded
-# documents, whose conversion takes longer than reading them.
-_MIN_LONG_DOCUMENT_TOKENS, _MIN_WIDE_DOCUMENT_TOKENS, _MIN_ENCODED_DOCUMENT_TOKENS = 2048, 1024, 1024
-_MIN_STEPPED_HALF_TOKENS, _MIN_STEPPED_FP32_TOKENS = 512, 256
+# steps, in half precision, in fp32 and encoded, of normalized documents with at least `_MIN_WIDE_FEATURES`, and of
+# encoded documents, whose conversion takes longer than reading them: `benchmarks/results/sweep_encoded_splits.json`.
+_MIN_LONG_DOCUMENT_TOKENS, _MIN_WIDE_DOCUMENT_TOKENS, _MIN_ENCODED_DOCUMENT_TOKENS = 2048, 1024, 512
+_MIN_STEPPED_HALF_TOKENS, _MIN_STEPPED_FP32_TOKENS, _MIN_STEPPED_ENCODED_TOKENS = 512, 256, 256
 _MAX_SINGLE_STEP_FEATURES, _MIN_WIDE_FEATURES = 128, 1024
 # Number of (row tile, document) pairs per SM up to which splitting documents is faster. WIDE is for programs that
 # normalize many features or multiply fp32 features in several steps, and BUSY for others with much arithmetic. LARGE
@@ -142,6 +142,7 @@ def has_long_documents(c: PackedArgs, normalize: bool, stored: Any = "") -> bool
         tokens = _MIN_WIDE_DOCUMENT_TOKENS
     elif _takes_steps(c, normalize):
         tokens = _MIN_STEPPED_FP32_TOKENS if c.Q.dtype == torch.float32 else _MIN_STEPPED_HALF_TOKENS
+        tokens = _MIN_STEPPED_ENCODED_TOKENS if stored else tokens
     return c.Td >= tokens * c.columns
 
 

@@ -345,31 +345,36 @@ def encoded_shape_call(case: tuple[str, Case]) -> Call:
     return score_encoded(case[1], case[0])
 
 
-# wide_encoded: tiles of encoded documents with more than 128 features, (rows, tokens, warps, stages, registers).
+# wide_encoded: tiles of encoded documents that are converted for each row tile, mostly with more than 128 features,
+# (rows, tokens, features, warps, stages, registers). int8 terms need all features.
 WIDE_ENCODED_SHAPES = ((16, 1000, 32, 300), (2, 1000, 32, 300), (64, 200, 64, 64), (16, 64, 1024, 64))  # Nq, Nd, Lq, Ld
 WIDE_ENCODED_TILES = (
-    (128, 128, 8, 3, 255),
-    (128, 64, 8, 3, 255),
-    (128, 64, 8, 2, 128),
-    (64, 128, 4, 2, 255),
-    (64, 128, 4, 3, 255),
-    (64, 64, 4, 2, 255),
-    (64, 64, 4, 3, 168),
+    (128, 64, 128, 8, 2, 128),
+    (128, 64, 64, 8, 2, 128),
+    (128, 64, 64, 8, 3, 128),
+    (128, 32, 128, 8, 3, 128),
+    (128, 64, 128, 8, 2, 255),
+    (64, 128, 128, 4, 3, 255),
+    (64, 64, 128, 4, 2, 255),
+    (64, 64, 128, 4, 3, 168),
+    (64, 64, 64, 4, 3, 168),
 )
 
 
 def wide_encoded_cases() -> dict[str, tuple[str, Case]]:
-    shapes = [(d, *shape) for d, shape in itertools.product((160, 320, 1024), WIDE_ENCODED_SHAPES)]
-    return name_encoded(("int8", "uint8", "fp8_e4m3", "rq4"), shapes)
+    shapes = [(d, *shape) for d, shape in itertools.product((160, 320), WIDE_ENCODED_SHAPES)]
+    few = [(64, *shape) for shape in WIDE_ENCODED_SHAPES]
+    return name_encoded(("uint8",), few) | name_encoded(("int8", "uint8", "fp8_e4m3", "binary"), shapes)
 
 
 def wide_encoded_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
-    def override(rows: int, tokens: int, warps: int, stages: int, registers: int) -> Override:
+    def override(rows: int, tokens: int, features: int, warps: int, stages: int, registers: int) -> Override:
         sizes = {"BM": rows, "BN": tokens, "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", rows), "TOKENS_FIRST": False}
+        sizes["BD"] = lambda call, x: x.config.BD if call.terms else min(x.config.BD, features)
         launch = {"num_warps": warps, "num_stages": stages, "max_registers": registers}
         return Override(when=lambda call, x: bool(call.encoding), change=sizes | launch)
 
-    def patch(tile: tuple[int, int, int, int, int]) -> Patches:
+    def patch(tile: tuple[int, int, int, int, int, int]) -> Patches:
         added = override(*tile)
         return {"gpu.tuning.forward_configs._PACKED_OVERRIDES": lambda present: (*present, added)}
 

@@ -387,6 +387,11 @@ class _PackedCall(NamedTuple):
         """Return whether tokens of residual words are decoded once for as many query rows as fit."""
         return has_words(self.encoding) and launch.config.SINGLE_STEP and not (self.argmax or self.kind.candidates)
 
+    def converts_wide_features(self, launch: LaunchConfig) -> bool:
+        """Return whether encoded documents are converted to half precision in several steps of features."""
+        is_converted = self.encoding and self.kind.half and not (self.terms or self.has_codes)
+        return is_converted and not launch.config.SINGLE_STEP and self.unit == "wgmma"
+
     def spills(self, launch: LaunchConfig) -> bool:
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
         split = launch.config.FP32_TERMS > 0 and launch.config.BM < _MAX_PACKED_TILE_ROWS
@@ -414,6 +419,12 @@ _PACKED_OVERRIDES = (
         change={"BM": 64, "BN": 128, "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", 64), "TOKENS_FIRST": False}
         | {"num_warps": 4, "num_stages": 3, "max_registers": None},
         reason="two terms cost as many registers as twice the rows",
+    ),
+    Override(
+        when=lambda call, x: call.terms and call.unit == "wgmma" and x.config.BM > 32 and x.config.BD > 128,
+        change={"BN": 64, "num_stages": 2, "max_registers": 255},
+        reason="two programs share an SM. Larger tiles take 128 KiB of shared memory",
+        measured_on="H200: sweep_wide_encoded.json",
     ),
     # Query rows and warps.
     Override(
@@ -556,18 +567,6 @@ _PACKED_OVERRIDES = (
         when=lambda call, x: call.converts_to_fp32 or call.spills(x), change={"BN": at_most("BN", 32)}, reason=_SPILLS
     ),
     Override(
-        when=lambda call, x: (
-            call.encoding
-            and (call.encoding == "number" or x.config.ROWS_PER_QUERY < MIN_ROWS_PER_QUERY)
-            and not x.config.SINGLE_STEP
-            and x.config.BM == _MAX_PACKED_TILE_ROWS
-            and call.unit == "wgmma"
-        ),
-        change={"BN": at_most("BN", 64)},
-        reason=_SPILLS,
-        measured_on="ptxas of Triton 3.6 and 3.9: d=320, uint8 with any query, others with queries of few tokens",
-    ),
-    Override(
         when=lambda call, x: call.unit == "mma" and (call.converts_to_fp32 or call.shares_registers), change={"BN": 16}
     ),
     Override(
@@ -575,6 +574,26 @@ _PACKED_OVERRIDES = (
         change={"BN": at_most("BN", 32)},
         reason=_SPILLS,
         measured_on="ptxas of Triton 3.9",
+    ),
+    Override(
+        when=lambda call, x: (
+            call.converts_wide_features(x)
+            and (call.encoding == "number" or x.config.ROWS_PER_QUERY < MIN_ROWS_PER_QUERY)
+            and x.config.BM == _MAX_PACKED_TILE_ROWS
+        ),
+        change={"BN": at_most("BN", 64)},
+        reason=_SPILLS,
+        measured_on="ptxas of Triton 3.6 and 3.9: d=320, uint8 with any query, others with queries of few tokens",
+    ),
+    Override(
+        when=lambda call, x: (
+            call.converts_wide_features(x)
+            and call.has_no_options
+            and (x.config.BM, x.config.BN) == (_MAX_PACKED_TILE_ROWS, 128)
+        ),
+        change={"BN": 64, "num_stages": 2, "max_registers": 128},
+        reason="two programs share an SM, and one converts tokens while the other multiplies",
+        measured_on="H200: sweep_wide_encoded.json",
     ),
     # Empty documents.
     Override(

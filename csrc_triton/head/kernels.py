@@ -112,7 +112,7 @@ def _finish_tokens(u, squares, x, C: tl.constexpr):
 @triton.jit
 def _add_part_squares(squares, r, ok, rows, parts, C: tl.constexpr):
     """Return the sums of the squares of all parts of rows r."""
-    total = tl.zeros((C.BN,), tl.float32)
+    total = tl.full((C.BN,), 0, tl.float32)
     for part in range(0, parts):
         total += tl.load(squares + to_int64(part) * rows + r, mask=ok, other=0.0)
     return total

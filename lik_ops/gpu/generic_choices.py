@@ -162,8 +162,7 @@ def choose_document_splits(
     launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch, stored)
     kind = KernelKey(arch, c.Q.dtype, d, False, normalize, wide)
     if is_tf32_allowed(c.Q.dtype) and not (argmax or stored):
-        mean_tokens = c.Td // c.columns
-        launch = forward_configs.adjust_for_tf32(launch, kind, c.queries, mean_tokens, forward_configs.UNLIMITED)
+        launch = forward_configs.adjust_split_for_tf32(launch, kind, c.queries, c.Td, MIN_SPLIT_TILES)
     config = launch.config
     row_tiles, K = architectures.cdiv(c.queries, config.BM // config.ROWS_PER_QUERY), c.columns
     # A memory-bound program that is alone on an SM reads 60 GB/s, so 80 programs saturate the memory.

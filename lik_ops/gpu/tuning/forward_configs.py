@@ -338,6 +338,11 @@ def adjust_for_tf32(launch: LaunchConfig, kind: KernelKey, Nq: int, Ld: int, doc
     return launch.change(BM=_TF32_TILE, BN=_TF32_TILE, num_warps=8)
 
 
+def adjust_split_for_tf32(launch: LaunchConfig, kind: KernelKey, Nq: int, Td: int, tiles: int) -> LaunchConfig:
+    """Return the launch of `adjust_for_tf32` for Td tokens of documents that are split after at least so many tiles."""
+    return adjust_for_tf32(launch, kind, Nq, _TF32_TILE, Td // (tiles * _TF32_TILE))
+
+
 def adjust_for_argmax(launch: LaunchConfig, reads_tiles: bool) -> LaunchConfig:
     """Return the launch of a forward with argmax, which has one program for each document.
 
@@ -390,7 +395,14 @@ class _PackedCall(NamedTuple):
     def converts_wide_features(self, launch: LaunchConfig) -> bool:
         """Return whether encoded documents are converted to half precision in several steps of features."""
         is_converted = self.encoding and self.kind.half and not (self.terms or self.has_codes)
-        return is_converted and not launch.config.SINGLE_STEP and self.unit == "wgmma"
+        has_short_codes = get_code_bits(self.encoding) <= 1
+        return is_converted and has_short_codes and not launch.config.SINGLE_STEP and self.unit == "wgmma"
+
+    def fills_large_tiles(self, launch: LaunchConfig) -> bool:
+        """Return whether the registers of two programs on an SM can hold 128 query rows of converted documents."""
+        has_registers = self.has_no_options and self.encoding != "number"
+        is_large = launch.config.BM == _MAX_PACKED_TILE_ROWS
+        return has_registers and is_large and self.converts_wide_features(launch)
 
     def spills(self, launch: LaunchConfig) -> bool:
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
@@ -402,6 +414,7 @@ class _PackedCall(NamedTuple):
 
 
 _SEGMENTS = "the segment bounds that a program reads cost registers"
+_CONVERSION = "several programs share an SM, and some convert tokens while others multiply"
 _CODES = "a decoded token is scored against as many query rows as registers hold"
 _PACKED_OVERRIDES = (
     # int8 terms and FP8 queries.
@@ -421,7 +434,7 @@ _PACKED_OVERRIDES = (
         reason="two terms cost as many registers as twice the rows",
     ),
     Override(
-        when=lambda call, x: call.terms and call.unit == "wgmma" and x.config.BM > 32 and x.config.BD > 128,
+        when=lambda call, x: call.terms == 2 and call.unit == "wgmma" and x.config.BM > 32 and x.config.BD > 128,
         change={"BN": 64, "num_stages": 2, "max_registers": 255},
         reason="two programs share an SM. Larger tiles take 128 KiB of shared memory",
         measured_on="H200: sweep_wide_encoded.json",
@@ -576,23 +589,16 @@ _PACKED_OVERRIDES = (
         measured_on="ptxas of Triton 3.9",
     ),
     Override(
-        when=lambda call, x: (
-            call.converts_wide_features(x)
-            and (call.encoding == "number" or x.config.ROWS_PER_QUERY < MIN_ROWS_PER_QUERY)
-            and x.config.BM == _MAX_PACKED_TILE_ROWS
-        ),
-        change={"BN": at_most("BN", 64)},
-        reason=_SPILLS,
-        measured_on="ptxas of Triton 3.6 and 3.9: d=320, uint8 with any query, others with queries of few tokens",
+        when=lambda call, x: call.converts_wide_features(x) and x.config.BM > 32 and not call.fills_large_tiles(x),
+        change={"BM": 64, "BN": 64, "BD": at_most("BD", 64), "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", 64)}
+        | {"num_warps": 4, "num_stages": 3, "max_registers": lambda call, x: 168 if call.has_no_options else 255},
+        reason=_CONVERSION,
+        measured_on="H200: sweep_wide_encoded.json",
     ),
     Override(
-        when=lambda call, x: (
-            call.converts_wide_features(x)
-            and call.has_no_options
-            and (x.config.BM, x.config.BN) == (_MAX_PACKED_TILE_ROWS, 128)
-        ),
-        change={"BN": 64, "num_stages": 2, "max_registers": 128},
-        reason="two programs share an SM, and one converts tokens while the other multiplies",
+        when=lambda call, x: call.fills_large_tiles(x),
+        change={"BN": 64, "BD": at_most("BD", 64), "num_warps": 8, "num_stages": 3, "max_registers": 128},
+        reason=_CONVERSION,
         measured_on="H200: sweep_wide_encoded.json",
     ),
     # Empty documents.

@@ -103,6 +103,19 @@ def configure_tokens(
     return HeadLaunchConfig(config, num_warps=step.warps, num_stages=step.stages, max_registers=arch.registers)
 
 
+def adjust_for_few_tokens(launch: HeadLaunchConfig, arch: Architecture, rows: int, d: int) -> HeadLaunchConfig:
+    """Return the launch of the token kernel with smaller tiles if large ones would leave SMs idle.
+
+    Each thread has the same features of a token with four warps for 64 rows, so the norms have the same bits. ptxas
+    spills with 256 features.
+    """
+    C, rows_of_warp = launch.config, 16
+    has_idle_sms = cdiv(rows, C.BN) * cdiv(d, C.BD) < arch.processors
+    if arch.unit == "wgmma" and launch.num_warps * rows_of_warp <= C.BN and C.BD <= 128 and has_idle_sms:
+        return launch.change(BN=4 * rows_of_warp, num_warps=4)
+    return launch
+
+
 @functools.lru_cache(maxsize=1024)
 def configure_scores(
     arch: Architecture, dtype: torch.dtype, Nq: int, Lq: int, d: int, width: int, normalize: bool, wide: int

@@ -124,6 +124,7 @@ def _launch_tokens(H: Tensor, head: HeadArgs, out: Tensor | None, norms: Tensor 
     (n, L, width), d = H.shape, head.W.shape[0]
     arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
     launch = head_configs.configure_tokens(arch, H.dtype, d, width, head.normalize, wide, is_tf32_allowed(H.dtype))
+    launch = head_configs.adjust_for_few_tokens(launch, arch, n * L, d)
     with use_device(H.device):
         tiles = _make_descriptors(H, n, head.W, arch, launch.config)
         groups = make_document_args(H, None), _make_linear_args(head), *tiles, out, norms, squares

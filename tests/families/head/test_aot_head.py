@@ -5,7 +5,7 @@ Both kernels must compute tokens in one layout, because the order of the sums de
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -39,9 +39,10 @@ class Case:
     masks: bool = False
     wide: int = 1
     sums: bool = False  # the launch that stores the sums of squares of many features
+    few: bool = False  # tokens
 
     def __str__(self) -> str:
-        flags = [name for name in ("bias", "normalize", "masks", "sums") if getattr(self, name)]
+        flags = [name for name in ("bias", "normalize", "masks", "sums", "few") if getattr(self, name)]
         return f"{_NAMES[self.dtype]}-{self.width}to{self.d}-{self.Nq}x{self.Lq}-" + "-".join([*flags, str(self.wide)])
 
 
@@ -49,7 +50,10 @@ def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLau
     same = case.normalize, case.wide
     if fused:
         return head_configs.configure_scores(arch, case.dtype, case.Nq, case.Lq, case.d, case.width, *same)
-    return head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, False)
+    launch = head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, False)
+    return head_configs.adjust_for_few_tokens(
+        launch, replace(arch, processors=132), 10**3 if case.few else 10**6, case.d
+    )
 
 
 def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
@@ -142,6 +146,8 @@ TOKENS = [Case(), Case(_FP32), Case(_FP16, d=256), Case(_FP32, d=256, width=100)
 TOKENS += [
     *(Case(dtype, 1024, normalize=normalize) for dtype in (_BF16, _FP32) for normalize in (False, True)),
     *(Case(dtype, 320, sums=sums) for dtype in (_FP16, _FP32) for sums in (False, True)),
+    *(Case(dtype, d, few=True) for dtype, d in ((_BF16, 64), (_FP16, 128), (_BF16, 256), (_FP32, 128))),
+    Case(_FP16, d=256, width=100, wide=2, few=True),
 ]
 MORE = [
     Case(dtype, d, width, Nq, Lq, bias, normalize, masks)
@@ -166,9 +172,14 @@ def test_token_kernel_compiles_without_spills(case, name):
 
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_both_kernels_use_the_same_token_layout(case):
-    """The sums of a token use the layout of its product, whose width is the token width."""
+    """The sums of a token use the layout of its product, whose width is the token width.
+
+    With few tokens fewer warps share the rows.
+    """
     tokens, fused = (_check(case, "sm_90", fused) for fused in (False, True))
     assert tokens[0] in fused
+    few = _check(replace(case, few=True), "sm_90", False)
+    assert few[0] == (tokens[0].replace("[8, 1]", "[4, 1]") if case.d <= 128 else tokens[0])
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

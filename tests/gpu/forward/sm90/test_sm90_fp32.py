@@ -128,7 +128,8 @@ def test_bits_match_generic_kernel(Nq, Nd, Lq, Ld, d, force_kernel):
         for generic, sm90 in zip(*found.values(), strict=True):
             assert torch.equal(generic, sm90), (odd, options.keys())
         host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        if odd == "not finite":  # the two kernels share the search for the argmax
+        # The two kernels share the search for the argmax, which is unspecified for a normalized query token with inf.
+        if odd == "not finite" and "normalize" not in options:
             expected = reference.maxsim_with_argmax(Q[1:2].cpu(), D[2:3].cpu(), **cut(host, 1, 2))[1]
             assert torch.equal(argmax[1, 2].cpu().long(), expected[0, 0])
 

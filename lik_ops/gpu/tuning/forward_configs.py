@@ -434,7 +434,9 @@ _PACKED_OVERRIDES = (
         reason="two terms cost as many registers as twice the rows",
     ),
     Override(
-        when=lambda call, x: call.terms == 2 and call.unit == "wgmma" and x.config.BM > 32 and x.config.BD > 128,
+        when=lambda call, x: (
+            call.encoding == "int8" and call.terms and call.unit == "wgmma" and x.config.BM > 32 and x.config.BD > 128
+        ),
         change={"BN": 64, "num_stages": 2, "max_registers": 255},
         reason="two programs share an SM. Larger tiles take 128 KiB of shared memory",
         measured_on="H200: sweep_wide_encoded.json",

@@ -11,6 +11,7 @@ from lik_ops import reference
 from ....support.common import CUDA, INTERPRETER, INTERPRETING, override_setting
 
 pytest.importorskip("triton", reason="these are kernels in Triton")
+from lik_ops.csrc_triton.common import fp32
 from lik_ops.csrc_triton.common.fp32 import RESCORE_BITS
 from lik_ops.csrc_triton.forward.generic import rescore
 from lik_ops.gpu import generic_choices
@@ -76,6 +77,40 @@ def list_parts(Nq, Lq, slot, parts):
     """Return masks of the tokens of each part of the queries."""
     part = (torch.arange(Lq) // slot).expand(Nq, -1)
     return [part == n for n in range(parts)]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_split_tokens_are_the_tokens(terms, masked, normalize, place):
+    """Terms times scales are the tokens, normalized if requested. Scales tell masked tokens and fallback tokens."""
+    torch.manual_seed(terms)
+    K, Ld, d, tile = 5, 21, 20, 16
+    D, keep = torch.randn(K, Ld, d) * 2.0 ** torch.randint(-20, 20, (K, Ld, 1)), torch.rand(K, Ld) < 0.6
+    D[1, 2] = 0
+    D[2, 3, 4], D[3, 20, 0] = float("nan"), float("inf")
+    fallback = ~D.isfinite().all(-1)
+    with place.use():
+        documents, mask = D.to(place.device), keep.to(place.device) if masked else None
+        choice = generic_choices.choose_generic(documents, documents, normalize, False, architecture(documents.device))
+        C = choice.launch.config._replace(BM=32, BD=32, FP32_TERMS=terms)
+        out = torch.full((terms, K * Ld, C.BD), float("nan"), dtype=torch.float16, device=place.device)
+        scales = torch.full((K, 2, tile), float("nan"), device=place.device)
+        args = make_document_args(documents, mask), out, scales, K * Ld, Ld, K * Ld, d, tile, C
+        with use_device(documents.device):
+            launcher.launch(fp32.split_tokens, (architectures.cdiv(K * Ld, C.BM),), args, {"num_warps": 4})
+    # The last tile ends with the document.
+    scale = torch.cat((scales[:, 0].cpu(), scales[:, 1, 2 * tile - Ld :].cpu()), 1)
+    assert torch.equal(scale == 0, ~keep if masked else torch.zeros_like(keep))
+    assert torch.equal((scale < 0)[scale != 0], fallback[scale != 0])
+    high, low = out[0, :, :d].cpu().double(), (out[1, :, :d].cpu().double() if terms == 2 else 0.0)
+    found = (high + low / fp32.FP16_LOW_SCALE.value).view(K, Ld, d) * scale[..., None]
+    expected = torch.nn.functional.normalize(D.double(), dim=-1) if normalize else D.double()
+    exact = (scale > 0) & (expected != 0).any(-1)
+    size = expected[exact].abs().amax(-1, keepdim=True)
+    assert float(((found - expected)[exact].abs() / size).max()) < (2.0**-11 if terms == 1 else 2.0**-22)
+    assert not found[1, 2].any() and (scale[1, 2] == 1 or not keep[1, 2])
 
 
 SHAPES = [

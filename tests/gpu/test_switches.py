@@ -180,7 +180,7 @@ def test_forced_kernel_serves_the_call_or_raises_with_reason():
     reasons = {
         "candidates": "each query has its own candidates",
         "short": "documents have fewer than 64 tokens",
-        "fp32 few mask": "few query rows of fp32 with a document mask or an argmax",
+        "fp32 few mask": "few query rows of fp32 with a document mask, an argmax, or `normalize`",
         "packed normalize": "`normalize`",
         "int8 argmax": "argmax",
         "soft normalize": "`normalize`",

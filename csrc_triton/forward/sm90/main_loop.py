@@ -358,9 +358,8 @@ def _reset_scale_range(at, C: gl.constexpr):
 def _store_split_queries(rows, smem, layout: gl.constexpr, OPERAND: gl.constexpr, C: gl.constexpr):
     """Return the operands of fp32 rows, and the scales of the rows, which are negative for fallback rows.
 
-    With C.NORMALIZE the scales include the inverse norms.
-
-    The operand is the terms hi in registers. With two terms the terms lo follow, in shared memory.
+    The operand is the terms hi in registers. With two terms the terms lo follow, in shared memory. With C.NORMALIZE the
+    scales include the inverse norms.
     """
     terms, scale, is_exact, is_zero = split_rows(rows, C.FP32_TERMS)
     if C.NORMALIZE:

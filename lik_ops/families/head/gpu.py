@@ -88,7 +88,7 @@ def _make_descriptors(
 
 
 def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
-    """Return the results of `project_tokens`, computed by a kernel that holds whole tokens."""
+    """Return the results of `project_tokens`, computed by `maxsim_head_tokens`."""
     n, L, _ = H.shape
     if n * L > _INT32_MAX - head_configs.MAX_TILE_ROWS:
         return project_tokens(H, head)

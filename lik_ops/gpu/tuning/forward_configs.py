@@ -339,7 +339,7 @@ def adjust_for_tf32(launch: LaunchConfig, kind: KernelKey, Nq: int, Ld: int, doc
 
 
 def adjust_split_for_tf32(launch: LaunchConfig, kind: KernelKey, Nq: int, Td: int, tiles: int) -> LaunchConfig:
-    """Return the launch of `adjust_for_tf32` for Td tokens of documents that are split after at least so many tiles."""
+    """Return the launch of `adjust_for_tf32` for Td tokens of documents. A split has at least so many `tiles`."""
     return adjust_for_tf32(launch, kind, Nq, _TF32_TILE, Td // (tiles * _TF32_TILE))
 
 

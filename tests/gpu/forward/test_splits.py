@@ -306,9 +306,10 @@ def test_split_choice_of_encoded_documents():
         choice = choose.apply_rules(choose.QUANTIZED_RULES, choose.QuantizedChoiceArgs(c, tokens, False, False, SM_90))
         return isinstance(choice, generic_choices.SplitChoice)
 
-    assert all(cut(format, 1, 8, 32, 1024) for format in ("int8", "fp8_e4m3"))
-    assert cut("int8", 1, 8, 32, 512, d=320) and cut("int8", 4, 1, 1024, 8192)
-    assert not cut("int8", 1, 8, 32, 512) and not cut("int8", 1, 1000, 32, 8192)
+    assert all(cut(format, 1, 8, 32, 512) for format in ("int8", "fp8_e4m3"))
+    assert cut("int8", 1, 8, 32, 256, d=320) and cut("int8", 4, 1, 1024, 8192)
+    assert not cut("int8", 1, 8, 32, 511) and not cut("int8", 1, 8, 32, 255, d=320)
+    assert not cut("int8", 1, 1000, 32, 8192)
     assert not cut("residual2", 1, 1, 32, 8192)
 
 

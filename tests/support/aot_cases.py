@@ -238,6 +238,11 @@ STORED = [
         Case(FORWARD, d=d, Nq=256, Lq=Lq, ragged=True, padded=True, stored=stored)
         for d, Lq, stored in ((320, 32, "*u8"), (320, 64, "*u8"))
     ),
+    *(
+        Case(FORWARD, d=320, Nq=16, ragged=True, stored=stored, **options)
+        for stored in ("*i8", "*u8", "*fp8e4nv", "bitwords1_half")
+        for options in ({}, {"padded": True, **_EVERYTHING})
+    ),
     Case(FORWARD, Lq=1024, ragged=True, stored="*i8", **_ALL_OPTIONS),
     *(Case(FORWARD, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),
     *(Case(FORWARD, _FP32, ragged=True, stored=stored, **_EVERYTHING) for stored in _KEPT),

@@ -137,12 +137,14 @@ def _takes_steps(c: PackedArgs, normalize: bool) -> bool:
 
 def has_long_documents(c: PackedArgs, normalize: bool, stored: Any = "") -> bool:
     """Return whether the mean document is long enough for `choose_document_splits`."""
-    tokens = _MIN_ENCODED_DOCUMENT_TOKENS if stored else _MIN_LONG_DOCUMENT_TOKENS
     if _normalizes_many_features(c, normalize):
         tokens = _MIN_WIDE_DOCUMENT_TOKENS
+    elif stored:
+        tokens = _MIN_STEPPED_ENCODED_TOKENS if _takes_steps(c, normalize) else _MIN_ENCODED_DOCUMENT_TOKENS
     elif _takes_steps(c, normalize):
         tokens = _MIN_STEPPED_FP32_TOKENS if c.Q.dtype == torch.float32 else _MIN_STEPPED_HALF_TOKENS
-        tokens = _MIN_STEPPED_ENCODED_TOKENS if stored else tokens
+    else:
+        tokens = _MIN_LONG_DOCUMENT_TOKENS
     return c.Td >= tokens * c.columns
 
 

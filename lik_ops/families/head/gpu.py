@@ -108,7 +108,7 @@ def _compute_features(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
     """Return the tokens, and their norms if they are normalized.
 
     A program computes some of many features. A first launch then computes the sums of their squares, and the second
-    computes the features again, because storing and reading them in fp32 takes longer.
+    computes the features again, so that no fp32 features are stored.
     """
     out, norms = _allocate_tokens(H, head)
     squares, parts = None, cdiv(out.shape[-1], head_configs.MAX_FEATURES)

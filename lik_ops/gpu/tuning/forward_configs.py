@@ -394,7 +394,7 @@ class _PackedCall(NamedTuple):
 
     def converts_wide_features(self, launch: LaunchConfig) -> bool:
         """Return whether encoded documents are converted to half precision in several steps of features."""
-        is_converted = self.encoding and self.kind.half and not (self.terms or self.has_codes)
+        is_converted = bool(self.encoding) and self.kind.half and not (self.terms or self.has_codes)
         has_short_codes = get_code_bits(self.encoding) <= 1
         return is_converted and has_short_codes and not launch.config.SINGLE_STEP and self.unit == "wgmma"
 

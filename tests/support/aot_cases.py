@@ -157,14 +157,17 @@ SECTIONS = [
     Case(FORWARD, Nq=4, ragged=True, sections=True, **_EVERYTHING),
     Case(FORWARD, d=768, Nq=1, ragged=True, sections=True, bounds=True),
     Case(FORWARD, d=100, Nq=1, ragged=True, sections=True, bounds=True, wide=1, **_EVERYTHING),
-    *(Case(FORWARD, Nq=1, ragged=True, sections=True, stored=stored) for stored in ("*i8", "bitwords1_half")),
+    *(
+        Case(FORWARD, Nq=1, ragged=True, sections=True, stored=stored)
+        for stored in ("*i8", "bitwords1_half", "bits1_half")
+    ),
     *(
         Case(FORWARD, dtype, d, Nq=1, Lq=1024, ragged=True, sections=True, bounds=True, stored=stored, **fields)
         for dtype, d, stored, fields in (
             (_BF16, 320, "*u8", {}),
-            (_FP16, 320, "*fp8e4nv", {**_EVERYTHING, "normalize": True}),
+            *((_FP16, 320, fp8, {**_EVERYTHING, "normalize": True}) for fp8 in ("*fp8e4nv", "e4m3")),
             (_BF16, 128, "bitwords4_rotated", _EVERYTHING),
-            (_FP32, 128, "*fp8e4nv", _EVERYTHING),
+            *((_FP32, 128, fp8, _EVERYTHING) for fp8 in ("*fp8e4nv", "e4m3")),
         )
     ),
 ]
@@ -313,7 +316,10 @@ MORE_STORED = [
 # Many short queries in a tile: `get_min_rows_per_query` allows them in half precision without an argmax, except on mma.
 SHORT_QUERIES = [
     *(Case(FORWARD, Nq=Nq, Lq=Lq, ragged=True, padded=True, options=Lq > 1) for Nq, Lq in ((1, 1), (256, 1), (16, 8))),
-    *(Case(FORWARD, d=320, Nq=256, Lq=1, ragged=True, padded=True, stored=x) for x in ("*u8", "*fp8e4nv", "*i8")),
+    *(
+        Case(FORWARD, d=320, Nq=256, Lq=1, ragged=True, padded=True, stored=stored)
+        for stored in ("*u8", "*fp8e4nv", "e4m3", "*i8")
+    ),
     Case(FORWARD, Nq=256, Lq=1, ragged=True, padded=True, stored="*i8"),
     Case(FORWARD, d=320, Nq=16, Lq=8, ragged=True, padded=True, stored="bitwords1_half", options=True),
 ]

@@ -432,7 +432,7 @@ class HeadConfig(NamedTuple):
     WIDE_OFFSETS: int  # 2: offsets of features may exceed 32 bits
     PRECISION: str
     FUSED_LOOP: bool  # one loop over the steps of all tiles, which loads the next tile while one is scored
-    EVEN_D: bool  # d is a multiple of BD
+    D_DIVISOR: int  # greatest common divisor of d and BD
     WAIT_EACH_STEP: bool  # WGMMA: the loop waits for the sums of each step
 
 

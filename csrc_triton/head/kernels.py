@@ -170,11 +170,10 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, 
         if squares is not None:
             total = _add_part_squares(squares, r, ok, rows, tl.num_programs(1), C)
         tokens, norm = _finish_tokens(u, total, x, C)
+        d = d // C.D_DIVISOR * C.D_DIVISOR  # now a known multiple: stores are vectorized
         n = n0 + tl.arange(0, C.BD)
         mask = ok[:, None]
-        if C.EVEN_D:
-            d = tl.multiple_of(d, 16)
-        else:
+        if C.D_DIVISOR < C.BD:
             mask = mask & (n < d)[None, :]
         offsets = row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :])
         tl.store(out + offsets, tokens, mask=mask)

@@ -6,6 +6,7 @@ The tiles of both kernels depend on d, so that tokens have the same bits in both
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,7 +98,7 @@ def configure_tokens(
         WIDE_OFFSETS=wide,
         PRECISION=choose_precision(dtype, arch, tf32),
         FUSED_LOOP=arch.has_sm90_path,
-        EVEN_D=d % BD == 0,
+        D_DIVISOR=math.gcd(d, BD),
         WAIT_EACH_STEP=arch.unit == "wgmma",
     )
     return HeadLaunchConfig(config, num_warps=step.warps, num_stages=step.stages, max_registers=arch.registers)

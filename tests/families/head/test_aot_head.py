@@ -121,8 +121,10 @@ def _check(case: Case, name: str, fused: bool) -> list[str]:
     else:
         spills = cuda_resources(compiled.asm["cubin"])[1]
     assert spills == 0, f"{spills} spill instructions"
-    if name != "sm_100" or case.dtype != _FP32:  # Triton 3.6 uses small mma.sync steps there
+    if name != "sm_100" or case.dtype != _FP32:  # Triton 3.6 uses small mma.sync steps there, and their layout
         assert MATRIX_UNIT.get(name, "mma.sync") in text, "not on the matrix unit"
+        stores_vectors = not fused and not case.sums and not arch.is_amd and case.d % 16 == 0
+        assert not stores_vectors or "st.global.v4" in text, "tokens are stored feature by feature"
     if name == "sm_90" and supports_vector_loads(case.width, case.wide):
         assert "cp.async.bulk.tensor" in text
         code = [text for _, text in disassembled(compiled.asm["cubin"])[1]]

@@ -403,8 +403,8 @@ class HeadOperands(NamedTuple):
     """Sources of projected document tokens: hidden states `[K, Ld, width]` and a linear layer with d outputs.
 
     `tiles` and `steps` are tensor descriptors or None. `tiles` has shape `[n, rows, width]`, blocks `[1, BN, BK]`, and
-    all rows of some consecutive documents for each document that may be their first. `steps` has blocks `[BD, BK]` of
-    the layer.
+    all rows of some consecutive documents for each document that may be their first. `steps` has blocks `[1, BD, BK]`
+    of the weights or their terms `[terms, d, width]`.
     """
 
     H: Any
@@ -430,7 +430,7 @@ class HeadConfig(NamedTuple):
     ROWS_PER_QUERY: int  # rows of each query, a power of two <= BM
     NORMALIZE: bool
     WIDE_OFFSETS: int  # 2: offsets of features may exceed 32 bits
-    PRECISION: str
+    TF32_TERMS: int  # of fp32 features: 0 on AMD, 1 if TF32 is allowed, else 2
     FUSED_LOOP: bool  # one loop over the steps of all tiles, which loads the next tile while one is scored
     D_DIVISOR: int  # greatest common divisor of d and BD
     WAIT_EACH_STEP: bool  # WGMMA: the loop waits for the sums of each step

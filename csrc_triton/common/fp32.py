@@ -79,6 +79,16 @@ def round_to_tf32(x):
 
 
 @triton.jit
+def split_to_tf32(x):
+    """Return TF32 values hi and lo with ``x = hi + lo``, up to 2^-22 of x.
+
+    hi is infinite from 3.402e38 on, and lo is 0 for a hi that is infinite or NaN.
+    """
+    hi = round_to_tf32(x)
+    return hi, tl.where(tl.abs(hi) < float("inf"), round_to_tf32(x - hi), 0.0)
+
+
+@triton.jit
 def find_exact_rows(x, TERMS: tl.constexpr):
     """Return which rows `split_rows` can represent."""
     is_exact, _, _ = _classify_rows(x, TERMS)

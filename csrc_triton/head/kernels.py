@@ -7,7 +7,9 @@ u = H W^T + b,    token = round(u / max(||u||, eps))    # without NORMALIZE: rou
 Documents follow each other as rows of hidden states. A tile of BN rows has tokens of one document or of several.
 
 - `maxsim_head_tokens` stores the tokens. A program computes BD features of a tile. If that is not all of them, an
-  earlier launch stores the sums of squares of each part.
+  earlier launch stores the sums of squares of each part. In fp32 that launch stores u, and `maxsim_scale_tokens`
+  divides it.
+- `maxsim_split_weights` stores the TF32 terms of fp32 weights.
 - `maxsim_forward_head` scores the tokens from registers, for at most `ROW_TILES * BM` query rows.
 - `maxsim_head_slopes` computes the gradient of u from the gradient of normalized tokens.
 
@@ -35,13 +37,17 @@ Invariants:
 - Both kernels compute tokens with the same bits. Similarities have the bits of `maxsim_forward` for these tokens.
 - A program scores whole documents, so no scores are merged between programs.
 - Registers hold the similarities to one row tile at a time. ROW_TILES is therefore a loop.
+
+**fp32.** Hidden states and weights are sums of two TF32 terms, ``x = hi + lo``, or one term if PyTorch allows TF32.
+``u = sum(hi hi') + sum(hi lo' + lo hi')``, with an error of at most 2^-21 of ``sum |h w|``, apart from the rounding of
+the sums. A separate launch splits the weights, whose terms TMA then copies to the tensor cores without registers.
 """
 
 import triton
 import triton.language as tl
 
 from ..common.arguments import HeadOperands
-from ..common.fp32 import round_to_tf32
+from ..common.fp32 import split_to_tf32
 from ..common.primitives import (
     NORM_EPS,
     compiler_barrier_dtype,
@@ -60,38 +66,67 @@ from ..forward.generic.kernel import has_kept_row, store_scores
 
 
 @triton.jit
-def _accumulate_step(u, x, first, row, pointers, ok, n0, c0, C: tl.constexpr):
-    """Add the product of hidden features from `c0` on to the token features `u` from `n0` on.
+def _load_weights(x, term: tl.constexpr, n0, c0, C: tl.constexpr):
+    """Load the weights of a step, or a TF32 term of them, `[BD, BK]`."""
+    if x.steps is not None:
+        w = tl.reshape(x.steps.load([term, n0, c0]), (C.BD, C.BK))
+    else:
+        n = n0 + tl.arange(0, C.BD)
+        pointers = x.W.ptr + (n + term * x.d).to(tl.int64) * x.W.stride_n
+        w = load_rows(pointers, n < x.d, c0 + tl.arange(0, C.BK), x.width, x.W.stride_d, C.WIDE_OFFSETS)
+    return w
+
+
+@triton.jit
+def _accumulate_step(sums, x, first, row, pointers, ok, n0, c0, C: tl.constexpr):
+    """Add the product of hidden features from `c0` on to the token features `sums` from `n0` on.
 
     The hidden rows begin at row `row` of documents from `first` on.
     """
-    columns = c0 + tl.arange(0, C.BK)
+    u, low = sums
     if x.tiles is not None:
         h = tl.reshape(x.tiles.load([first, row, c0]), (C.BN, C.BK))
     else:
-        h = load_rows(pointers, ok, columns, x.width, x.H.stride_d, C.WIDE_OFFSETS)
-    if x.steps is not None:
-        w = x.steps.load([n0, c0])
+        h = load_rows(pointers, ok, c0 + tl.arange(0, C.BK), x.width, x.H.stride_d, C.WIDE_OFFSETS)
+    w = tl.trans(_load_weights(x, 0, n0, c0, C))
+    if C.TF32_TERMS == 0:
+        u = tl.dot(h, w, u, input_precision="ieee")
     else:
-        n = n0 + tl.arange(0, C.BD)
-        w = load_rows(x.W.ptr + n.to(tl.int64) * x.W.stride_n, n < x.d, columns, x.width, x.W.stride_d, C.WIDE_OFFSETS)
-    if C.PRECISION == "tf32":
-        h = round_to_tf32(h)
-        w = round_to_tf32(w)
-    return tl.dot(h, tl.trans(w), u, input_precision=C.PRECISION)
+        h, h_low = split_to_tf32(h)
+        if C.TF32_TERMS == 2:
+            low = tl.dot(h, tl.trans(_load_weights(x, 1, n0, c0, C)), low, input_precision="tf32")
+            low = tl.dot(h_low, w, low, input_precision="tf32")
+        u = tl.dot(h, w, u, input_precision="tf32")
+    return u, low
 
 
 @triton.jit
 def _load_bias(x, n0, C: tl.constexpr):
     """Return the initial sums of the features from `n0` on of a tile: the bias or zeros.
 
-    A bias that is added after the loop would need registers in addition to the sums.
+    A bias that is added after the loop would need registers in addition to the sums. With two TF32 terms, products with
+    a term lo are summed on their own, and zero otherwise.
     """
     u = tl.full((C.BN, C.BD), 0, tl.float32)
     if x.W.bias is not None:
         n = n0 + tl.arange(0, C.BD)
         u += tl.load(x.W.bias + n, mask=n < x.d, other=0.0).to(tl.float32)[None, :]
+    return u, tl.full((C.BN, C.BD if C.TF32_TERMS == 2 else 1), 0, tl.float32)
+
+
+@triton.jit
+def _add_low_products(sums, C: tl.constexpr):
+    """Return the sums of all products."""
+    u, low = sums
+    if C.TF32_TERMS == 2:
+        u += tl.where(tl.abs(low) < float("inf"), low, 0.0)  # an infinite feature times a term of 0 is NaN
     return u
+
+
+@triton.jit
+def _compute_norms(squares):
+    """Return the norms of tokens from the sums of their squares."""
+    return tl.maximum(tl.sqrt(squares), NORM_EPS)
 
 
 @triton.jit
@@ -104,46 +139,47 @@ def _finish_tokens(u, squares, x, C: tl.constexpr):
     if C.NORMALIZE:
         if squares is None:
             squares = tl.sum(square(u), axis=1)
-        norm = tl.maximum(tl.sqrt(squares), NORM_EPS)
+        norm = _compute_norms(squares)
         u = u * (1.0 / norm)[:, None]
     return u.to(x.H.ptr.dtype.element_ty), norm
 
 
 @triton.jit
-def _add_part_squares(squares, r, ok, rows, parts, C: tl.constexpr):
+def _add_part_squares(squares, r, ok, rows, parts):
     """Return the sums of the squares of all parts of rows r."""
-    total = tl.full((C.BN,), 0, tl.float32)
+    total = tl.full(ok.shape, 0, tl.float32)
     for part in range(0, parts):
         total += tl.load(squares + to_int64(part) * rows + r, mask=ok, other=0.0)
     return total
 
 
 @triton.jit
-def _compiler_barrier_sums(u, C: tl.constexpr):
-    """Return `u`, complete before the loop continues.
+def _compiler_barrier_sums(sums, C: tl.constexpr):
+    """Return `sums`, complete before the loop continues.
 
     If the sums stay in flight from step to step and a branch reads them, ptxas waits for each of their products.
     """
     if C.WAIT_EACH_STEP:
-        u = tl.inline_asm_elementwise("", "=f,0", [u], dtype=tl.float32, is_pure=False, pack=1)
-    return u
+        u = tl.inline_asm_elementwise("", "=f,0", [sums[0]], dtype=tl.float32, is_pure=False, pack=1)
+        sums = u, sums[1]
+    return sums
 
 
 @triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
 def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, Ld, C: tl.constexpr):
-    """Store BD features of BN document tokens and their norms, or the sums of the squares of these features.
+    """Store BD features of BN document tokens and their norms, or the sums of the squares of these features, or both.
 
     The grid has one program for each part of BD features of a tile of BN tokens.
 
     Args:
         H: `DocumentArgs` of hidden states.
-        W: `LinearArgs`.
+        W: `LinearArgs`, with TF32 terms of the weights if they are fp32.
         tiles: Tensor descriptor of hidden states, see `HeadOperands`, or None.
         steps: Tensor descriptor of W, see `HeadOperands`, or None.
         out: Output `[rows, d]`, or None.
         norms: Output fp32 `[rows]`, or None.
-        squares: Sums of squares, fp32 `[parts, rows]`: an output if `out` is None. Otherwise an input with C.NORMALIZE,
-            or None if a program has all features.
+        squares: Sums of squares, fp32 `[parts, rows]`: an input with C.NORMALIZE, else an output. None if a program has
+            all features.
         width: Hidden features.
         d: Features of a token.
         rows: Number of tokens.
@@ -157,18 +193,20 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, 
     r = row + tl.arange(0, C.BN)
     ok = r < rows
     pointers = locate_numbered_tokens(H, r, Ld)
-    u = _load_bias(x, n0, C)
+    sums = _load_bias(x, n0, C)
     for c0 in range(0, width, C.BK):
-        u = _accumulate_step(u, x, 0, row, pointers, ok, n0, c0, C)
-        # Wait as in the fused loop. Products of narrower tiles stay in flight.
-        if C.BD > 128:
-            u = _compiler_barrier_sums(u, C)
-    if out is None:
-        tl.store(squares + part.to(tl.int64) * rows + r, tl.sum(square(u), axis=1), mask=ok)
-    else:
-        total = squares
-        if squares is not None:
-            total = _add_part_squares(squares, r, ok, rows, tl.num_programs(1), C)
+        sums = _accumulate_step(sums, x, 0, row, pointers, ok, n0, c0, C)
+        # Wait as in the fused loop. Products of narrower tiles of half precision stay in flight.
+        if C.BD > 128 or C.TF32_TERMS > 0:
+            sums = _compiler_barrier_sums(sums, C)
+    u = _add_low_products(sums, C)
+    total = squares
+    if squares is not None:
+        if C.NORMALIZE:
+            total = _add_part_squares(squares, r, ok, rows, tl.num_programs(1))
+        else:
+            tl.store(squares + part.to(tl.int64) * rows + r, tl.sum(square(u), axis=1), mask=ok)
+    if out is not None:
         tokens, norm = _finish_tokens(u, total, x, C)
         d = d // C.D_DIVISOR * C.D_DIVISOR  # now a known multiple: stores are vectorized
         n = n0 + tl.arange(0, C.BD)
@@ -179,6 +217,52 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, 
         tl.store(out + offsets, tokens, mask=mask)
         if norms is not None:
             tl.store(norms + r, norm, mask=ok & to_mask(part == 0))
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def maxsim_scale_tokens(out, norms, squares, rows, d, parts, BN: tl.constexpr, BD: tl.constexpr):
+    """Divide BN fp32 tokens by their norms, in place.
+
+    Args:
+        out: Tokens `[rows, d]`.
+        norms: Output fp32 `[rows]`.
+        squares: Sums of squares of parts of the features, fp32 `[parts, rows]`.
+        rows: Number of tokens.
+        d: Features of a token.
+        parts: Number of parts.
+        BN: Tokens of a program.
+        BD: Features of a step.
+    """
+    r = tl.program_id(0) * BN + tl.arange(0, BN)
+    ok = r < rows
+    norm = _compute_norms(_add_part_squares(squares, r, ok, rows, parts))
+    tl.store(norms + r, norm, mask=ok)
+    inverse = 1.0 / norm
+    for n0 in range(0, d, BD):
+        n = n0 + tl.arange(0, BD)
+        pointers = out + (r.to(tl.int64)[:, None] * d + n[None, :])
+        mask = ok[:, None] & (n < d)[None, :]
+        tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) * inverse[:, None], mask=mask)
+
+
+@triton.jit(do_not_specialize=["width", "count"])
+def maxsim_split_weights(W, out, width, count, BLOCK: tl.constexpr, TERMS: tl.constexpr):
+    """Store the TF32 terms of weights, BLOCK weights for each program.
+
+    Args:
+        W: `LinearArgs` of fp32 weights `[d, width]`.
+        out: Output `[TERMS, d, width]`, hi first.
+        width: Hidden features.
+        count: Number of weights.
+        BLOCK: Weights of a program.
+        TERMS: 1 or 2.
+    """
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = n < count
+    hi, lo = split_to_tf32(tl.load(W.ptr + n // width * W.stride_n + n % width * W.stride_d, mask=ok, other=0.0))
+    tl.store(out + n, hi, mask=ok)
+    if TERMS == 2:
+        tl.store(out + count + n, lo, mask=ok)
 
 
 @triton.jit
@@ -264,7 +348,7 @@ def _score_tile(state, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     for p in tl.range(0, C.ROW_TILES, num_stages=1, disable_licm=True):
         i, s, keep = _locate_query_rows(Q, p, sizes, C)
         q = load_rows(locate_rows(Q, i, s), keep, tl.arange(0, C.BD), x.d, Q.stride_d, C.WIDE_OFFSETS)
-        S = tl.dot(tokens, tl.trans(q), input_precision=C.PRECISION)
+        S = tl.dot(tokens, tl.trans(q))
         is_row_tile = tl.arange(0, C.ROW_TILES)[:, None] == p
         best = tl.reduce(tl.where(is_row_tile, maxima, float("-inf")), 0, nan_max)
         any_kept = any_before
@@ -316,22 +400,22 @@ def maxsim_forward_head(Q, H, W, tiles, steps, scores, sizes, width, d, C: tl.co
     state = tl.full((C.ROW_TILES, C.BM), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     if C.FUSED_LOOP:
         count = tl.cdiv(width, C.BK)
-        u = _load_bias(x, 0, C)
+        sums = _load_bias(x, 0, C)
         for n in tl.range(0, tl.cdiv(end - begin, C.BN) * count, disable_licm=True):
             row = begin + n // count * C.BN
             c0 = n % count * C.BK
             r = row + tl.arange(0, C.BN)
             pointers = locate_numbered_tokens(H, r, sizes.Ld)
-            u = _accumulate_step(u, x, first, row - origin, pointers, r < end, 0, c0, C)
-            u = _compiler_barrier_sums(u, C)
+            sums = _accumulate_step(sums, x, first, row - origin, pointers, r < end, 0, c0, C)
+            sums = _compiler_barrier_sums(sums, C)
             if c0 + C.BK >= width:
-                state = _score_tile(state, u, x, Q, scores, row, end, sizes, C)
-                u = _load_bias(x, 0, C)
+                state = _score_tile(state, sums[0], x, Q, scores, row, end, sizes, C)
+                sums = _load_bias(x, 0, C)
     else:
         for row in range(begin, end, C.BN):
             r = row + tl.arange(0, C.BN)
             pointers = locate_numbered_tokens(H, r, sizes.Ld)
-            u = _load_bias(x, 0, C)
+            sums = _load_bias(x, 0, C)
             for c0 in range(0, width, C.BK):
-                u = _accumulate_step(u, x, first, row - origin, pointers, r < end, 0, c0, C)
-            state = _score_tile(state, u, x, Q, scores, row, end, sizes, C)
+                sums = _accumulate_step(sums, x, first, row - origin, pointers, r < end, 0, c0, C)
+            state = _score_tile(state, sums[0], x, Q, scores, row, end, sizes, C)

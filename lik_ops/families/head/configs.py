@@ -17,13 +17,14 @@ from ...gpu.tuning.architectures import (
     Architecture,
     LaunchConfig,
     cdiv,
-    choose_precision,
     next_power_of_2,
     supports_vector_loads,
 )
 from ...gpu.tuning.tables import HALF_DTYPES, TableRow, select_row
 
-MAX_FEATURES = 256  # of a program, which holds them in fp32
+# Features of a program, which holds their sums in fp32. fp32 has two sums for each feature.
+MAX_FEATURES, _MAX_FP32_FEATURES = 256, 128
+SPLIT_BLOCK = 1024  # weights of a program of `maxsim_split_weights`
 # Query rows that a tile of tokens is scored against, part by part. With 128 rows, storing the tokens first is faster.
 MAX_QUERY_ROWS = 96
 # Query rows of a part. More rows would leave no registers for the similarities.
@@ -70,21 +71,26 @@ _TOKENS_TABLE = (
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=128, BK=64, warps=8, stages=4)),
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, value=HeadStep(BN=64, BK=32, warps=4, stages=2)),
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, value=HeadStep(BN=128, BK=16, warps=8, stages=2)),
+    TableRow(units=("wgmma",), wide=1, value=HeadStep(BN=128, BK=32, warps=8, stages=3)),
     TableRow(units=("mfma",), dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=1)),
     TableRow(dtypes=HALF_DTYPES, d=128, wide=1, value=HeadStep(BN=128, BK=32, warps=8, stages=3)),
     TableRow(dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=3)),
     TableRow(dtypes=HALF_DTYPES, d=128, value=HeadStep(BN=64, BK=32, warps=8, stages=2)),
-    TableRow(d=128, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=2)),
     TableRow(value=HeadStep(BN=64, BK=16, warps=8, stages=2)),
 )
+
+
+def _count_terms(dtype: torch.dtype, arch: Architecture, tf32: bool) -> int:
+    """Return `HeadConfig.TF32_TERMS`."""
+    return 0 if dtype != torch.float32 or arch.is_amd else 1 if tf32 else 2
 
 
 @functools.lru_cache(maxsize=1024)
 def configure_tokens(
     arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool
 ) -> HeadLaunchConfig:
-    """Return the launch of the token kernel for `d` features, of which a program computes at most `MAX_FEATURES`."""
-    BD = min(max(next_power_of_2(d), 16), MAX_FEATURES)
+    """Return the launch of the token kernel for `d` features, of which a program computes at most BD."""
+    BD = min(max(next_power_of_2(d), 16), _MAX_FP32_FEATURES if dtype == torch.float32 else MAX_FEATURES)
     loads = 1 if supports_vector_loads(width, wide) else 2
     step = select_row(_TOKENS_TABLE, arch, dtype, 1, BD, normalize, loads)
     config = HeadConfig(
@@ -96,7 +102,7 @@ def configure_tokens(
         ROWS_PER_QUERY=1,
         NORMALIZE=normalize,
         WIDE_OFFSETS=wide,
-        PRECISION=choose_precision(dtype, arch, tf32),
+        TF32_TERMS=_count_terms(dtype, arch, tf32),
         FUSED_LOOP=arch.has_sm90_path,
         D_DIVISOR=math.gcd(d, BD),
         WAIT_EACH_STEP=arch.unit == "wgmma",
@@ -135,6 +141,12 @@ def configure_slopes(arch: Architecture, d: int, rows: int) -> tuple[int, int, i
     BN = max(_SLOPE_TILE_ELEMENTS // BD, 1)
     options = {"num_warps": 4} | ({"maxnreg": arch.registers} if arch.registers else {})
     return BN, BD, min(cdiv(rows, BN), 8 * arch.processors), options
+
+
+def configure_scaling(d: int) -> tuple[int, int, dict[str, int]]:
+    """Return the tokens of a program of `maxsim_scale_tokens`, the features of a step, and Triton's launch options."""
+    BD = min(next_power_of_2(d), MAX_FEATURES)
+    return max(_SLOPE_TILE_ELEMENTS // BD, 1), BD, {"num_warps": 4}
 
 
 def count_programs(arch: Architecture) -> int:

@@ -15,7 +15,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...csrc_triton.common.arguments import HeadConfig, LinearArgs
 from ...csrc_triton.head.argmax_tokens import maxsim_gather_argmax_tokens, maxsim_scatter_argmax_tokens
-from ...csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
+from ...csrc_triton.head.kernels import (
+    maxsim_forward_head,
+    maxsim_head_slopes,
+    maxsim_head_tokens,
+    maxsim_scale_tokens,
+    maxsim_split_weights,
+)
 from ...gpu.backward.dense import backward_lowmem
 from ...gpu.forward.dense import forward_plan
 from ...gpu.runtime import launcher
@@ -61,9 +67,9 @@ def _choose_offset_width(H: Tensor, W: Tensor) -> int:
     return max(choose_offset_width(W, H), 1)
 
 
-def _make_linear_args(head: HeadArgs) -> LinearArgs:
-    """Return the linear layer as a kernel argument."""
-    return LinearArgs._make((head.W, *head.W.stride(), None if head.b is None else head.b.contiguous()))
+def _make_linear_args(W: Tensor, b: Tensor | None) -> LinearArgs:
+    """Return a linear layer, with weights or their terms `[terms, d, width]`, as a kernel argument."""
+    return LinearArgs._make((W, *W.stride()[1:], None if b is None else b.contiguous()))
 
 
 def _make_descriptors(
@@ -71,7 +77,7 @@ def _make_descriptors(
 ) -> tuple[Tiles, Tiles]:
     """Return TMA descriptors of hidden states and weights, each None if TMA cannot read the tensor.
 
-    `max_documents` is the maximum number of documents of a program.
+    `max_documents` is the maximum number of documents of a program. W has the shape `[terms, d, width]`.
     """
 
     def described(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> Tiles:
@@ -84,7 +90,7 @@ def _make_descriptors(
     rows = described(
         H, [n - max_documents + 1, max_documents * L, width], [L * width, width, 1], [1, config.BN, config.BK]
     )
-    return rows, described(W, list(W.shape), [width, 1], [config.BD, config.BK])
+    return rows, described(W, list(W.shape), [W.shape[1] * width, width, 1], [1, config.BD, config.BK])
 
 
 def _compute_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
@@ -107,30 +113,60 @@ def _allocate_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 def _compute_features(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
     """Return the tokens, and their norms if they are normalized.
 
-    A program computes some of many features. A first launch then computes the sums of their squares, and the second
-    computes the features again, so that no fp32 features are stored.
+    If a program does not have all features, a first launch stores the sums of squares of each part. In half precision
+    the second launch computes the features again, so that no fp32 features are stored. In fp32 it divides them.
     """
+    (n, L, width), (d, _), tf32 = H.shape, head.W.shape, is_tf32_allowed(H.dtype)
+    arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
+    launch = head_configs.configure_tokens(arch, H.dtype, d, width, head.normalize, wide, tf32)
+    launch = head_configs.adjust_for_few_tokens(launch, arch, n * L, d)
     out, norms = _allocate_tokens(H, head)
-    squares, parts = None, cdiv(out.shape[-1], head_configs.MAX_FEATURES)
-    if norms is not None and parts > 1:
-        squares = torch.empty((parts, *norms.shape), dtype=torch.float32, device=H.device)
-        _launch_tokens(H, head, None, None, squares)
-    _launch_tokens(H, head, out, norms, squares)
+    parts = cdiv(d, launch.config.BD)
+    with use_device(H.device):
+        W = _split_weights(head.W, launch.config.TF32_TERMS)
+        if norms is None or parts == 1:
+            _launch_tokens(H, W, head.b, out, norms, None, launch, arch)
+        else:
+            squares = torch.empty((parts, *norms.shape), dtype=torch.float32, device=H.device)
+            sums = launch.change(NORMALIZE=False)
+            if out.dtype == torch.float32:
+                _launch_tokens(H, W, head.b, out, None, squares, sums, arch)
+                BN, BD, options = head_configs.configure_scaling(d)
+                args = out, norms, squares, n * L, d, parts, BN, BD
+                launcher.launch(maxsim_scale_tokens, check_grid(cdiv(n * L, BN)), args, options)
+            else:
+                _launch_tokens(H, W, head.b, None, None, squares, sums, arch)
+                _launch_tokens(H, W, head.b, out, norms, squares, launch, arch)
     return (out,) if norms is None else (out, norms)
 
 
-def _launch_tokens(H: Tensor, head: HeadArgs, out: Tensor | None, norms: Tensor | None, squares: Tensor | None) -> None:
+def _split_weights(W: Tensor, terms: int) -> Tensor:
+    """Return the TF32 terms of weights, `[terms, d, width]`, or the weights themselves as a term if `terms` is 0."""
+    if terms == 0:
+        return W[None]
+    out, block = W.new_empty((terms, *W.shape)), head_configs.SPLIT_BLOCK
+    args = _make_linear_args(W[None], None), out, W.shape[1], W.numel(), block, terms
+    launcher.launch(maxsim_split_weights, check_grid(cdiv(W.numel(), block)), args, {"num_warps": 4})
+    return out
+
+
+def _launch_tokens(
+    H: Tensor,
+    W: Tensor,
+    b: Tensor | None,
+    out: Tensor | None,
+    norms: Tensor | None,
+    squares: Tensor | None,
+    launch: head_configs.HeadLaunchConfig,
+    arch: Architecture,
+) -> None:
     """Launch `maxsim_head_tokens`."""
-    (n, L, width), d = H.shape, head.W.shape[0]
-    arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
-    launch = head_configs.configure_tokens(arch, H.dtype, d, width, head.normalize, wide, is_tf32_allowed(H.dtype))
-    launch = head_configs.adjust_for_few_tokens(launch, arch, n * L, d)
-    with use_device(H.device):
-        tiles = _make_descriptors(H, n, head.W, arch, launch.config)
-        groups = make_document_args(H, None), _make_linear_args(head), *tiles, out, norms, squares
-        args = *groups, width, d, n * L, L, launch.config
-        grid = *check_grid(cdiv(n * L, launch.config.BN)), cdiv(d, launch.config.BD)
-        launcher.launch(maxsim_head_tokens, grid, args, launch.options(arch))
+    (n, L, width), d = H.shape, W.shape[1]
+    tiles = _make_descriptors(H, n, W, arch, launch.config)
+    groups = make_document_args(H, None), _make_linear_args(W, b), *tiles, out, norms, squares
+    args = *groups, width, d, n * L, L, launch.config
+    grid = *check_grid(cdiv(n * L, launch.config.BN)), cdiv(d, launch.config.BD)
+    launcher.launch(maxsim_head_tokens, grid, args, launch.options(arch))
 
 
 def _compute_slopes(
@@ -215,15 +251,16 @@ _HEAD_PARTS = HeadFunctions(
 
 def _compute_scores(x: HiddenArgs, normalize: bool) -> tuple[Tensor]:
     """Return the scores of a call for which `is_fused` holds, without storing tokens."""
-    (Nq, Lq, d), (Nd, _, width), head = x.Q.shape, x.H.shape, HeadArgs(x.W, x.b, normalize)
+    (Nq, Lq, d), (Nd, _, width) = x.Q.shape, x.H.shape
     arch, wide = architecture(x.Q.device), max(_choose_offset_width(x.H, x.W), choose_offset_width(x.Q, x.Q))
     launch = head_configs.configure_scores(arch, x.Q.dtype, Nq, Lq, d, width, normalize, wide)
     _log.debug("maxsim_forward_head on %s for %s: %s", arch.name, make_size_args(x.Q, x.H), launch.tile())
     scores = torch.empty((Nq, Nd), dtype=torch.float32, device=x.Q.device)
     with use_device(x.Q.device):
         programs = min(Nd, launch.walkers)
-        tiles = _make_descriptors(x.H, cdiv(Nd, programs), x.W, arch, launch.config)
-        groups = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(x.H, x.d_mask), _make_linear_args(head)
+        tiles = _make_descriptors(x.H, cdiv(Nd, programs), x.W[None], arch, launch.config)
+        linear = _make_linear_args(x.W[None], x.b)
+        groups = make_query_args(x.Q, x.q_mask, x.q_weight), make_document_args(x.H, x.d_mask), linear
         args = *groups, *tiles, scores, make_size_args(x.Q, x.H), width, d, launch.config
         launcher.launch(maxsim_forward_head, check_grid(programs), args, launch.options(arch))
     return (scores,)

@@ -13,7 +13,13 @@ from triton.compiler import ASTSource
 
 from lik_ops.csrc_triton.common.arguments import DocumentArgs, HeadConfig, LinearArgs, QueryArgs, SizeArgs
 from lik_ops.csrc_triton.head.argmax_tokens import maxsim_gather_argmax_tokens, maxsim_scatter_argmax_tokens
-from lik_ops.csrc_triton.head.kernels import maxsim_forward_head, maxsim_head_slopes, maxsim_head_tokens
+from lik_ops.csrc_triton.head.kernels import (
+    maxsim_forward_head,
+    maxsim_head_slopes,
+    maxsim_head_tokens,
+    maxsim_scale_tokens,
+    maxsim_split_weights,
+)
 from lik_ops.families.head import configs as head_configs
 from lik_ops.gpu.tuning.architectures import ARCHITECTURES, Architecture, supports_vector_loads
 
@@ -38,11 +44,12 @@ class Case:
     normalize: bool = True
     masks: bool = False
     wide: int = 1
-    sums: bool = False  # the launch that stores the sums of squares of many features
+    sums: bool = False  # the launch that stores the sums of squares of many features, in fp32 next to the features
     few: bool = False  # tokens
+    tf32: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("bias", "normalize", "masks", "sums", "few") if getattr(self, name)]
+        flags = [name for name in ("bias", "normalize", "masks", "sums", "few", "tf32") if getattr(self, name)]
         return f"{_NAMES[self.dtype]}-{self.width}to{self.d}-{self.Nq}x{self.Lq}-" + "-".join([*flags, str(self.wide)])
 
 
@@ -50,7 +57,8 @@ def _launch(case: Case, arch: Architecture, fused: bool) -> head_configs.HeadLau
     same = case.normalize, case.wide
     if fused:
         return head_configs.configure_scores(arch, case.dtype, case.Nq, case.Lq, case.d, case.width, *same)
-    launch = head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, False)
+    launch = head_configs.configure_tokens(arch, case.dtype, case.d, case.width, *same, case.tf32)
+    launch = launch.change(NORMALIZE=case.normalize and not case.sums)
     return head_configs.adjust_for_few_tokens(
         launch, replace(arch, processors=132), 10**3 if case.few else 10**6, case.d
     )
@@ -75,7 +83,7 @@ def _groups(case: Case) -> dict[str, tuple[tuple, dict[int, object]]]:
 def _tiles(case: Case, arch: Architecture, C: HeadConfig) -> dict[str, str]:
     if not arch.has_descriptors or case.width * case.dtype.itemsize % 16 or case.wide == 2:
         return {"tiles": "constexpr", "steps": "constexpr"}
-    blocks = {"tiles": [1, C.BN, C.BK], "steps": [C.BD, C.BK]}
+    blocks = {"tiles": [1, C.BN, C.BK], "steps": [1, C.BD, C.BK]}
     return {name: f"tensordesc<{_NAMES[case.dtype]}{block}>" for name, block in blocks.items()}
 
 
@@ -86,9 +94,9 @@ def _compile_kernel(case: Case, arch: Architecture, fused: bool):
     if fused:
         arguments |= {"scores": "*fp32", "sizes": SizeArgs(*["i32"] * 4), "width": "i32", "d": "i32"}
     else:
-        arguments |= {"out": "constexpr" if case.sums else "*" + _NAMES[case.dtype]}
+        arguments |= {"out": "constexpr" if case.sums and case.dtype != _FP32 else "*" + _NAMES[case.dtype]}
         arguments |= {"norms": "*fp32" if case.normalize and not case.sums else "constexpr"}
-        arguments |= {"squares": "*fp32" if case.normalize and case.d > head_configs.MAX_FEATURES else "constexpr"}
+        arguments |= {"squares": "*fp32" if case.normalize and case.d > launch.config.BD else "constexpr"}
         arguments |= dict.fromkeys(("width", "d", "rows", "Ld"), "i32")
     names = [*arguments, "C"]
     constants: dict[tuple[int, ...], object] = {(names.index("C"),): launch.config}
@@ -150,6 +158,8 @@ TOKENS += [
     *(Case(dtype, 320, sums=sums) for dtype in (_FP16, _FP32) for sums in (False, True)),
     *(Case(dtype, d, few=True) for dtype, d in ((_BF16, 64), (_FP16, 128), (_BF16, 256), (_FP32, 128))),
     Case(_FP16, d=256, width=100, wide=2, few=True),
+    Case(_FP32, tf32=True),
+    Case(_FP32, d=96, width=100, wide=2),
 ]
 MORE = [
     Case(dtype, d, width, Nq, Lq, bias, normalize, masks)
@@ -205,6 +215,35 @@ def test_slopes_kernel_compiles_without_spills(dtype, d, more, name):
     if not arch.is_amd:
         assert cuda_resources(compiled.asm["cubin"])[1] == 0
         assert d % 16 or "ld.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("d", [320, 1000])
+def test_scale_kernel_compiles_without_spills(d, name):
+    arch = ARCHITECTURES[name]
+    BN, BD, options = head_configs.configure_scaling(d)
+    types = {"out": "*fp32", "norms": "*fp32", "squares": "*fp32", "rows": "i32", "d": "i32", "parts": "i32"}
+    constants = {(len(types),): BN, (len(types) + 1,): BD}
+    aligned = [(0,), (1,), (2,), *([(4,)] if d % 16 == 0 else [])]
+    types |= {"BN": "constexpr", "BD": "constexpr"}
+    src = ASTSource(maxsim_scale_tokens, types, constants, {path: [["tt.divisibility", 16]] for path in aligned})
+    compiled = compile_as_launched(src, target(arch), options)
+    if not arch.is_amd:
+        assert cuda_resources(compiled.asm["cubin"])[1] == 0
+        assert d % 16 or "st.global.v4" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("terms", [1, 2])
+def test_split_kernel_compiles_without_spills(terms, name):
+    arch = ARCHITECTURES[name]
+    W, members = _groups(Case(_FP32, bias=False))["W"]
+    types: dict = {"W": W, "out": "*fp32", "width": "i32", "count": "i32", "BLOCK": "constexpr", "TERMS": "constexpr"}
+    constants = {(0, n): value for n, value in members.items()} | {(4,): head_configs.SPLIT_BLOCK, (5,): terms}
+    attributes = {path: [["tt.divisibility", 16]] for path in ((0, 0), (1,))}
+    src = ASTSource(maxsim_split_weights, types, constants, attributes)
+    compiled = compile_as_launched(src, target(arch), {"num_warps": 4})
+    assert arch.is_amd or cuda_resources(compiled.asm["cubin"])[1] == 0
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -10,7 +10,7 @@ import lik_ops
 from lik_ops import reference
 from lik_ops.core.arguments import score_dtype
 
-from ...support.common import INTERPRETING, PLACES, Inputs, Problem, build
+from ...support.common import INTERPRETING, PLACES, Inputs, Problem, build, override_setting
 
 at_places = pytest.mark.parametrize("place", PLACES, ids=str)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5, torch.float64: 1e-12}
@@ -285,6 +285,36 @@ def test_nan_token_affects_only_its_document(place):
 
 
 @at_places
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize(("width", "d"), [(40, 24), (100, 300), (17, 130)])
+def test_fp32_tokens_have_the_error_of_their_terms(place, width, d, tf32):
+    """The score of a one-hot query token is a feature of the token."""
+    H, W, b = (torch.randn(shape, device=place.device) for shape in ((3, 1, width), (d, width), (d,)))
+    Q = torch.eye(d, device=place.device)[:, None]
+    with place.use(), override_setting(torch.backends.cuda.matmul, "fp32_precision", "tf32" if tf32 else "ieee"):
+        found = lik_ops.maxsim_from_hidden(Q, H, W, b, normalize=False).T
+    expected = torch.nn.functional.linear(H[:, 0].double(), W.double(), b.double())
+    bound = torch.nn.functional.linear(H[:, 0].abs(), W.abs(), b.abs()).double() * 2 ** (-10 if tf32 else -19)
+    assert ((found - expected).abs() <= bound).all()
+
+
+@at_places
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_infinite_hidden_features_give_infinite_scores(place, dtype):
+    """No product of infinity with a term that is zero reaches the sums."""
+    H, Q = torch.randn(2, 3, 24).to(place.device, dtype), torch.ones(1, 2, 1, device=place.device, dtype=dtype)
+    H[0, 1, 5] = torch.inf
+    W = torch.ones(1, 24, device=place.device, dtype=dtype)
+    for sign in (1, -1):
+        H[1, :, 7] = -sign * torch.inf
+        with place.use():
+            scores = lik_ops.maxsim_from_hidden(Q * sign, H, W, normalize=False)
+        expected = reference.maxsim_from_hidden((Q * sign).double(), H.double(), W.double(), normalize=False)
+        assert (scores.isinf() == expected.isinf()).all() and not scores.isnan().any()
+        assert torch.equal(scores.isposinf(), expected.isposinf())
+
+
+@at_places
 def test_empty_inputs_score_like_maxsim(place):
     for Nq, Nd, Lq, Ld in ((2, 3, 4, 0), (2, 3, 0, 5), (2, 0, 4, 5), (0, 3, 4, 5)):
         Q, H = torch.randn(Nq, Lq, 8, device=place.device), torch.randn(Nd, Ld, 6, device=place.device)
@@ -315,7 +345,7 @@ def test_tokens_of_zero_norm_match_reference(place):
 
 
 @at_places
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13])
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 16, 17])
 def test_a_score_does_not_depend_on_its_batch(place, number):
     for dtype in place.some_dtypes(number):
         p = replace(PROBLEMS[number], dtype=dtype)

@@ -33,7 +33,7 @@ from ..support.runs import (
     Run,
 )
 
-TOLERANCE = 1e-2
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
 PEER_SECONDS = 60
 SHAPE = {"Lq": 32, "Ld": 300}
 
@@ -57,6 +57,10 @@ CASES = (
     Head("1024 to 128, 1 x 1000, Ld 180", 1, 1000, 32, 180, width=1024),
     Head("2560 to 320, 1 x 100, Ld 1024", 1, 100, 32, 1024, d=320, width=2560),
     *(Head(f"not normalized, {n} x 1000", n, 1000, **SHAPE, unit=False) for n in (1, 4, 16)),
+    Head("fp32, 1 x 1000", 1, 1000, **SHAPE, dtype="float32"),
+    Head("fp32, 384 to 1024, 1 x 256", 1, 256, **SHAPE, dtype="float32", d=1024, width=384, unit=False),
+    Head("fp32, 2560 to 320, 1 x 100, Ld 1024", 1, 100, 32, 1024, dtype="float32", d=320, width=2560),
+    Head("fp32, 1 x 4", 1, 4, **SHAPE, dtype="float32"),
     Head("step 32 x 32", 32, 32, **SHAPE, what="step"),
     Head("step 128 x 128", 128, 128, **SHAPE, what="step"),
 )
@@ -166,7 +170,7 @@ def measure(case: Head, timer: gpu.Timer) -> dict:
             except (gpu.TooSlowError, RuntimeError, TypeError, ValueError) as failure:
                 results[name] = {"failed": gpu.reason(failure)}
         # Rounding may move winners and change gradients. The error of `by hand` shows by how much.
-        allowed = max(TOLERANCE, *(2 * e for e in results["by hand"].get("errors", [0.0])))
+        allowed = max(TOLERANCE[case.dtype], *(2 * e for e in results["by hand"].get("errors", [0.0])))
         if "failed" in results["lik_ops"] or not max(results["lik_ops"]["errors"]) < allowed:
             raise AssertionError(f"{case.name}: {results['lik_ops']}, allowed {allowed}")
         if not trains:

@@ -434,13 +434,14 @@ HEAD_NARROW_TILES = ((256, 64, 16, 5, 1, None), (256, 32, 8, 10, 1, None), (128,
 def head_cases() -> dict[str, head.Head]:
     """Return the cases that are fused on an H100 or H200."""
     most = head_configs.MAX_QUERY_ROWS
-    return {c.name: c for c in head.CASES if c.what == "scores" and c.Nq * c.Lq <= most and c.Nd >= 264}
+    cases = (c for c in head.CASES if c.what == "scores" and c.dtype == "bfloat16")
+    return {c.name: c for c in cases if c.Nq * c.Lq <= most and c.Nd >= 264}
 
 
 def head_call(case: head.Head) -> Call:
     x = head.Inputs(case)
     Q, H, W, b = x.tensors
-    return lambda: lik_ops.maxsim_from_hidden(Q, H, W, b, d_mask=x.d_mask)
+    return lambda: lik_ops.maxsim_from_hidden(Q, H, W, b, d_mask=x.d_mask, normalize=x.unit)
 
 
 def head_tiles(case: head.Head) -> dict[str, Patches]:
@@ -451,6 +452,24 @@ def head_tiles(case: head.Head) -> dict[str, Patches]:
         return {"families.head.configs.configure_scores": changed}
 
     return {str(tile): patches(*tile) for tile in HEAD_TILES + (HEAD_NARROW_TILES if case.d <= 64 else ())}
+
+
+# head_fp32: (tokens, features, hidden features of a step, warps, stages) of the kernel that stores tokens.
+HEAD_FP32_TILES = (
+    (128, 128, 32, 8, 2),
+    (128, 128, 32, 8, 4),
+    (128, 128, 16, 8, 4),
+    (128, 64, 32, 8, 4),
+    (64, 128, 32, 4, 3),
+    (64, 256, 16, 8, 4),
+)
+
+
+def head_fp32_tiles(case: head.Head) -> dict[str, Patches]:
+    def patches(BN: int, BD: int, BK: int, warps: int, stages: int) -> Patches:
+        return {"families.head.configs.configure_tokens": change(warps, stages, BN=BN, BD=BD, BK=BK)}
+
+    return {str(tile): patches(*tile) for tile in HEAD_FP32_TILES}
 
 
 # soft: (BM, BN, warps, stages, registers) of the generic kernels.
@@ -652,6 +671,9 @@ SWEEPS = {
     "wide_encoded": Sweep(wide_encoded_cases, encoded_shape_call, wide_encoded_tiles),
     "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
     "head": Sweep(head_cases, head_call, head_tiles),
+    "head_fp32": Sweep(
+        lambda: {c.name: c for c in head.CASES if c.dtype == "float32"}, head_call, head_fp32_tiles, exact=False
+    ),
     "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),
     "backward": Sweep(backward_cases, backward_call, backward_tiles, exact=False),
 }

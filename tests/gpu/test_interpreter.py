@@ -44,6 +44,7 @@ MODULES = [
     "gpu/forward/test_query_rotation",
     "families/soft/test_soft_splits",
     "families/pooling/test_pooling_kernels",
+    "gpu/backward/test_query_parts",
     "gpu/forward/sm90/test_sm90_fp32",
 ]
 PROCESSES = 4

@@ -20,6 +20,7 @@ from lik_ops.gpu.tuning.forward_configs import TileConfig, TileRule
 from .aot import KEEP, QUERY_TERMS, UNIT_COUNTS, Case, fingerprint
 
 FORWARD, QUERIES, DOCUMENTS = "maxsim_forward", "maxsim_grad_queries", "maxsim_grad_documents"
+PARTS = "maxsim_grad_query_parts"
 LONG = "maxsim_grad_long_documents"
 SPARSE, JOIN, NORMS = "maxsim_grad_sparse_documents", "maxsim_join_pieces", "maxsim_row_norms"
 COUNT, SCAN, LIST = "maxsim_count_argmax", "maxsim_scan_counts", "maxsim_list_argmax"
@@ -72,6 +73,14 @@ COMMON = [
     Case(JOIN, _FP32, 3, int32=True, long=True),
     *(Case(kernel, _FP32, options=options) for kernel in (QUERIES, DOCUMENTS) for options in (False, True)),
     *(Case(QUERIES, normalize=True, options=options) for options in (False, True)),
+    *(
+        Case(kernel, dtype, d, parts=kernel == QUERIES, normalize=normalize, options=normalize)
+        for kernel in (QUERIES, PARTS)
+        for dtype, d in ((_BF16, 128), (_FP16, 320), (_FP32, 128))
+        for normalize in (False, True)
+    ),
+    Case(PARTS, normalize=True, stored="*i8"),
+    *(Case(PARTS, _FP32, d, tf32=True) for d in (128, 300)),
     *(
         Case(kernel, _FP32, tf32=True, normalize=normalize, options=True)
         for kernel in (QUERIES, DOCUMENTS, ROUND)

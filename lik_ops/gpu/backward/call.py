@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...csrc_triton.backward.arguments import RowSumArgs, UpstreamArgs
-from ...csrc_triton.backward.queries import maxsim_grad_queries
+from ...csrc_triton.backward.arguments import QueryPartArgs, RowSumArgs, UpstreamArgs
+from ...csrc_triton.backward.queries import maxsim_grad_queries, maxsim_grad_query_parts
 from ...csrc_triton.backward.rounding import maxsim_round_rows
 from ...csrc_triton.backward.unified import maxsim_finish, maxsim_scatter
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, DocumentArgs, QueryArgs
@@ -23,6 +23,10 @@ _TARGET_SCATTER_PROGRAMS = 4096  # fills any GPU several times
 _MIN_READS_PER_TOKEN = 4
 _MAX_ROUNDED_BYTES = 128 * 2**20  # rounded documents
 _INT32_MAX = 2**31 - 1
+# Query gradients over many documents are summed in parts. Each part adds 8 bytes of traffic per feature of a query row
+# to the 2 or 4 bytes for each document.
+_PART_DOCUMENTS, _MIN_PARTS, _MAX_PARTS = 128, 3, 16
+_MAX_PART_BYTES = 32 * 2**20  # sums of parts of some query rows
 
 
 class GradientCall(NamedTuple):
@@ -85,12 +89,41 @@ class GradientCall(NamedTuple):
         call, kind = self, self.kind
         if rounded := self._should_round_documents():
             call, kind = self._round_documents(), kind._replace(dtype=torch.float16)
-        scaled = self.up.scale is not None
+        scaled, outputs = self.up.scale is not None, (grad_Q, grad_weight, self.d)
         launch = backward_configs.configure_query_gradients(
             kind, ragged=self.packed, scaled=scaled, rounded=rounded, encoding=self.encoding
         )
-        args = (*call.groups, self.counts, grad_Q, grad_weight, self.d)
-        self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
+        if (split := self._split_documents()) is not None:
+            call._sum_in_parts(*split, outputs, launch)
+        else:
+            args = *call.groups, self.counts, None, *outputs
+            self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
+
+    def _sum_in_parts(self, count: int, share: int, outputs: tuple, launch: LaunchConfig) -> None:
+        """Launch the gradients of the queries over `count` parts of `share` documents, for some row tiles at a time."""
+        tiles, BM = self.row_tiles(launch), launch.config.BM
+        chunk = min(max(_MAX_PART_BYTES // (4 * count * BM * self.d), 1), tiles)
+        sums = torch.empty((count, chunk * BM, self.d), dtype=torch.float32, device=self.queries.ptr.device)
+        live = torch.empty((count, chunk * BM), dtype=torch.int8, device=sums.device)
+        for first in range(0, tiles, chunk):
+            parts = QueryPartArgs(sums, live, count, share, first, chunk * BM)
+            grid = check_grid(min(chunk, tiles - first))
+            part_grid = *grid, count, cdiv(self.d, launch.config.BD)
+            self.run(maxsim_grad_query_parts, part_grid, (*self.groups, parts, self.d), launch)
+            self.run(maxsim_grad_queries, grid, (*self.groups, None, parts, *outputs), launch)
+
+    def _split_documents(self) -> tuple[int, int] | None:
+        """Return the number of parts of the documents of a query gradient, and the documents of each part.
+
+        Return None if documents are few or packed. The number of queries does not matter, so that a gradient has the
+        same bits however the queries are split.
+        """
+        K = self.up.K
+        count = min(K // _PART_DOCUMENTS, _MAX_PARTS)
+        if self.packed or count < _MIN_PARTS:
+            return None
+        share = cdiv(K, count)
+        return cdiv(K, share), share
 
     def _should_round_documents(self) -> bool:
         """Return whether the query gradient takes less time with rounded documents, and these need little memory."""

@@ -1,22 +1,20 @@
 """Measure fp32, binary, FP8, and many features against bf16, compositions of lik_ops functions, and peers.
 
-    python -m benchmarks.operators.other_dtypes [--only TEXT] [--rounds 30] [--out FILE]
+    python -m benchmarks.operators.other_dtypes [--only TEXT] [--rounds 30] [--first 100] [--out FILE]
 
 ``ratio`` is the time over the time of the bf16 call without options of the same sizes, in the same run. A composition
 computes the same scores with functions of lik_ops on converted tokens: one fp16 term for TF32, three products as one
 call of `3 d` features for fp32, and plain scores of masked tokens that are replaced for masks. A call that is more than
 5 % slower than its composition is a defect, and the program then fails. ``error`` and ``mean_error`` are differences
 from fp64 scores of some pairs, over the largest score. "einsum" is the same formula of torch. ``goal`` is the largest
-wanted ratio (`GOALS`). Peers compute fp32 in half precision. The file is rewritten after each case.
+wanted ratio (`GOALS`). Peers compute fp32 in half precision. The file is rewritten after each row.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ import lik_ops
 
 from ..support import common, contenders
 from ..support.gpu import Timer
+from ..support.runs import Run
 
 SIZES = {  # Nq, Nd, Lq, Ld
     "1 x 1000": (1, 1000, 32, 300),
@@ -185,37 +184,37 @@ def list_cases() -> dict[str, Callable[[], Calls]]:
     return cases
 
 
+def _record_times(name: str, times: dict[str, float]) -> Iterator[tuple[dict, str | None]]:
+    """Yield the record of each call of a case, and a line if the call is slower than its composition."""
+    bf16, goals = GOALS.get(name, (1, {}))
+    for call, ms in times.items():
+        record: dict[str, Any] = {"case": {"name": f"{name}, {call}"}, "ms": ms, "ratio": ms / times["bf16"]}
+        if call in goals:
+            record["goal"] = goals[call] / bf16
+        composed = times.get(f"{call}, composed")
+        is_slower = composed is not None and ms > SLOWER * composed
+        yield record, f"{name}, {call}: {ms:.4f} ms, composed {composed:.4f}" if is_slower else None
+        goal = f", goal {record['goal']:.2f}" if "goal" in record else ""
+        print(f"{name + ', ' + call:55} {ms:9.4f} ms  {record['ratio']:6.2f} of bf16{goal}", flush=True)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="part of the names of the cases")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    run = Run("other_dtypes", __doc__, *contenders.PEERS)
+    args = run.parser.parse_args()
     precision = torch.backends.cuda.matmul.fp32_precision
-    timer, records, slower = Timer(args.rounds), [], []
-    for name, make in list_cases().items():
-        if args.only not in name:
-            continue
+    timer, slower = Timer(args.rounds), []
+    for name, make in run.asked(((name, (name, make)) for name, make in list_cases().items()), args):
         with torch.set_grad_enabled("step" in name):
             times = timer.compare(make())
-        for call, ms in times.items():
-            records.append({"case": {"name": f"{name}, {call}"}, "ms": ms, "ratio": ms / times["bf16"]})
-            bf16, goals = GOALS.get(name, (1, {}))
-            if call in goals:
-                records[-1]["goal"] = goals[call] / bf16
-            composed = times.get(f"{call}, composed")
-            if composed is not None and ms > SLOWER * composed:
-                slower.append(f"{name}, {call}: {ms:.4f} ms, composed {composed:.4f}")
-            goal = f", goal {records[-1]['goal']:.2f}" if "goal" in records[-1] else ""
-            print(f"{name + ', ' + call:55} {ms:9.4f} ms  {ms / times['bf16']:6.2f} of bf16{goal}", flush=True)
+        for record, line in _record_times(name, times):
+            run.keep(record, args)
+            slower += [line] if line else []
         if name.startswith("fp32, "):
             with torch.no_grad():
                 for call, errors in measure_errors(SIZES[name.removeprefix("fp32, ")]).items():
-                    records.append({"case": {"name": f"{name}, {call}, accuracy"}} | errors)
+                    run.keep({"case": {"name": f"{name}, {call}, accuracy"}} | errors, args)
                     print(f"{name + ', ' + call:45} error {errors['error']:.2e}, mean {errors['mean_error']:.2e}")
         torch.backends.cuda.matmul.fp32_precision = precision
-        written = common.write("other_dtypes", records, *contenders.PEERS, path=args.out)
-    print("wrote", written)
     print(
         "\n".join(["slower than their composition:", *slower] if slower else ["no call is slower than its composition"])
     )

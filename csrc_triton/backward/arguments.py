@@ -36,9 +36,9 @@ class UpstreamArgs(NamedTuple):
 
 
 class QueryPartArgs(NamedTuple):
-    """Gathered gradients of some query rows over `count` parts of the documents.
+    """Gathered gradients of the query rows from row tile `first_tile` on, over `count` parts of the documents.
 
-    The rows are those of the row tiles from `first_tile` on. A part has `share` documents, and the last part may have
+    A part has `share` documents, and the last part may have
     fewer. `sums` is fp32 `[count, rows, d]`. `live` `[count, rows]` is 1 if a row has an argmax in a document of the
     part, else 0.
     """

@@ -125,18 +125,18 @@ def _compute_features(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
     with use_device(H.device):
         W = _split_weights(head.W, launch.config.TF32_TERMS)
         if norms is None or parts == 1:
-            _launch_tokens(H, W, head.b, out, norms, None, launch, arch)
+            _launch_tokens(H, W, head.b, (out, norms, None), launch)
         else:
             squares = torch.empty((parts, *norms.shape), dtype=torch.float32, device=H.device)
             sums = launch.change(NORMALIZE=False)
             if out.dtype == torch.float32:
-                _launch_tokens(H, W, head.b, out, None, squares, sums, arch)
+                _launch_tokens(H, W, head.b, (out, None, squares), sums)
                 BN, BD, options = head_configs.configure_scaling(d)
                 args = out, norms, squares, n * L, d, parts, BN, BD
                 launcher.launch(maxsim_scale_tokens, check_grid(cdiv(n * L, BN)), args, options)
             else:
-                _launch_tokens(H, W, head.b, None, None, squares, sums, arch)
-                _launch_tokens(H, W, head.b, out, norms, squares, launch, arch)
+                _launch_tokens(H, W, head.b, (None, None, squares), sums)
+                _launch_tokens(H, W, head.b, (out, norms, squares), launch)
     return (out,) if norms is None else (out, norms)
 
 
@@ -154,16 +154,21 @@ def _launch_tokens(
     H: Tensor,
     W: Tensor,
     b: Tensor | None,
-    out: Tensor | None,
-    norms: Tensor | None,
-    squares: Tensor | None,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
     launch: head_configs.HeadLaunchConfig,
-    arch: Architecture,
 ) -> None:
-    """Launch `maxsim_head_tokens`."""
-    (n, L, width), d = H.shape, W.shape[1]
+    """Launch `maxsim_head_tokens`.
+
+    Args:
+        H: hidden states.
+        W: weights or their terms, `[terms, d, width]`.
+        b: bias, or None.
+        outputs: the arguments `out`, `norms` and `squares` of the kernel.
+        launch: its launch.
+    """
+    (n, L, width), d, arch = H.shape, W.shape[1], architecture(H.device)
     tiles = _make_descriptors(H, n, W, arch, launch.config)
-    groups = make_document_args(H, None), _make_linear_args(W, b), *tiles, out, norms, squares
+    groups = make_document_args(H, None), _make_linear_args(W, b), *tiles, *outputs
     args = *groups, width, d, n * L, L, launch.config
     grid = *check_grid(cdiv(n * L, launch.config.BN)), cdiv(d, launch.config.BD)
     launcher.launch(maxsim_head_tokens, grid, args, launch.options(arch))

@@ -38,9 +38,8 @@ class UpstreamArgs(NamedTuple):
 class QueryPartArgs(NamedTuple):
     """Gathered gradients of the query rows from row tile `first_tile` on, over `count` parts of the documents.
 
-    A part has `share` documents, and the last part may have
-    fewer. `sums` is fp32 `[count, rows, d]`. `live` `[count, rows]` is 1 if a row has an argmax in a document of the
-    part, else 0.
+    A part has `share` documents, and the last part may have fewer. `sums` is fp32 `[count, rows, d]`. `live`
+    `[count, rows]` is 1 if a row has an argmax in a document of the part, else 0.
     """
 
     sums: Any

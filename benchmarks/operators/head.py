@@ -40,10 +40,14 @@ SHAPE = {"Lq": 32, "Ld": 300}
 
 @dataclass(frozen=True)
 class Head(Case):
-    """A case with hidden states of `width` features, whose tokens are normalized unless `unit` is False."""
+    """A case with hidden states of `width` features, whose tokens are normalized unless `unit` is False.
+
+    With `tf32`, PyTorch allows TF32 in products of fp32.
+    """
 
     width: int = 768
     unit: bool = True
+    tf32: bool = False
 
 
 CASES = (
@@ -61,6 +65,8 @@ CASES = (
     Head("fp32, 384 to 1024, 1 x 256", 1, 256, **SHAPE, dtype="float32", d=1024, width=384, unit=False),
     Head("fp32, 2560 to 320, 1 x 100, Ld 1024", 1, 100, 32, 1024, dtype="float32", d=320, width=2560),
     Head("fp32, 1 x 4", 1, 4, **SHAPE, dtype="float32"),
+    Head("TF32, 1 x 1000", 1, 1000, **SHAPE, dtype="float32", tf32=True),
+    Head("TF32, 384 to 1024, 1 x 256", 1, 256, **SHAPE, dtype="float32", d=1024, width=384, unit=False, tf32=True),
     Head("step 32 x 32", 32, 32, **SHAPE, what="step"),
     Head("step 128 x 128", 128, 128, **SHAPE, what="step"),
 )
@@ -68,10 +74,15 @@ Scorer = Callable[..., Tensor]  # f(Q, H, W, b)
 
 
 class Inputs:
-    """Query tokens of unit norm, hidden states, a head, and a document mask or None."""
+    """Query tokens of unit norm, hidden states, a head, and a document mask or None.
+
+    Also sets whether PyTorch allows TF32.
+    """
 
     def __init__(self, case: Head, device: str = "cuda") -> None:
         generator = torch.Generator(device).manual_seed(0)
+
+        torch.backends.cuda.matmul.allow_tf32 = case.tf32
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
@@ -167,7 +178,7 @@ def measure(case: Head, timer: gpu.Timer) -> dict:
                 gpu.first_call(call, PEER_SECONDS)
                 results[name] = {"errors": errors_of(case, x, score), "peak_mb": gpu.peak_bytes(call) / 2**20}
                 functions[name] = call
-            except (gpu.TooSlowError, RuntimeError, TypeError, ValueError) as failure:
+            except Exception as failure:
                 results[name] = {"failed": gpu.reason(failure)}
         # Rounding may move winners and change gradients. The error of `by hand` shows by how much.
         allowed = max(TOLERANCE[case.dtype], *(2 * e for e in results["by hand"].get("errors", [0.0])))

@@ -457,11 +457,13 @@ def head_tiles(case: head.Head) -> dict[str, Patches]:
 # head_fp32: (tokens, features, hidden features of a step, warps, stages) of the kernel that stores tokens.
 HEAD_FP32_TILES = (
     (128, 128, 32, 8, 2),
+    (128, 128, 32, 8, 3),
     (128, 128, 32, 8, 4),
-    (128, 128, 16, 8, 4),
     (128, 64, 32, 8, 4),
-    (64, 128, 32, 4, 3),
-    (64, 256, 16, 8, 4),
+    (64, 64, 32, 4, 4),
+    (64, 128, 32, 4, 2),
+    (64, 128, 16, 4, 3),
+    (64, 128, 16, 4, 4),
 )
 
 

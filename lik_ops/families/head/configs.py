@@ -71,7 +71,7 @@ _TOKENS_TABLE = (
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=128, BK=64, warps=8, stages=4)),
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, d=128, value=HeadStep(BN=64, BK=32, warps=4, stages=2)),
     TableRow(units=("wgmma",), dtypes=HALF_DTYPES, value=HeadStep(BN=128, BK=16, warps=8, stages=2)),
-    TableRow(units=("wgmma",), wide=1, value=HeadStep(BN=128, BK=32, warps=8, stages=3)),
+    TableRow(units=("wgmma",), wide=1, value=HeadStep(BN=64, BK=32, warps=4, stages=3)),
     TableRow(units=("mfma",), dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=1)),
     TableRow(dtypes=HALF_DTYPES, d=128, wide=1, value=HeadStep(BN=128, BK=32, warps=8, stages=3)),
     TableRow(dtypes=HALF_DTYPES, wide=1, value=HeadStep(BN=64, BK=32, warps=8, stages=3)),

@@ -35,21 +35,6 @@ class UpstreamArgs(NamedTuple):
     scale: Any = None
 
 
-class QueryPartArgs(NamedTuple):
-    """Gathered gradients of the query rows from row tile `first_tile` on, over `count` parts of the documents.
-
-    A part has `share` documents, and the last part may have fewer. `sums` is fp32 `[count, rows, d]`. `live`
-    `[count, rows]` is 1 if a row has an argmax in a document of the part, else 0.
-    """
-
-    sums: Any
-    live: Any
-    count: Any
-    share: Any
-    first_tile: Any
-    rows: Any
-
-
 class TileSum(NamedTuple):
     """Inputs of a sum over a `GradientTile` or a `PairRange`: some features of the query rows, times `scale`.
 

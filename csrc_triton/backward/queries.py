@@ -19,9 +19,8 @@ grad_q_weight[i, s] = dot * inverse_norm(q)
 If only the gradient of the weight is needed, the first loop runs alone. No atomics. A token without an argmax gets a
 zero gradient and is not read.
 
-Few query rows are few programs. Dense calls with many documents therefore run `maxsim_grad_query_parts` first, with a
-program for each part of the documents and each feature step. Then `gather_gradients` above is a sum over the parts, in
-ascending order.
+Few query rows are few programs. Dense calls with many documents therefore run `maxsim_grad_query_parts`, with a program
+for each part of the documents and each feature step, and then `maxsim_finish`, which adds the parts in ascending order.
 """
 
 import triton
@@ -35,80 +34,28 @@ from ..common.primitives import (
     locate_program_rows,
     locate_rows,
     sum_row_squares,
-    to_int64,
-    to_mask,
 )
 from .gather import backprop_normalize, gather_gradients
 from .pairs import count_max_pairs
 
 
 @triton.jit
-def _locate_part_rows(parts, part, columns, d, C: tl.constexpr):
-    """Return the offsets of the program's rows in `parts.live`, and pointers to their features in `parts.sums`."""
-    slots = to_int64(part) * parts.rows + (tl.program_id(0) * C.BM + tl.arange(0, C.BM))
-    return slots, parts.sums + (slots * d)[:, None] + columns[None, :]
-
-
-@triton.jit
-def _sum_parts(parts, ok, columns, d, C: tl.constexpr):
-    """Return the results of `gather_gradients` from the sums over parts of the documents."""
-    acc = tl.full((C.BM, C.BD), 0, tl.float32)
-    live = tl.full((C.BM,), 0, tl.int32)
-    mask = ok[:, None] & (columns < d)[None, :]
-    for part in range(0, parts.count):
-        slots, pointers = _locate_part_rows(parts, part, columns, d, C)
-        acc += tl.load(pointers, mask=mask, other=0.0)
-        live = live | tl.load(parts.live + slots, mask=ok, other=0).to(tl.int32)
-    return acc, live > 0
-
-
-@triton.jit
-def maxsim_grad_query_parts(Q, D, up, parts, d, C: tl.constexpr):
-    """Store the gathered gradient of BM tokens of a query over one part of the documents, BD features.
-
-    The grid has a program for each row tile, part, and feature step.
-
-    Args:
-        Q: `QueryArgs`.
-        D: `DocumentArgs`.
-        up: `UpstreamArgs` of a dense layout.
-        parts: `QueryPartArgs`, the output.
-        d: Number of features.
-        C: Compile-time choices, a `KernelConfig`.
-    """
-    i, s, row_ok = locate_program_rows(up.Lq, C.BM, parts.first_tile)
-    ok = load_query_mask(Q, i, s, row_ok)
-    part = tl.program_id(1)
-    c0 = tl.program_id(2) * C.BD
-    columns = c0 + tl.arange(0, C.BD)
-    begin = part * parts.share
-    end = tl.minimum(begin + parts.share, up.K)
-    acc, live = gather_gradients(up, i, s, ok, begin, end, c0, columns, None, None, D, None, d, C)
-    slots, pointers = _locate_part_rows(parts, part, columns, d, C)
-    tl.store(pointers, acc, mask=row_ok[:, None] & (columns < d)[None, :])
-    tl.store(parts.live + slots, live.to(parts.live.dtype.element_ty), mask=row_ok & to_mask(c0 == 0))
-
-
-@triton.jit
-def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, parts, d, C: tl.constexpr):
+def _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, d, C: tl.constexpr):
     """Compute the gathered gradient of one feature step, without weights.
 
     Also returns the query rows, which are zero without an argmax, which rows have one, and the features.
     """
     columns = c0 + tl.arange(0, C.BD)
-    if parts is not None:
-        acc, live = _sum_parts(parts, ok, columns, d, C)
-    else:
-        count = up.K
-        if up.query is not None:
-            count = count_max_pairs(up, s, ok, C)
-        acc, live = gather_gradients(up, i, s, ok, 0, count, c0, columns, None, None, D, counts, d, C)
+    count = up.K
+    if up.query is not None:
+        count = count_max_pairs(up, s, ok, C)
+    acc, live = gather_gradients(up, i, s, ok, 0, count, c0, columns, None, None, D, counts, d, C)
     q = load_rows(pointers, live, columns, d, Q.stride_d, C.WIDE_OFFSETS).to(tl.float32)
     return q, acc, live, columns
 
 
 @triton.jit
-def maxsim_grad_queries(Q, D, up, counts, parts, grad_Q, grad_weight, d, C: tl.constexpr):
+def maxsim_grad_queries(Q, D, up, counts, grad_Q, grad_weight, d, C: tl.constexpr):
     """Compute the query gradient of BM tokens of a query for each program.
 
     Args:
@@ -116,7 +63,6 @@ def maxsim_grad_queries(Q, D, up, counts, parts, grad_Q, grad_weight, d, C: tl.c
         D: `DocumentArgs`.
         up: `UpstreamArgs`. Packed layouts are one query of Lq tokens.
         counts: `DequantArgs` or `CodecDequantArgs` of encoded, packed documents, or None.
-        parts: `QueryPartArgs` with the sums of `maxsim_grad_query_parts`, or None.
         grad_Q: Output `[Nq, Lq, d]`, contiguous, or None.
         grad_weight: Output `[Nq, Lq]`, contiguous, or None.
         d: Number of features.
@@ -124,10 +70,7 @@ def maxsim_grad_queries(Q, D, up, counts, parts, grad_Q, grad_weight, d, C: tl.c
     """
     # The Jacobian of the norm needs <q, gathered> over all features before any of grad_Q can be written.
     TWICE: tl.constexpr = C.NORMALIZE and not C.SINGLE_STEP
-    first_tile = 0
-    if parts is not None:
-        first_tile = parts.first_tile
-    i, s, row_ok = locate_program_rows(up.Lq, C.BM, first_tile)
+    i, s, row_ok = locate_program_rows(up.Lq, C.BM)
     row = i.to(tl.int64) * up.Lq + s
     ok = load_query_mask(Q, i, s, row_ok)
     pointers = locate_rows(Q, i, s)
@@ -139,12 +82,12 @@ def maxsim_grad_queries(Q, D, up, counts, parts, grad_Q, grad_weight, d, C: tl.c
     alive = tl.full((C.BM,), 0, tl.int32)
     if TWICE or grad_Q is None:
         for c0 in range(0, d, C.BD):
-            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, parts, d, C)
+            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, d, C)
             dot += tl.sum(q * acc, axis=1)
             alive = live.to(tl.int32)
     if grad_Q is not None:
         for c0 in range(0, d, C.BD):
-            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, parts, d, C)
+            q, acc, live, columns = _compute_row_gradient(up, i, s, ok, pointers, c0, Q, D, counts, d, C)
             alive = live.to(tl.int32)
             if not TWICE:
                 dot += tl.sum(q * acc, axis=1)
@@ -160,3 +103,33 @@ def maxsim_grad_queries(Q, D, up, counts, parts, grad_Q, grad_weight, d, C: tl.c
         if C.NORMALIZE:
             dot = tl.where(alive > 0, dot * compute_inverse_norm(squares), 0.0)
         tl.store(grad_weight + row, dot, mask=row_ok)
+
+
+@triton.jit(do_not_specialize=["share", "first_query"])
+def maxsim_grad_query_parts(Q, D, up, sums, share, first_query, d, C: tl.constexpr):
+    """Store the gathered gradient of BM tokens of a query over one part of the documents, BD features.
+
+    The grid has a program for each row tile, part, and feature step. A token without an argmax has zeros.
+
+    Args:
+        Q: `QueryArgs`.
+        D: `DocumentArgs`.
+        up: `UpstreamArgs` of a dense layout.
+        sums: Output fp32 `[parts, queries, Lq, d]`.
+        share: Documents of a part. The last part may have fewer.
+        first_query: The query whose sums are the first.
+        d: Number of features.
+        C: Compile-time choices, a `KernelConfig`.
+    """
+    n, s, row_ok = locate_program_rows(up.Lq, C.BM)
+    i = n + first_query
+    ok = load_query_mask(Q, i, s, row_ok)
+    part = tl.program_id(1)
+    c0 = tl.program_id(2) * C.BD
+    columns = c0 + tl.arange(0, C.BD)
+    end = tl.minimum((part + 1) * share, up.K)
+    acc, live = gather_gradients(up, i, s, ok, part * share, end, c0, columns, None, None, D, None, d, C)
+    queries = tl.num_programs(0) // tl.cdiv(up.Lq, C.BM)
+    of_query = sums + (part.to(tl.int64) * queries + n) * up.Lq * d
+    acc = tl.where(live[:, None], acc, 0.0)
+    tl.store(of_query + (s[:, None] * d + columns[None, :]), acc, mask=row_ok[:, None] & (columns < d)[None, :])

@@ -90,13 +90,10 @@ def to_mask(x):
 
 
 @triton.jit
-def locate_program_rows(rows, BLOCK: tl.constexpr, first_block=0):
-    """Return the query or document of a program that owns BLOCK of its `rows` rows, these rows, and which exist.
-
-    The first program owns the rows of block `first_block`.
-    """
+def locate_program_rows(rows, BLOCK: tl.constexpr):
+    """Return the query or document of a program that owns BLOCK of its `rows` rows, these rows, and which exist."""
     blocks = tl.cdiv(rows, BLOCK)
-    pid = tl.program_id(0) + first_block
+    pid = tl.program_id(0)
     r = pid % blocks * BLOCK + tl.arange(0, BLOCK)
     return pid // blocks, r, r < rows
 

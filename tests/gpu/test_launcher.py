@@ -74,7 +74,7 @@ def arguments(kernel, Nq=8, K=8, Lq=32, Ld=64, d=64, masks=True, dtype=torch.bfl
     if kernel is dense_documents.maxsim_grad_documents:
         return (*groups, up, lists, Nq * Lq, PartialSumArgs(None, Nq * Lq), D, d, CONFIG)
     if kernel is backward_queries.maxsim_grad_queries:
-        return (*groups, up, None, None, Q, None, d, CONFIG)
+        return (*groups, up, None, Q, None, d, CONFIG)
     more = (7,) if kernel is backward_unified.maxsim_scatter else ()
     return (*groups, up, Q, D, d, *more, CONFIG)
 

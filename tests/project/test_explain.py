@@ -96,7 +96,9 @@ def test_a_report_needs_no_gpu_and_has_reasons_files_and_grids(capsys):
     text = run_explain(capsys, "--arch", "sm_90", "--gradients", "lowmem", "--nq", "64")
     assert "on splits of documents: no, documents have too few tokens on average" in text
     assert "forward: maxsim_forward_sm90 (csrc_triton/forward/sm90/dense.py), grid (" in text
-    assert "Sm90Config(BN=" in text and "backward: maxsim_grad_queries" in text
+    assert "Sm90Config(BN=" in text and "backward: maxsim_grad_query_parts" in text
+    text = run_explain(capsys, "--arch", "sm_90", "--gradients", "lowmem", "--nq", "64", "--nd", "300")
+    assert "backward: maxsim_grad_queries" in text
     text = run_explain(capsys, "--arch", "sm_90", "--nq", "1", "--lq", "8")
     assert "slower for at most 128 query rows" in text and "rule 4: maxsim_forward: yes, " in text
     text = run_explain(capsys, "--arch", "sm_80", "--quantized", "int8")

@@ -15,7 +15,6 @@ from lik_ops.csrc_triton.backward import unified as backward_unified
 from lik_ops.csrc_triton.backward.arguments import (
     PackedBucketArgs,
     PartialSumArgs,
-    QueryPartArgs,
     RowSumArgs,
     SharedTileArgs,
     SoftUpstreamArgs,
@@ -103,7 +102,7 @@ class Case:
     chunks: bool = False  # of argmax lists
     sections: bool = False  # forward of few long documents, dense or with bounds
     int32: bool = False  # backward: int32 argmax instead of int16
-    parts: bool = False  # finish and query gradients: sums come in parts
+    parts: bool = False  # finish: sums come in parts
     # Ragged forward: `KernelConfig.ENCODING` of quantized documents, or the type of their codes. Backward: only the
     # type.
     stored: str = ""
@@ -390,7 +389,6 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
     lists = "*i32" if case.lists or case.kernel == "maxsim_join_pieces" else "constexpr"
     tile_lists = TileBucketArgs(lists, lists, "i32", "i32", "i32")
     pieces = "*fp32" if case.pieces or case.kernel == "maxsim_join_pieces" else "constexpr"
-    query_parts = QueryPartArgs("*fp32", "*i8", *["i32"] * 4)
     if case.kernel == "maxsim_forward" and case.ragged:
         return generic_forward.maxsim_forward_packed, _forward_arguments(case, launch, arch)
     if case.kernel == "maxsim_forward":
@@ -424,17 +422,12 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         return soft_backward.maxsim_soft_documents, found | {"grad": grad, "d": "i32"}
     if case.kernel == "maxsim_grad_queries":
         counts = _counts(case) if case.stored and case.ragged else "constexpr"
-        found = {"Q": None, "D": None, "up": up, "counts": counts, "parts": query_parts if case.parts else "constexpr"}
+        found = {"Q": None, "D": None, "up": up, "counts": counts}
         found |= {"grad_Q": gradient, "grad_weight": weight, "d": "i32"}
         return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_query_parts":
-        return backward_queries.maxsim_grad_query_parts, {
-            "Q": None,
-            "D": None,
-            "up": up,
-            "parts": query_parts,
-            "d": "i32",
-        }
+        found = {"Q": None, "D": None, "up": up, "sums": "*fp32", "share": "i32", "first_query": "i32", "d": "i32"}
+        return backward_queries.maxsim_grad_query_parts, found
     if case.kernel == "maxsim_grad_documents":
         found = {"Q": None, "D": None, "up": up, "lists": tile_lists, "rows": "i32"}
         found |= {"pieces": PartialSumArgs(pieces, "i32"), "grad_D": gradient, "d": "i32"}

@@ -74,8 +74,7 @@ COMMON = [
     *(Case(kernel, _FP32, options=options) for kernel in (QUERIES, DOCUMENTS) for options in (False, True)),
     *(Case(QUERIES, normalize=True, options=options) for options in (False, True)),
     *(
-        Case(kernel, dtype, d, parts=kernel == QUERIES, normalize=normalize, options=normalize)
-        for kernel in (QUERIES, PARTS)
+        Case(PARTS, dtype, d, normalize=normalize, options=normalize)
         for dtype, d in ((_BF16, 128), (_FP16, 320), (_FP32, 128))
         for normalize in (False, True)
     ),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...csrc_triton.backward.arguments import QueryPartArgs, RowSumArgs, UpstreamArgs
+from ...csrc_triton.backward.arguments import RowSumArgs, UpstreamArgs
 from ...csrc_triton.backward.queries import maxsim_grad_queries, maxsim_grad_query_parts
 from ...csrc_triton.backward.rounding import maxsim_round_rows
 from ...csrc_triton.backward.unified import maxsim_finish, maxsim_scatter
@@ -26,7 +26,7 @@ _INT32_MAX = 2**31 - 1
 # Query gradients over many documents are summed in parts. Each part adds 8 bytes of traffic per feature of a query row
 # to the 2 or 4 bytes for each document.
 _PART_DOCUMENTS, _MIN_PARTS, _MAX_PARTS = 128, 3, 16
-_MAX_PART_BYTES = 32 * 2**20  # sums of parts of some query rows
+_MAX_PART_BYTES = 32 * 2**20  # sums of parts of some queries
 
 
 class GradientCall(NamedTuple):
@@ -89,38 +89,44 @@ class GradientCall(NamedTuple):
         call, kind = self, self.kind
         if rounded := self._should_round_documents():
             call, kind = self._round_documents(), kind._replace(dtype=torch.float16)
-        scaled, outputs = self.up.scale is not None, (grad_Q, grad_weight, self.d)
+        scaled = self.up.scale is not None
         launch = backward_configs.configure_query_gradients(
             kind, ragged=self.packed, scaled=scaled, rounded=rounded, encoding=self.encoding
         )
         if (split := self._split_documents()) is not None:
-            call._sum_in_parts(*split, outputs, launch)
+            call._sum_in_parts(*split, grad_Q, grad_weight, launch)
         else:
-            args = *call.groups, self.counts, None, *outputs
+            args = (*call.groups, self.counts, grad_Q, grad_weight, self.d)
             self.run(maxsim_grad_queries, check_grid(self.row_tiles(launch)), args, launch)
 
-    def _sum_in_parts(self, count: int, share: int, outputs: tuple, launch: LaunchConfig) -> None:
-        """Launch the gradients of the queries over `count` parts of `share` documents, for some row tiles at a time."""
-        tiles, BM = self.row_tiles(launch), launch.config.BM
-        chunk = min(max(_MAX_PART_BYTES // (4 * count * BM * self.d), 1), tiles)
-        sums = torch.empty((count, chunk * BM, self.d), dtype=torch.float32, device=self.queries.ptr.device)
-        live = torch.empty((count, chunk * BM), dtype=torch.int8, device=sums.device)
-        for first in range(0, tiles, chunk):
-            parts = QueryPartArgs(sums, live, count, share, first, chunk * BM)
-            grid = check_grid(min(chunk, tiles - first))
-            part_grid = *grid, count, cdiv(self.d, launch.config.BD)
-            self.run(maxsim_grad_query_parts, part_grid, (*self.groups, parts, self.d), launch)
-            self.run(maxsim_grad_queries, grid, (*self.groups, None, parts, *outputs), launch)
+    def _sum_in_parts(
+        self, count: int, share: int, grad_Q: Tensor | None, grad_weight: Tensor | None, launch: LaunchConfig
+    ) -> None:
+        """Write the gradients of the queries from sums over `count` parts of `share` documents, for some at a time."""
+        Q, (Nq, Lq, d) = self.queries, self.queries.ptr.shape
+        chunk = min(max(_MAX_PART_BYTES // (4 * count * Lq * d), 1), Nq)
+        for first in range(0, Nq, chunk):
+            part = slice(first, min(first + chunk, Nq))
+            rows, weight = Q.ptr[part], None if Q.weight is None else Q.weight[part]
+            sums = torch.empty((count, len(rows), 1, Lq, d), dtype=torch.float32, device=rows.device)
+            grid = *check_grid(len(rows) * cdiv(Lq, launch.config.BM)), count, cdiv(d, launch.config.BD)
+            self.run(maxsim_grad_query_parts, grid, (*self.groups, sums, share, first, d), launch)
+            call = self._replace(queries=Q._replace(weight=weight))
+            grad, grad_of_weight = (None if x is None else x[part] for x in (grad_Q, grad_weight))
+            X = make_document_args(rows[:, None], None)
+            call.write_gradients(X, sums, grad, grad_of_weight, self.wide, True)
 
     def _split_documents(self) -> tuple[int, int] | None:
         """Return the number of parts of the documents of a query gradient, and the documents of each part.
 
-        Return None if documents are few or packed. The number of queries does not matter, so that a gradient has the
-        same bits however the queries are split.
+        Return None if documents are few or packed, or if the sums of a query would need too much memory. The number of
+        queries does not matter, so that a gradient has the same bits however the queries are split.
         """
+        if self.packed:
+            return None
         K = self.up.K
-        count = min(K // _PART_DOCUMENTS, _MAX_PARTS)
-        if self.packed or count < _MIN_PARTS:
+        count = min(K // _PART_DOCUMENTS, _MAX_PARTS, _MAX_PART_BYTES // (4 * self.up.Lq * self.d))
+        if count < _MIN_PARTS:
             return None
         share = cdiv(K, count)
         return cdiv(K, share), share
@@ -193,17 +199,18 @@ class GradientCall(NamedTuple):
 
         Args:
             X: the rows.
-            sums: fp32 sums ``[N, K, L, d]``.
+            sums: fp32 sums ``[N, K, L, d]``, or ``[parts, N, K, L, d]``.
             grad: output for the gradient, or None.
             grad_weight: output for the gradient of the weights, or None.
             wide: `KernelConfig.WIDE_OFFSETS` of X.
             weighted: whether the rows are queries, which have weights.
         """
-        N, K, L, d = sums.shape
+        N, K, L, d = sums.shape[-4:]
         queries = self.queries
         if not weighted:
             queries = queries._replace(weight=None, weight_stride_n=None, weight_stride_l=None)
         launch = backward_configs.configure_gather(self.kind._replace(d=d, candidates=False, wide=wide))
         grid = check_grid(N * K * cdiv(L, launch.config.BM))
-        row_sums = RowSumArgs(sums, K, L, None if weighted else self.up.scale)
+        parts = (len(sums), sums.stride(0)) if sums.dim() == 5 else (None, None)
+        row_sums = RowSumArgs(sums, K, L, None if weighted else self.up.scale, *parts)
         self.run(maxsim_finish, grid, (X, queries, row_sums, grad, grad_weight, d), launch)

@@ -124,13 +124,27 @@ def test_chunks_of_rows_share_the_memory_of_the_sums(place, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole, chunks, strict=True))
 
 
+@on_places
+def test_replayed_calls_have_the_bits_of_first_calls(place, monkeypatch):
+    """Sums and outputs of later chunks are parts of other tensors."""
+    monkeypatch.setattr(call, "_MAX_PART_BYTES", 3 * 2 * 9 * 16 * 4)
+    p = Problem("cross", 3, 11, 9, 5, 16, torch.float32, weight=True, normalize=True, values="normal")
+    with place.use():
+        for seed in range(4):
+            x = build(Problem(**{**p.__dict__, "seed": seed}), place.device)
+            upstream = torch.randn(3, 11, device=place.device)
+            found = gradients(p, x, upstream)
+        backend.forget()
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients(p, x, upstream), strict=True))
+
+
 def test_few_documents_have_no_parts(monkeypatch):
     monkeypatch.undo()
     least = call._MIN_PARTS * call._PART_DOCUMENTS
 
     def split(K):
-        up = call.UpstreamArgs(None, 0, 0, None, 1, K, 2, 1)
-        return call.GradientCall(None, None, up, False, False, 0)._split_documents()
+        up, queries = call.UpstreamArgs(None, 0, 0, None, 1, K, 2, 1), call.QueryArgs(torch.empty(1, 2, 4), *[None] * 9)
+        return call.GradientCall(queries, None, up, False, False, 0)._split_documents()
 
     assert split(least - 1) is None
     for K in (least, 1000, 10**6 + 1):

@@ -465,13 +465,14 @@ HEAD_FP32_TILES = (
     (64, 128, 16, 4, 3),
     (64, 128, 16, 4, 4),
 )
+HEAD_TF32_TILES = ((256, 128, 32, 8, 3), (256, 128, 32, 8, 4), (256, 128, 16, 8, 4))
 
 
 def head_fp32_tiles(case: head.Head) -> dict[str, Patches]:
     def patches(BN: int, BD: int, BK: int, warps: int, stages: int) -> Patches:
         return {"families.head.configs.configure_tokens": change(warps, stages, BN=BN, BD=BD, BK=BK)}
 
-    return {str(tile): patches(*tile) for tile in HEAD_FP32_TILES}
+    return {str(tile): patches(*tile) for tile in HEAD_FP32_TILES + (HEAD_TF32_TILES if case.tf32 else ())}
 
 
 # soft: (BM, BN, warps, stages, registers) of the generic kernels.
@@ -652,6 +653,42 @@ def backward_tiles(case: tuple[str, str, Case]) -> dict[str, Patches]:
     return terms | tiles("documents", PRODUCT_TILES if shape.dtype == "bfloat16" else FP32_PRODUCT_TILES) | lists
 
 
+# query_parts: query gradients over many documents without parts, and with other parts.
+QUERY_PART_CASES = (
+    Case("2 x 500, 32/1, d 512", 2, 500, 32, 1, d=512),
+    Case("1 x 1000, 64/64, d 320", 1, 1000, 64, 64, d=320),
+    Case("8 x 10000, 8/1, fp32", 8, 10000, 8, 1, dtype="float32"),
+    Case("1 x 400, 32/180", 1, 400, 32, 180),
+    Case("16 x 1000, 32/300", 16, 1000, 32, 300),
+    Case("16 x 1000, 32/300, normalize", 16, 1000, 32, 300, normalize=True),
+    Case("64 x 400, 32/300", 64, 400, 32, 300),
+    Case("64 x 400, 1024/64", 64, 400, 1024, 64),
+    Case("512 x 512, 32/180", 512, 512, 32, 180),
+    Case("512 x 512, 32/180, normalize", 512, 512, 32, 180, normalize=True),
+    Case("1024 x 1024, 32/64", 1024, 1024, 32, 64),
+)
+QUERY_PARTS: dict[str, Patches] = {
+    "no parts": {"gpu.backward.call._MIN_DOCUMENTS": put(2**31)},
+    "parts added": {"gpu.backward.call._FULL_SM": put(0)},
+    "parts stored": {"gpu.backward.call._FULL_SM": put(2**31)},
+    "parts of 32": {"gpu.backward.call._PART_DOCUMENTS": put(32)},
+    "parts of 128": {"gpu.backward.call._PART_DOCUMENTS": put(128)},
+    "at most 16": {"gpu.backward.call._MAX_PARTS": put(16)},
+    "168 registers": {"gpu.tuning.backward_configs.configure_query_gradients": change(registers=168)},
+}
+
+
+def query_gradient_call(case: Case) -> Call:
+    """Return a call of a query gradient. Normalized queries also have weights and masks."""
+    x, argmax = Inputs(case, "cuda"), draw_argmax(case, "uniform")
+    mask = weight = None
+    if case.normalize:
+        mask, weight = torch.rand((2, case.Nq, case.Lq), device="cuda").unbind()
+        mask = mask > 0.1
+    args = x.grad_scores, x.Q, x.D, argmax, mask, None, weight, case.normalize, [True, False, False]
+    return lambda: torch.ops.lik.maxsim_bwd_lowmem(*args)[0]
+
+
 SWEEPS = {
     "forward": Sweep(forward_cases, forward_call, forward_tiles),
     "few": Sweep(few_cases, few_call, few_tiles),
@@ -678,4 +715,10 @@ SWEEPS = {
     ),
     "soft": Sweep(soft_cases, soft_call, soft_tiles, exact=False),
     "backward": Sweep(backward_cases, backward_call, backward_tiles, exact=False),
+    "query_parts": Sweep(
+        lambda: {case.name: case for case in QUERY_PART_CASES},
+        query_gradient_call,
+        lambda case: QUERY_PARTS,
+        exact=False,
+    ),
 }

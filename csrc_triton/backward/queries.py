@@ -21,6 +21,7 @@ zero gradient and is not read.
 
 Few query rows are few programs. Dense calls with many documents therefore run `maxsim_grad_query_parts`, with a program
 for each part of the documents and each feature step, and then `maxsim_finish`, which adds the parts in ascending order.
+With many query rows, a program adds all parts itself, in the same order.
 """
 
 import triton
@@ -105,18 +106,20 @@ def maxsim_grad_queries(Q, D, up, counts, grad_Q, grad_weight, d, C: tl.constexp
         tl.store(grad_weight + row, dot, mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["share", "first_query"])
-def maxsim_grad_query_parts(Q, D, up, sums, share, first_query, d, C: tl.constexpr):
-    """Store the gathered gradient of BM tokens of a query over one part of the documents, BD features.
+@triton.jit(do_not_specialize=["share", "count", "first_query"])
+def maxsim_grad_query_parts(Q, D, up, sums, share, count, first_query, d, C: tl.constexpr):
+    """Store the gathered gradient of BM tokens of a query over `count` parts of the documents, BD features.
 
-    The grid has a program for each row tile, part, and feature step. A token without an argmax has zeros.
+    Each part is summed on its own, and added to the sum of the parts before. The grid has a program for each row tile,
+    for each `count` parts, and for each feature step. A token without an argmax has zeros.
 
     Args:
         Q: `QueryArgs`.
         D: `DocumentArgs`.
         up: `UpstreamArgs` of a dense layout.
-        sums: Output fp32 `[parts, queries, Lq, d]`.
+        sums: Output fp32 `[parts / count, queries, Lq, d]`.
         share: Documents of a part. The last part may have fewer.
+        count: Parts of a program, all or one.
         first_query: The query whose sums are the first.
         d: Number of features.
         C: Compile-time choices, a `KernelConfig`.
@@ -124,12 +127,15 @@ def maxsim_grad_query_parts(Q, D, up, sums, share, first_query, d, C: tl.constex
     n, s, row_ok = locate_program_rows(up.Lq, C.BM)
     i = n + first_query
     ok = load_query_mask(Q, i, s, row_ok)
-    part = tl.program_id(1)
+    slot = tl.program_id(1)
     c0 = tl.program_id(2) * C.BD
     columns = c0 + tl.arange(0, C.BD)
-    end = tl.minimum((part + 1) * share, up.K)
-    acc, live = gather_gradients(up, i, s, ok, part * share, end, c0, columns, None, None, D, None, d, C)
+    total = tl.full((C.BM, C.BD), 0, tl.float32)
+    for part in range(slot * count, slot * count + count):
+        begin = part * share
+        end = tl.minimum(begin + share, up.K)
+        acc, live = gather_gradients(up, i, s, ok, begin, end, c0, columns, None, None, D, None, d, C)
+        total += tl.where(live[:, None], acc, 0.0)
     queries = tl.num_programs(0) // tl.cdiv(up.Lq, C.BM)
-    of_query = sums + (part.to(tl.int64) * queries + n) * up.Lq * d
-    acc = tl.where(live[:, None], acc, 0.0)
-    tl.store(of_query + (s[:, None] * d + columns[None, :]), acc, mask=row_ok[:, None] & (columns < d)[None, :])
+    of_query = sums + (slot.to(tl.int64) * queries + n) * up.Lq * d
+    tl.store(of_query + (s[:, None] * d + columns[None, :]), total, mask=row_ok[:, None] & (columns < d)[None, :])

@@ -82,7 +82,7 @@ def _load_sums(sums, row, ok, columns, d, C: tl.constexpr):
     pointers = sums.ptr + row * d
     G = load_rows(pointers, ok, columns, d, 1, C.WIDE_OFFSETS)
     if sums.parts is not None:
-        for p in range(1, sums.parts):
+        for p in tl.range(1, sums.parts, loop_unroll_factor=4):  # loads in flight at once
             G += load_rows(pointers + to_int64(p) * sums.step, ok, columns, d, 1, C.WIDE_OFFSETS)
     return G
 

@@ -426,7 +426,8 @@ def _arguments(case: Case, launch: LaunchConfig, arch: Architecture) -> tuple[ob
         found |= {"grad_Q": gradient, "grad_weight": weight, "d": "i32"}
         return backward_queries.maxsim_grad_queries, found
     if case.kernel == "maxsim_grad_query_parts":
-        found = {"Q": None, "D": None, "up": up, "sums": "*fp32", "share": "i32", "first_query": "i32", "d": "i32"}
+        found = {"Q": None, "D": None, "up": up, "sums": "*fp32"}
+        found |= dict.fromkeys(("share", "count", "first_query", "d"), "i32")
         return backward_queries.maxsim_grad_query_parts, found
     if case.kernel == "maxsim_grad_documents":
         found = {"Q": None, "D": None, "up": up, "lists": tile_lists, "rows": "i32"}

@@ -23,10 +23,11 @@ _TARGET_SCATTER_PROGRAMS = 4096  # fills any GPU several times
 _MIN_READS_PER_TOKEN = 4
 _MAX_ROUNDED_BYTES = 128 * 2**20  # rounded documents
 _INT32_MAX = 2**31 - 1
-# Query gradients over many documents are summed in parts. Each part adds 8 bytes of traffic per feature of a query row
-# to the 2 or 4 bytes for each document.
-_PART_DOCUMENTS, _MIN_PARTS, _MAX_PARTS = 128, 3, 16
-_MAX_PART_BYTES = 32 * 2**20  # sums of parts of some queries
+# Query gradients over many documents are summed in parts, so that few query rows have many programs.
+_MIN_DOCUMENTS, _PART_DOCUMENTS, _MAX_PARTS = 384, 64, 64
+# From this number of programs of an SM on, each adds all parts itself. Four have all registers.
+_FULL_SM = 4
+_MAX_SUM_BYTES = 32 * 2**20  # sums of some queries
 
 
 class GradientCall(NamedTuple):
@@ -103,18 +104,21 @@ class GradientCall(NamedTuple):
         self, count: int, share: int, grad_Q: Tensor | None, grad_weight: Tensor | None, launch: LaunchConfig
     ) -> None:
         """Write the gradients of the queries from sums over `count` parts of `share` documents, for some at a time."""
-        Q, (Nq, Lq, d) = self.queries, self.queries.ptr.shape
-        chunk = min(max(_MAX_PART_BYTES // (4 * count * Lq * d), 1), Nq)
+        Q, (Nq, Lq, d), C = self.queries, self.queries.ptr.shape, launch.config
+        steps = cdiv(d, C.BD)
+        of_program = count if self.row_tiles(launch) * steps >= _FULL_SM * self.arch.processors else 1
+        stored = count // of_program
+        chunk = min(max(_MAX_SUM_BYTES // (4 * stored * Lq * d), 1), Nq)
         for first in range(0, Nq, chunk):
             part = slice(first, min(first + chunk, Nq))
             rows, weight = Q.ptr[part], None if Q.weight is None else Q.weight[part]
-            sums = torch.empty((count, len(rows), 1, Lq, d), dtype=torch.float32, device=rows.device)
-            grid = *check_grid(len(rows) * cdiv(Lq, launch.config.BM)), count, cdiv(d, launch.config.BD)
-            self.run(maxsim_grad_query_parts, grid, (*self.groups, sums, share, first, d), launch)
+            sums = torch.empty((stored, len(rows), 1, Lq, d), dtype=torch.float32, device=rows.device)
+            grid = *check_grid(len(rows) * cdiv(Lq, C.BM)), stored, steps
+            self.run(maxsim_grad_query_parts, grid, (*self.groups, sums, share, of_program, first, d), launch)
             call = self._replace(queries=Q._replace(weight=weight))
             grad, grad_of_weight = (None if x is None else x[part] for x in (grad_Q, grad_weight))
             X = make_document_args(rows[:, None], None)
-            call.write_gradients(X, sums, grad, grad_of_weight, self.wide, True)
+            call.write_gradients(X, sums if stored > 1 else sums[0], grad, grad_of_weight, self.wide, True)
 
     def _split_documents(self) -> tuple[int, int] | None:
         """Return the number of parts of the documents of a query gradient, and the documents of each part.
@@ -122,11 +126,11 @@ class GradientCall(NamedTuple):
         Return None if documents are few or packed, or if the sums of a query would need too much memory. The number of
         queries does not matter, so that a gradient has the same bits however the queries are split.
         """
-        if self.packed:
-            return None
         K = self.up.K
-        count = min(K // _PART_DOCUMENTS, _MAX_PARTS, _MAX_PART_BYTES // (4 * self.up.Lq * self.d))
-        if count < _MIN_PARTS:
+        if self.packed or K < _MIN_DOCUMENTS:
+            return None
+        count = min(K // _PART_DOCUMENTS, _MAX_PARTS, _MAX_SUM_BYTES // (4 * self.up.Lq * self.d))
+        if count < 2:
             return None
         share = cdiv(K, count)
         return cdiv(K, share), share

@@ -26,8 +26,10 @@ on_places = pytest.mark.parametrize("place", PLACES, ids=str)
 
 @pytest.fixture(autouse=True)
 def few_documents_of_a_part(monkeypatch):
-    """Let small problems have several parts."""
+    """Let small problems have several parts, each of its own program."""
+    monkeypatch.setattr(call, "_MIN_DOCUMENTS", 9)
     monkeypatch.setattr(call, "_PART_DOCUMENTS", 3)
+    monkeypatch.setattr(call, "_FULL_SM", 10**6)
     backend.forget()
     yield
     backend.forget()
@@ -64,11 +66,31 @@ def test_parts_change_only_the_order_of_the_sum(place, monkeypatch):
     upstream = torch.randn(2, 40, device=place.device)
     with place.use():
         split = gradients(p, x, upstream)
-        monkeypatch.setattr(call, "_PART_DOCUMENTS", 1000)
+        monkeypatch.setattr(call, "_MIN_DOCUMENTS", 1000)
         backend.forget()
         whole = gradients(p, x, upstream)
     assert not torch.equal(split[0], whole[0]) and torch.equal(split[1], whole[1])
     torch.testing.assert_close(split[0], whole[0], rtol=1e-5, atol=1e-5)
+
+
+@on_places
+@pytest.mark.parametrize("layout", ["cross", "candidates"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("d", [16, 300])
+def test_added_and_stored_parts_have_the_same_bits(place, monkeypatch, layout, normalize, d):
+    for dtype in place.some_dtypes(normalize + (d > 16)):
+        if dtype == torch.float64:
+            continue  # no kernels
+        p = Problem(layout, 2, 13, 9, 5, d, dtype, "holes", "holes", True, normalize, "normal")
+        x = build(p, place.device)
+        upstream = torch.randn(2, 13, device=place.device)
+        found = []
+        with place.use():
+            for full in (0, 10**6):
+                monkeypatch.setattr(call, "_FULL_SM", full)
+                backend.forget()
+                found.append(gradients(p, x, upstream))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @on_places
@@ -118,7 +140,7 @@ def test_chunks_of_rows_share_the_memory_of_the_sums(place, monkeypatch):
     upstream = torch.randn(3, 11, device=place.device)
     with place.use():
         whole = gradients(p, x, upstream)
-        monkeypatch.setattr(call, "_MAX_PART_BYTES", 2 * 8 * 4 * 16 * 4)
+        monkeypatch.setattr(call, "_MAX_SUM_BYTES", 2 * 8 * 4 * 16 * 4)
         backend.forget()
         chunks = gradients(p, x, upstream)
     assert all(torch.equal(a, b) for a, b in zip(whole, chunks, strict=True))
@@ -127,7 +149,7 @@ def test_chunks_of_rows_share_the_memory_of_the_sums(place, monkeypatch):
 @on_places
 def test_replayed_calls_have_the_bits_of_first_calls(place, monkeypatch):
     """Sums and outputs of later chunks are parts of other tensors."""
-    monkeypatch.setattr(call, "_MAX_PART_BYTES", 3 * 2 * 9 * 16 * 4)
+    monkeypatch.setattr(call, "_MAX_SUM_BYTES", 3 * 2 * 9 * 16 * 4)
     p = Problem("cross", 3, 11, 9, 5, 16, torch.float32, weight=True, normalize=True, values="normal")
     with place.use():
         for seed in range(4):
@@ -140,7 +162,7 @@ def test_replayed_calls_have_the_bits_of_first_calls(place, monkeypatch):
 
 def test_few_documents_have_no_parts(monkeypatch):
     monkeypatch.undo()
-    least = call._MIN_PARTS * call._PART_DOCUMENTS
+    least = call._MIN_DOCUMENTS
 
     def split(K):
         up, queries = call.UpstreamArgs(None, 0, 0, None, 1, K, 2, 1), call.QueryArgs(torch.empty(1, 2, 4), *[None] * 9)
@@ -149,5 +171,5 @@ def test_few_documents_have_no_parts(monkeypatch):
     assert split(least - 1) is None
     for K in (least, 1000, 10**6 + 1):
         count, share = split(K)
-        assert call._MIN_PARTS <= count <= call._MAX_PARTS
+        assert 2 <= count <= call._MAX_PARTS
         assert (count - 1) * share < K <= count * share

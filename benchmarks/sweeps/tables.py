@@ -672,7 +672,7 @@ QUERY_PARTS: dict[str, Patches] = {
     "parts added": {"gpu.backward.call._FULL_SM": put(0)},
     "parts stored": {"gpu.backward.call._FULL_SM": put(2**31)},
     "parts of 32": {"gpu.backward.call._PART_DOCUMENTS": put(32)},
-    "parts of 128": {"gpu.backward.call._PART_DOCUMENTS": put(128)},
+    "parts of 64": {"gpu.backward.call._PART_DOCUMENTS": put(64)},
     "at most 16": {"gpu.backward.call._MAX_PARTS": put(16)},
     "168 registers": {"gpu.tuning.backward_configs.configure_query_gradients": change(registers=168)},
 }

@@ -24,7 +24,7 @@ _MIN_READS_PER_TOKEN = 4
 _MAX_ROUNDED_BYTES = 128 * 2**20  # rounded documents
 _INT32_MAX = 2**31 - 1
 # Query gradients over many documents are summed in parts, so that few query rows have many programs.
-_MIN_DOCUMENTS, _PART_DOCUMENTS, _MAX_PARTS = 384, 64, 64
+_MIN_DOCUMENTS, _PART_DOCUMENTS, _MAX_PARTS = 384, 128, 64
 # From this number of programs of an SM on, each adds all parts itself. Four have all registers.
 _FULL_SM = 4
 _MAX_SUM_BYTES = 32 * 2**20  # sums of some queries

@@ -122,13 +122,9 @@ def test_performance_page_limits_match_the_results():
     assert sorted(missed) == ["pages 1x1k", "rerank 1k", "rerank 1k long", "rerank Lq 128"]
     assert all(text in limits for text in missed.values())
     training = found("training")
-    steps = {
-        name: compute_excess(r, r["contenders"]["lik_ops lowmem"]["ms"])
-        for name, r in training.items()
-        if r["case"]["goal_ms"]
-    }
-    assert [name for name, x in steps.items() if x > 0] == ["in-batch 256"]
-    assert f"the step of in-batch 256 by {100 * steps['in-batch 256']:.0f} %" in limits
+    timed = [r for r in training.values() if r["case"]["goal_ms"]]
+    excess = [compute_excess(r, r["contenders"]["lik_ops lowmem"]["ms"]) for r in timed]
+    assert max(excess) <= 0  # else the page names the step
     soft, head, chamfer = (
         {n: compute_excess(r, r["results"][tables.OURS]["ms"]) for n, r in found(name).items() if r["goal_ms"]}
         for name in ("soft", "head", "chamfer")

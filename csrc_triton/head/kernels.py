@@ -6,9 +6,8 @@ u = H W^T + b,    token = round(u / max(||u||, eps))    # without NORMALIZE: rou
 
 Documents follow each other as rows of hidden states. A tile of BN rows has tokens of one document or of several.
 
-- `maxsim_head_tokens` stores the tokens. A program computes BD features of a tile. If that is not all of them, an
-  earlier launch stores the sums of squares of each part. In fp32 that launch stores u, and `maxsim_scale_tokens`
-  divides it.
+- `maxsim_head_tokens` stores the tokens. A program computes BD features of a tile. If that is not all of them and
+  tokens are normalized, it stores u in fp32 and the sums of squares of each part, and `maxsim_scale_tokens` divides u.
 - `maxsim_split_weights` stores the TF32 terms of fp32 weights.
 - `maxsim_forward_head` scores the tokens from registers, for at most `ROW_TILES * BM` query rows.
 - `maxsim_head_slopes` computes the gradient of u from the gradient of normalized tokens.
@@ -130,27 +129,13 @@ def _compute_norms(squares):
 
 
 @triton.jit
-def _finish_tokens(u, squares, x, C: tl.constexpr):
-    """Return tokens from sums of products, rounded to the dtype of H, and their norms with C.NORMALIZE, else 1.
-
-    `squares` is the sum of all their squares, or None if `u` has all features.
-    """
+def _finish_tokens(u, C: tl.constexpr):
+    """Return fp32 tokens from sums of products, and their norms with C.NORMALIZE, else 1."""
     norm = tl.full((C.BN,), 1, tl.float32)
     if C.NORMALIZE:
-        if squares is None:
-            squares = tl.sum(square(u), axis=1)
-        norm = _compute_norms(squares)
+        norm = _compute_norms(tl.sum(square(u), axis=1))
         u = u * (1.0 / norm)[:, None]
-    return u.to(x.H.ptr.dtype.element_ty), norm
-
-
-@triton.jit
-def _add_part_squares(squares, r, ok, rows, parts):
-    """Return the sums of the squares of all parts of rows r."""
-    total = tl.full(ok.shape, 0, tl.float32)
-    for part in range(0, parts):
-        total += tl.load(squares + to_int64(part) * rows + r, mask=ok, other=0.0)
-    return total
+    return u, norm
 
 
 @triton.jit
@@ -167,19 +152,19 @@ def _compiler_barrier_sums(sums, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "d", "rows", "Ld"])
 def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, Ld, C: tl.constexpr):
-    """Store BD features of BN document tokens and their norms, or the sums of the squares of these features, or both.
+    """Store BD features of BN document tokens, and their norms or the sums of the squares of these features.
 
-    The grid has one program for each part of BD features of a tile of BN tokens.
+    The grid has one program for each part of BD features of a tile of BN tokens. The parts of a tile are neighbors,
+    which read its hidden states from the L2 cache.
 
     Args:
         H: `DocumentArgs` of hidden states.
         W: `LinearArgs`, with TF32 terms of the weights if they are fp32.
         tiles: Tensor descriptor of hidden states, see `HeadOperands`, or None.
         steps: Tensor descriptor of W, see `HeadOperands`, or None.
-        out: Output `[rows, d]`, or None.
+        out: Output `[rows, d]`.
         norms: Output fp32 `[rows]`, or None.
-        squares: Sums of squares, fp32 `[parts, rows]`: an input with C.NORMALIZE, else an output. None if a program has
-            all features.
+        squares: Output fp32 `[parts, rows]`, or None.
         width: Hidden features.
         d: Features of a token.
         rows: Number of tokens.
@@ -187,8 +172,9 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, 
         C: Compile-time choices, a `HeadConfig`.
     """
     x = HeadOperands(H, W, tiles, steps, width, d)
-    row = tl.program_id(0) * C.BN
-    part = tl.program_id(1)
+    parts = tl.cdiv(d, C.BD)
+    row = tl.program_id(0) // parts * C.BN
+    part = tl.program_id(0) % parts
     n0 = part * C.BD
     r = row + tl.arange(0, C.BN)
     ok = r < rows
@@ -196,35 +182,32 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, 
     sums = _load_bias(x, n0, C)
     for c0 in range(0, width, C.BK):
         sums = _accumulate_step(sums, x, 0, row, pointers, ok, n0, c0, C)
-        # Wait as in the fused loop. Products of narrower tiles of half precision stay in flight.
-        if C.BD > 128 or C.TF32_TERMS > 0:
+        # Wait as in the fused loop. Products of narrower tiles of half precision stay in flight, unless their squares
+        # are stored too.
+        if C.BD > 128 or C.TF32_TERMS > 0 or squares is not None:
             sums = _compiler_barrier_sums(sums, C)
     u = _add_low_products(sums, C)
-    total = squares
     if squares is not None:
-        if C.NORMALIZE:
-            total = _add_part_squares(squares, r, ok, rows, tl.num_programs(1))
-        else:
-            tl.store(squares + part.to(tl.int64) * rows + r, tl.sum(square(u), axis=1), mask=ok)
-    if out is not None:
-        tokens, norm = _finish_tokens(u, total, x, C)
-        d = d // C.D_DIVISOR * C.D_DIVISOR  # now a known multiple: stores are vectorized
-        n = n0 + tl.arange(0, C.BD)
-        mask = ok[:, None]
-        if C.D_DIVISOR < C.BD:
-            mask = mask & (n < d)[None, :]
-        offsets = row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :])
-        tl.store(out + offsets, tokens, mask=mask)
-        if norms is not None:
-            tl.store(norms + r, norm, mask=ok & to_mask(part == 0))
+        tl.store(squares + part.to(tl.int64) * rows + r, tl.sum(square(u), axis=1), mask=ok)
+    tokens, norm = _finish_tokens(u, C)
+    d = d // C.D_DIVISOR * C.D_DIVISOR  # now a known multiple: stores are vectorized
+    n = n0 + tl.arange(0, C.BD)
+    mask = ok[:, None]
+    if C.D_DIVISOR < C.BD:
+        mask = mask & (n < d)[None, :]
+    offsets = row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :])
+    tl.store(out + offsets, tokens.to(out.dtype.element_ty), mask=mask)
+    if norms is not None:
+        tl.store(norms + r, norm, mask=ok & to_mask(part == 0))
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
-def maxsim_scale_tokens(out, norms, squares, rows, d, parts, BN: tl.constexpr, BD: tl.constexpr):
-    """Divide BN fp32 tokens by their norms, in place.
+def maxsim_scale_tokens(sums, out, norms, squares, rows, d, parts, BN: tl.constexpr, BD: tl.constexpr):
+    """Divide BN tokens by their norms.
 
     Args:
-        out: Tokens `[rows, d]`.
+        sums: fp32 tokens `[rows, d]`.
+        out: Output `[rows, d]`, which may be `sums`.
         norms: Output fp32 `[rows]`.
         squares: Sums of squares of parts of the features, fp32 `[parts, rows]`.
         rows: Number of tokens.
@@ -235,14 +218,18 @@ def maxsim_scale_tokens(out, norms, squares, rows, d, parts, BN: tl.constexpr, B
     """
     r = tl.program_id(0) * BN + tl.arange(0, BN)
     ok = r < rows
-    norm = _compute_norms(_add_part_squares(squares, r, ok, rows, parts))
+    total = tl.full((BN,), 0, tl.float32)
+    for part in range(0, parts):
+        total += tl.load(squares + to_int64(part) * rows + r, mask=ok, other=0.0)
+    norm = _compute_norms(total)
     tl.store(norms + r, norm, mask=ok)
     inverse = 1.0 / norm
     for n0 in range(0, d, BD):
         n = n0 + tl.arange(0, BD)
-        pointers = out + (r.to(tl.int64)[:, None] * d + n[None, :])
+        offsets = r.to(tl.int64)[:, None] * d + n[None, :]
         mask = ok[:, None] & (n < d)[None, :]
-        tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) * inverse[:, None], mask=mask)
+        u = tl.load(sums + offsets, mask=mask, other=0.0) * inverse[:, None]
+        tl.store(out + offsets, u.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["width", "count"])
@@ -340,7 +327,7 @@ def _score_tile(state, u, x, Q, scores, row, end, sizes, C: tl.constexpr):
     registers hold no more similarities.
     """
     maxima, any_before = state
-    tokens, _ = _finish_tokens(u, None, x, C)
+    tokens = _finish_tokens(u, C)[0].to(x.H.ptr.dtype.element_ty)
     r = row + tl.arange(0, C.BN)
     is_kept_row = _load_row_mask(x.H, r, end, sizes.Ld)
     tile_end = tl.minimum(row + C.BN, end)

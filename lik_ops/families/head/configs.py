@@ -22,8 +22,8 @@ from ...gpu.tuning.architectures import (
 )
 from ...gpu.tuning.tables import HALF_DTYPES, TableRow, select_row
 
-# Features of a program, which holds their sums in fp32. fp32 has two sums for each feature.
-MAX_FEATURES, _MAX_FP32_FEATURES = 256, 128
+# Features of a program, which holds their sums in fp32. fp32 has two sums for each feature, and half the features.
+MAX_FEATURES = 256
 SPLIT_BLOCK = 1024  # weights of a program of `maxsim_split_weights`
 # Query rows that a tile of tokens is scored against, part by part. With 128 rows, storing the tokens first is faster.
 MAX_QUERY_ROWS = 96
@@ -90,7 +90,9 @@ def configure_tokens(
     arch: Architecture, dtype: torch.dtype, d: int, width: int, normalize: bool, wide: int, tf32: bool
 ) -> HeadLaunchConfig:
     """Return the launch of the token kernel for `d` features, of which a program computes at most BD."""
-    BD = min(max(next_power_of_2(d), 16), _MAX_FP32_FEATURES if dtype == torch.float32 else MAX_FEATURES)
+    half = MAX_FEATURES // 2
+    has_odd_halves = d > MAX_FEATURES and cdiv(d, half) % 2 == 1  # else a half of the last part would not exist
+    BD = min(max(next_power_of_2(d), 16), half if dtype == torch.float32 or has_odd_halves else MAX_FEATURES)
     loads = 1 if supports_vector_loads(width, wide) else 2
     step = select_row(_TOKENS_TABLE, arch, dtype, 1, BD, normalize, loads)
     config = HeadConfig(

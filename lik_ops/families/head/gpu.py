@@ -38,7 +38,7 @@ from ...gpu.runtime.arguments import (
 )
 from ...gpu.runtime.capture import Calls
 from ...gpu.tuning.architectures import Architecture, cdiv
-from ...portable.blocks import MiB
+from ...portable.blocks import MiB, split_range
 from . import configs as head_configs
 from .portable import (
     HeadArgs,
@@ -53,6 +53,7 @@ from .portable import (
 
 _log = logging.getLogger("lik_ops")
 _INT32_MAX = 2**31 - 1
+_SUM_BYTES = 32 * MiB  # fp32 features of some documents
 Tiles: TypeAlias = TensorDescriptor | None
 captured_calls = Calls()
 
@@ -113,8 +114,8 @@ def _allocate_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 def _compute_features(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
     """Return the tokens, and their norms if they are normalized.
 
-    If a program does not have all features, a first launch stores the sums of squares of each part. In half precision
-    the second launch computes the features again, so that no fp32 features are stored. In fp32 it divides them.
+    If a program does not have all features, fp32 features are stored first, for some documents at a time. A second
+    launch divides them by their norms.
     """
     (n, L, width), (d, _), tf32 = H.shape, head.W.shape, is_tf32_allowed(H.dtype)
     arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
@@ -127,16 +128,15 @@ def _compute_features(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
         if norms is None or parts == 1:
             _launch_tokens(H, W, head.b, (out, norms, None), launch)
         else:
-            squares = torch.empty((parts, *norms.shape), dtype=torch.float32, device=H.device)
-            sums = launch.change(NORMALIZE=False)
-            if out.dtype == torch.float32:
-                _launch_tokens(H, W, head.b, (out, None, squares), sums)
-                BN, BD, options = head_configs.configure_scaling(d)
-                args = out, norms, squares, n * L, d, parts, BN, BD
-                launcher.launch(maxsim_scale_tokens, check_grid(cdiv(n * L, BN)), args, options)
-            else:
-                _launch_tokens(H, W, head.b, (None, None, squares), sums)
-                _launch_tokens(H, W, head.b, (out, norms, squares), launch)
+            BN, BD, options = head_configs.configure_scaling(d)
+            documents = n if out.dtype == torch.float32 else max(_SUM_BYTES // (4 * L * d), 1)
+            for docs in split_range(0, n, documents):
+                tokens, rows = out[docs], (docs.stop - docs.start) * L
+                sums = tokens if out.dtype == torch.float32 else torch.empty_like(tokens, dtype=torch.float32)
+                squares = torch.empty((parts, rows), dtype=torch.float32, device=H.device)
+                _launch_tokens(H[docs], W, head.b, (sums, None, squares), launch.change(NORMALIZE=False))
+                args = sums, tokens, norms[docs], squares, rows, d, parts, BN, BD
+                launcher.launch(maxsim_scale_tokens, check_grid(cdiv(rows, BN)), args, options)
     return (out,) if norms is None else (out, norms)
 
 
@@ -154,7 +154,7 @@ def _launch_tokens(
     H: Tensor,
     W: Tensor,
     b: Tensor | None,
-    outputs: tuple[Tensor | None, Tensor | None, Tensor | None],
+    outputs: tuple[Tensor, Tensor | None, Tensor | None],
     launch: head_configs.HeadLaunchConfig,
 ) -> None:
     """Launch `maxsim_head_tokens`.
@@ -170,7 +170,7 @@ def _launch_tokens(
     tiles = _make_descriptors(H, n, W, arch, launch.config)
     groups = make_document_args(H, None), _make_linear_args(W, b), *tiles, *outputs
     args = *groups, width, d, n * L, L, launch.config
-    grid = *check_grid(cdiv(n * L, launch.config.BN)), cdiv(d, launch.config.BD)
+    grid = check_grid(cdiv(n * L, launch.config.BN) * cdiv(d, launch.config.BD))
     launcher.launch(maxsim_head_tokens, grid, args, launch.options(arch))
 
 

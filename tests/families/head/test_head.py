@@ -452,6 +452,27 @@ def test_scoring_in_document_slices_matches_one_pass(place, monkeypatch):
         torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@at_places
+def test_sums_of_some_documents_at_a_time_give_the_same_bits(place, monkeypatch):
+    """More features than a program holds are stored in fp32, and then divided by their norms."""
+    if place.device == "cpu" and not INTERPRETING:
+        pytest.skip("of the kernels")
+    from lik_ops.families.head import gpu as head_gpu
+    from lik_ops.gpu import backend
+
+    x, W, b = draw(Hidden(Nq=1, Nd=5, Lq=3, Ld=7, d=300, width=20, dtype=torch.float16, d_mask="holes"), place.device)
+    upstream, found = torch.randn(1, 5, device=place.device), []
+    for documents in (5, 2, 1):
+        monkeypatch.setattr(head_gpu, "_SUM_BYTES", documents * 7 * 300 * 4)
+        with place.use():
+            backend.forget()
+            for _ in range(3):  # the last one is replayed
+                scores, gradients = step(lik_ops.maxsim_from_hidden, x, W, b, True, upstream)
+                found.append((scores, *gradients))
+    backend.forget()
+    assert all(torch.equal(a, e) for result in found for a, e in zip(result, found[0], strict=True))
+
+
 def shrink_slices(monkeypatch):
     """Reduce the slices of both backends to one document."""
     from lik_ops.families.head import portable as head_portable

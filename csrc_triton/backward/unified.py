@@ -16,8 +16,8 @@ maxsim_finish, program = BM rows x:
     grad[x] = q_weight * G, through the Jacobian of the norm
 ```
 
-The order of atomic additions varies, so the result is not reproducible. Rows whose sums are zero are not read, because
-they may hold NaN. Their gradient is zero. `maxsim_finish` also serves other backwards that leave fp32 sums.
+The order of atomic additions varies, so the result is not reproducible. The gradients of a row whose sums are zero are
+zero, even if the row holds NaN. `maxsim_finish` also serves other backwards that leave fp32 sums.
 """
 
 import triton
@@ -105,21 +105,18 @@ def maxsim_finish(X, Q, sums, grad, grad_weight, d, C: tl.constexpr):
     pointers = locate_document(X, n // sums.K, n % sums.K) + s.to(tl.int64) * X.stride_l
     w = load_query_weight(Q, n, s, ok)
     live = tl.full((C.BM,), 0, tl.int32)
-    for c0 in range(0, d, C.BD):
-        G = _load_sums(sums, row, ok, c0 + tl.arange(0, C.BD), d, C)
-        live = live | tl.max((G != 0.0).to(tl.int32), axis=1)
     dot = tl.full((C.BM,), 0, tl.float32)
     squares = tl.full((C.BM,), 0, tl.float32)
     for c0 in range(0, d, C.BD):
         columns = c0 + tl.arange(0, C.BD)
         G = _load_sums(sums, row, ok, columns, d, C)
-        x = dequantize_rows(
-            load_rows(pointers, live > 0, columns, d, X.stride_d, C.WIDE_OFFSETS), sums.scale, row, live > 0
-        )
+        x = dequantize_rows(load_rows(pointers, ok, columns, d, X.stride_d, C.WIDE_OFFSETS), sums.scale, row, ok)
+        live = live | tl.max((G != 0.0).to(tl.int32), axis=1)
         dot += tl.sum(x * G, axis=1)
         squares += tl.sum(x * x, axis=1)
     if C.NORMALIZE:
         dot *= compute_inverse_norm(squares)
+    dot = tl.where(live > 0, dot, 0.0)
     if grad is not None:
         for c0 in range(0, d, C.BD):
             columns = c0 + tl.arange(0, C.BD)

@@ -59,7 +59,6 @@ from ..common.primitives import (
     square,
     sum_in_order,
     to_int64,
-    to_mask,
 )
 from ..forward.generic.kernel import has_kept_row, store_scores
 
@@ -163,7 +162,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, 
         tiles: Tensor descriptor of hidden states, see `HeadOperands`, or None.
         steps: Tensor descriptor of W, see `HeadOperands`, or None.
         out: Output `[rows, d]`.
-        norms: Output fp32 `[rows]`, or None.
+        norms: Output fp32 `[rows]`, or None. A program has all features.
         squares: Output fp32 `[parts, rows]`, or None.
         width: Hidden features.
         d: Features of a token.
@@ -198,7 +197,7 @@ def maxsim_head_tokens(H, W, tiles, steps, out, norms, squares, width, d, rows, 
     offsets = row.to(tl.int64) * d + (tl.arange(0, C.BN)[:, None] * d + n[None, :])
     tl.store(out + offsets, tokens.to(out.dtype.element_ty), mask=mask)
     if norms is not None:
-        tl.store(norms + r, norm, mask=ok & to_mask(part == 0))
+        tl.store(norms + r, norm, mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])

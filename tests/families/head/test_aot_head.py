@@ -156,7 +156,7 @@ TOKENS = [Case(), Case(_FP32), Case(_FP16, d=256), Case(_FP32, d=256, width=100)
 TOKENS += [
     *(Case(dtype, 1024, normalize=normalize) for dtype in (_BF16, _FP32) for normalize in (False, True)),
     *(Case(dtype, 320, normalize=normalize) for dtype in (_FP16, _FP32) for normalize in (False, True)),
-    *(Case(dtype, d, few=True) for dtype, d in ((_BF16, 64), (_FP16, 128), (_BF16, 256), (_FP32, 128))),
+    *(Case(dtype, d, few=True) for dtype, d in ((_BF16, 64), (_FP16, 128), (_BF16, 256), (_FP16, 320), (_FP32, 128))),
     Case(_FP16, d=256, width=100, wide=2, few=True),
     Case(_FP32, tf32=True),
     Case(_FP32, d=96, width=100, wide=2),

@@ -74,15 +74,10 @@ Scorer = Callable[..., Tensor]  # f(Q, H, W, b)
 
 
 class Inputs:
-    """Query tokens of unit norm, hidden states, a head, and a document mask or None.
-
-    Also sets whether PyTorch allows TF32.
-    """
+    """Query tokens of unit norm, hidden states, a head, and a document mask or None."""
 
     def __init__(self, case: Head, device: str = "cuda") -> None:
         generator = torch.Generator(device).manual_seed(0)
-
-        torch.backends.cuda.matmul.allow_tf32 = case.tf32
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
@@ -166,6 +161,7 @@ def errors_of(case: Head, x: Inputs, score: Scorer) -> list[float]:
 
 
 def measure(case: Head, timer: gpu.Timer) -> dict:
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
     x, functions, results = Inputs(case), {}, {}
     trains = case.what == "step"
     with torch.set_grad_enabled(trains):

@@ -439,6 +439,7 @@ def head_cases() -> dict[str, head.Head]:
 
 
 def head_call(case: head.Head) -> Call:
+    torch.backends.cuda.matmul.allow_tf32 = case.tf32
     x = head.Inputs(case)
     Q, H, W, b = x.tensors
     return lambda: lik_ops.maxsim_from_hidden(Q, H, W, b, d_mask=x.d_mask, normalize=x.unit)

@@ -38,7 +38,7 @@ from ...gpu.runtime.arguments import (
 )
 from ...gpu.runtime.capture import Calls
 from ...gpu.tuning.architectures import Architecture, cdiv
-from ...portable.blocks import MiB, split_range
+from ...portable.blocks import MiB, split_to_fit
 from . import configs as head_configs
 from .portable import (
     HeadArgs,
@@ -112,32 +112,38 @@ def _allocate_tokens(H: Tensor, head: HeadArgs) -> tuple[Tensor, Tensor | None]:
 
 
 def _compute_features(H: Tensor, head: HeadArgs) -> tuple[Tensor, ...]:
-    """Return the tokens, and their norms if they are normalized.
-
-    If a program does not have all features, fp32 features are stored first, for some documents at a time. A second
-    launch divides them by their norms.
-    """
+    """Return the tokens, and their norms if they are normalized."""
     (n, L, width), (d, _), tf32 = H.shape, head.W.shape, is_tf32_allowed(H.dtype)
     arch, wide = architecture(H.device), _choose_offset_width(H, head.W)
     launch = head_configs.configure_tokens(arch, H.dtype, d, width, head.normalize, wide, tf32)
     launch = head_configs.adjust_for_few_tokens(launch, arch, n * L, d)
     out, norms = _allocate_tokens(H, head)
-    parts = cdiv(d, launch.config.BD)
     with use_device(H.device):
         W = _split_weights(head.W, launch.config.TF32_TERMS)
-        if norms is None or parts == 1:
+        if norms is None or d <= launch.config.BD:
             _launch_tokens(H, W, head.b, (out, norms, None), launch)
         else:
-            BN, BD, options = head_configs.configure_scaling(d)
-            documents = n if out.dtype == torch.float32 else max(_SUM_BYTES // (4 * L * d), 1)
-            for docs in split_range(0, n, documents):
-                tokens, rows = out[docs], (docs.stop - docs.start) * L
-                sums = tokens if out.dtype == torch.float32 else torch.empty_like(tokens, dtype=torch.float32)
-                squares = torch.empty((parts, rows), dtype=torch.float32, device=H.device)
-                _launch_tokens(H[docs], W, head.b, (sums, None, squares), launch.change(NORMALIZE=False))
-                args = sums, tokens, norms[docs], squares, rows, d, parts, BN, BD
-                launcher.launch(maxsim_scale_tokens, check_grid(cdiv(rows, BN)), args, options)
+            _compute_in_parts(H, W, head.b, out, norms, launch.change(NORMALIZE=False))
     return (out,) if norms is None else (out, norms)
+
+
+def _compute_in_parts(
+    H: Tensor, W: Tensor, b: Tensor | None, out: Tensor, norms: Tensor, launch: head_configs.HeadLaunchConfig
+) -> None:
+    """Write the tokens `out` and their norms if no program has all features.
+
+    A first launch stores the features in fp32, for some documents at a time. The next divides them by their norms.
+    """
+    (n, L, d), in_place = out.shape, out.dtype == torch.float32
+    BN, BD, options = head_configs.configure_scaling(d)
+    parts = cdiv(d, launch.config.BD)
+    for docs in split_to_fit(n, 0 if in_place else 4 * L * d, _SUM_BYTES):
+        tokens, rows = out[docs], (docs.stop - docs.start) * L
+        sums = tokens if in_place else torch.empty_like(tokens, dtype=torch.float32)
+        squares = torch.empty((parts, rows), dtype=torch.float32, device=H.device)
+        _launch_tokens(H[docs], W, b, (sums, None, squares), launch)
+        args = sums, tokens, norms[docs], squares, rows, d, parts, BN, BD
+        launcher.launch(maxsim_scale_tokens, check_grid(cdiv(rows, BN)), args, options)
 
 
 def _split_weights(W: Tensor, terms: int) -> Tensor:

@@ -13,6 +13,7 @@ from ...csrc_triton.backward.rounding import maxsim_round_rows
 from ...csrc_triton.backward.unified import maxsim_finish, maxsim_scatter
 from ...csrc_triton.common.arguments import CodecDequantArgs, DequantArgs, DocumentArgs, QueryArgs
 from ...csrc_triton.common.token_norms import maxsim_row_norms
+from ...portable.blocks import split_to_fit
 from ..runtime import launcher
 from ..runtime.arguments import architecture, check_grid, make_document_args
 from ..tuning import backward_configs
@@ -108,13 +109,11 @@ class GradientCall(NamedTuple):
         steps = cdiv(d, C.BD)
         of_program = count if self.row_tiles(launch) * steps >= _FULL_SM * self.arch.processors else 1
         stored = count // of_program
-        chunk = min(max(_MAX_SUM_BYTES // (4 * stored * Lq * d), 1), Nq)
-        for first in range(0, Nq, chunk):
-            part = slice(first, min(first + chunk, Nq))
+        for part in split_to_fit(Nq, 4 * stored * Lq * d, _MAX_SUM_BYTES):
             rows, weight = Q.ptr[part], None if Q.weight is None else Q.weight[part]
             sums = torch.empty((stored, len(rows), 1, Lq, d), dtype=torch.float32, device=rows.device)
             grid = *check_grid(len(rows) * cdiv(Lq, C.BM)), stored, steps
-            self.run(maxsim_grad_query_parts, grid, (*self.groups, sums, share, of_program, first, d), launch)
+            self.run(maxsim_grad_query_parts, grid, (*self.groups, sums, share, of_program, part.start, d), launch)
             call = self._replace(queries=Q._replace(weight=weight))
             grad, grad_of_weight = (None if x is None else x[part] for x in (grad_Q, grad_weight))
             X = make_document_args(rows[:, None], None)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import lik_ops
 from lik_ops.families.head import configs as head_configs
-from lik_ops.gpu.tuning.forward_configs import TileConfig
+from lik_ops.gpu.tuning.architectures import MEASURED_SMS
+from lik_ops.gpu.tuning.forward_configs import MAX_INT8_FEATURES, TileConfig
 from lik_ops.gpu.tuning.sm90_configs import Sm90Tile
-from lik_ops.gpu.tuning.tables import Override, at_most
+from lik_ops.gpu.tuning.tables import UNLIMITED, Override, at_most
 
 from ..operators import forward, head, soft
 from ..support import contenders
@@ -342,7 +343,8 @@ def name_encoded(formats: Iterable[str], shapes: Iterable[tuple]) -> dict[str, t
 
 
 def encoded_shape_call(case: tuple[str, Case]) -> Call:
-    return score_encoded(case[1], case[0])
+    kept, _, query = case[0].partition(" x ")
+    return score_encoded(case[1], kept, query=query or "half")
 
 
 # wide_encoded: tiles of encoded documents that are converted for each row tile, mostly with more than 128 features,
@@ -367,7 +369,9 @@ def wide_encoded_cases() -> dict[str, tuple[str, Case]]:
     return name_encoded(("uint8",), few) | name_encoded(("int8", "uint8", "fp8_e4m3", "binary"), shapes)
 
 
-def wide_encoded_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
+def encoded_tile_patches(tiles: Iterable[tuple[int, int, int, int, int, int]]) -> dict[str, Patches]:
+    """Return patches of the tiles (rows, tokens, features, warps, stages, registers) of encoded documents."""
+
     def override(rows: int, tokens: int, features: int, warps: int, stages: int, registers: int) -> Override:
         sizes = {"BM": rows, "BN": tokens, "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", rows), "TOKENS_FIRST": False}
         sizes["BD"] = lambda call, x: x.config.BD if call.terms else min(x.config.BD, features)
@@ -378,7 +382,71 @@ def wide_encoded_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
         added = override(*tile)
         return {"gpu.tuning.forward_configs._PACKED_OVERRIDES": lambda present: (*present, added)}
 
-    return {str(tile): patch(tile) for tile in WIDE_ENCODED_TILES}
+    return {str(tile): patch(tile) for tile in tiles}
+
+
+# short_encoded: the same for documents that are shorter than a tile, and the tiles that the table has for any length.
+SHORT_ENCODED_SHAPES = ((32, 10_000, 32, 1), (32, 10_000, 32, 20), (8, 500, 1024, 64))  # Nq, Nd, Lq, Ld
+SHORT_ENCODED_TILES = (
+    (64, 64, 128, 4, 3, 255),
+    (64, 64, 128, 4, 2, 168),
+    (64, 32, 128, 4, 3, 168),
+    (64, 32, 128, 4, 2, 128),
+    (64, 16, 128, 4, 3, 128),
+    (128, 32, 128, 8, 3, 128),
+)
+
+
+def short_encoded_cases() -> dict[str, tuple[str, Case]]:
+    formats = ("int8", "int8 x int8", "uint8", "fp8_e4m3", "binary", "rq4")
+    found = name_encoded(formats, [(128, *shape) for shape in SHORT_ENCODED_SHAPES])
+    found |= name_encoded(("int8 x int8", "binary"), [(192, *shape) for shape in SHORT_ENCODED_SHAPES])
+    return found | name_encoded(("uint8", "fp8_e4m3", "binary"), [(320, *shape) for shape in SHORT_ENCODED_SHAPES])
+
+
+def short_encoded_tiles(case: tuple[str, Case]) -> dict[str, Patches]:
+    features = 128 if case[1].d <= MAX_INT8_FEATURES else 64
+    tiles = encoded_tile_patches([(*tile[:2], features, *tile[3:]) for tile in SHORT_ENCODED_TILES])
+    return {"for any length": {"gpu.forward.packed.choose_tile_tokens": put(lambda *_: UNLIMITED)}} | tiles
+
+
+# short: tiles of documents that are shorter than a tile, (rows, tokens, warps, stages, registers, programs per SM).
+SHORT_SHAPES = ((32, 10_000, 32, 1), (32, 10_000, 32, 20), (8, 1000, 1024, 20), (16, 256, 128, 20))  # Nq, Nd, Lq, Ld
+SHORT_TILES = (
+    (256, 32, 8, 3, 128, 2),
+    (256, 32, 8, 2, 255, 1),
+    (128, 32, 4, 4, None, 2),
+    (128, 32, 8, 3, 128, 2),
+    (64, 32, 4, 4, 128, 4),
+    (64, 32, 4, 2, 128, 0),
+    (128, 16, 4, 4, 168, 3),
+    (64, 16, 4, 4, 128, 4),
+    (64, 16, 4, 2, 128, 0),
+)
+
+
+def short_cases() -> dict[str, Case]:
+    found = [
+        Case(f"{option}{Nq} x {Nd}, {Lq}/{Ld}, d {d}", Nq, Nd, Lq, Ld, d=d, what=what, normalize=option == "normalize ")
+        for option, what in (("", "scores"), ("argmax ", "argmax"), ("normalize ", "scores"))
+        for d, (Nq, Nd, Lq, Ld) in itertools.product((64, 128), SHORT_SHAPES)
+    ]
+    return {case.name: case for case in found}
+
+
+def short_call(case: Case) -> Call:
+    x = Inputs(case, "cuda")
+    if case.what == "argmax":
+        return lambda: lik_ops.maxsim_with_argmax(x.Q, x.D)[0]
+    return lambda: lik_ops.maxsim(x.Q, x.D, **x.options)
+
+
+def short_tiles(case: Case) -> dict[str, Patches]:
+    def patch(rows: int, tokens: int, warps: int, stages: int, registers: int | None, programs: int) -> Patches:
+        tile = TileConfig(rows, tokens, 128, warps, stages, registers, walkers=programs * MEASURED_SMS)
+        return {_FORWARD: put(lambda *_: (tile,))}
+
+    return {str(tile): patch(*tile) for tile in SHORT_TILES}
 
 
 # pairs: the pair count from which a Gluon kernel is faster, and the documents that are worth splitting.
@@ -708,7 +776,11 @@ SWEEPS = {
         encoded_shape_call,
         lambda case: WIDE_SPLIT_SIDES,
     ),
-    "wide_encoded": Sweep(wide_encoded_cases, encoded_shape_call, wide_encoded_tiles),
+    "wide_encoded": Sweep(
+        wide_encoded_cases, encoded_shape_call, lambda case: encoded_tile_patches(WIDE_ENCODED_TILES)
+    ),
+    "short": Sweep(short_cases, short_call, short_tiles, exact=False),
+    "short_encoded": Sweep(short_encoded_cases, encoded_shape_call, short_encoded_tiles),
     "pairs": Sweep(pair_cases, dense_call, lambda case: PAIR_SIDES),
     "head": Sweep(head_cases, head_call, head_tiles),
     "head_fp32": Sweep(

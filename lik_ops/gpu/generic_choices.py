@@ -23,6 +23,7 @@ from .runtime.arguments import (
 from .tuning import architectures, forward_configs, sm90_configs
 from .tuning.architectures import Architecture, KernelKey, LaunchConfig
 from .tuning.sm90_configs import RowMaximaChoice, Sm90Choice
+from .tuning.tables import UNLIMITED
 
 # Minimum mean length of documents that are split if there are few of them, of documents whose features take several
 # steps, in half precision, in fp32 and encoded, of normalized documents with at least `_MIN_WIDE_FEATURES`, and of
@@ -161,7 +162,7 @@ def choose_document_splits(
     min_rows = forward_configs.get_min_rows_per_query(arch, c.Q.dtype, is_dense=is_dense, argmax=argmax)
     Lq, d = max(min_rows, architectures.cdiv(c.Tq, c.queries)), c.Q.shape[-1]
     wide = choose_offset_width(c.Q, c.D, c.Td)
-    launch, levels = choose_packed(c, Lq, wide, True, normalize, argmax, arch, stored)
+    launch, levels = choose_packed(c, PackedTileKey(c.queries, Lq, wide, True), normalize, argmax, arch, stored)
     kind = KernelKey(arch, c.Q.dtype, d, False, normalize, wide)
     if is_tf32_allowed(c.Q.dtype) and not (argmax or stored):
         launch = forward_configs.adjust_split_for_tf32(launch, kind, c.queries, c.Td, MIN_SPLIT_TILES)
@@ -224,45 +225,53 @@ def supports_packed_descriptor(c: PackedArgs, arch: Architecture, stored: Any = 
     return arch.has_descriptors and d * c.D.element_size() % 16 == 0 and c.D.stride()[-2:] == (d, 1)
 
 
-def choose_packed(
-    c: PackedArgs,
-    Lq: int,
-    wide: int,
-    has_few_documents: bool,
-    normalize: bool,
-    argmax: bool,
-    arch: Architecture,
-    stored: Any = "",
-    may_be_empty: bool = False,
-) -> tuple[LaunchConfig, int]:
-    """Return the launch of `maxsim_forward_packed` for a mean query length, and the tree levels of its sums.
+class PackedTileKey(NamedTuple):
+    """The sizes that the tile of `maxsim_forward_packed` depends on.
 
-    Longer queries use several steps, so the host need not know the longest query. The only size read from `c` is the
-    number of queries. `PackedPlan` caches the result by this number, `Lq`, `wide`, `has_few_documents`, and
-    `may_be_empty`.
+    Longer queries use several steps, and longer documents several tiles, so the host need not know the longest.
+    """
+
+    queries: int
+    Lq: int  # mean number of tokens of a query
+    wide: int  # `KernelConfig.WIDE_OFFSETS`
+    has_few_documents: bool  # at most `MAX_RESIDENT_DOCUMENTS`
+    may_be_empty: bool = False  # most of many documents
+    tile_tokens: int = UNLIMITED  # see `choose_tile_tokens`
+
+
+def choose_tile_tokens(Td: int, documents: int) -> int:
+    """Return the number of tokens of the smallest tile that holds the mean of `documents` with Td tokens.
+
+    Return `UNLIMITED` if no tile for short documents holds it.
+    """
+    return next((n for n in forward_configs.SHORT_DOCUMENT_TILES if Td <= n * documents), UNLIMITED)
+
+
+def choose_packed(
+    c: PackedArgs, key: PackedTileKey, normalize: bool, argmax: bool, arch: Architecture, stored: Any = ""
+) -> tuple[LaunchConfig, int]:
+    """Return the launch of `maxsim_forward_packed`, and the tree levels of its sums.
 
     Args:
-        c: the packed call.
-        Lq: mean number of tokens of a query.
-        wide: `KernelConfig.WIDE_OFFSETS`.
-        has_few_documents: whether at most `MAX_RESIDENT_DOCUMENTS` documents are scored.
+        c: the packed call, of which no sizes are read.
+        key: the sizes, by which `PackedPlan` caches the result.
         normalize: whether tokens are normalized.
         argmax: whether the call returns an argmax.
         arch: architecture that runs the kernel.
         stored: `KernelConfig.ENCODING`.
-        may_be_empty: whether most of many documents may be empty.
     """
     return forward_configs.configure_packed_forward(
-        KernelKey(arch, c.Q.dtype, c.Q.shape[-1], c.candidates or c.pairs is not None, normalize, wide),
-        max(c.queries, 1),
-        Lq,
+        KernelKey(arch, c.Q.dtype, c.Q.shape[-1], c.candidates or c.pairs is not None, normalize, key.wide),
+        max(key.queries, 1),
+        key.Lq,
         tf32=is_tf32_allowed(c.Q.dtype),
         argmax=argmax,
-        longest=Lq if c.cu_seqlens_q is None or c.queries == 1 else None,
-        has_few_documents=has_few_documents,
+        longest=key.Lq if c.cu_seqlens_q is None or key.queries == 1 else None,
+        has_few_documents=key.has_few_documents,
         has_no_options=all(x is None for x in (c.q_mask, c.d_mask, c.q_weight, c.q_lengths)),
         stored=stored,
-        may_be_empty=may_be_empty,
+        may_be_empty=key.may_be_empty,
+        tile_tokens=key.tile_tokens,
     )
 
 

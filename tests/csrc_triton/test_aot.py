@@ -24,6 +24,7 @@ from ..support.aot_cases import (
     RAGGED,
     SECTIONS,
     SHARED,
+    SHORT_DOCUMENTS,
     SHORT_QUERIES,
     SPARSE,
     STORED,
@@ -123,6 +124,11 @@ def test_packed_kernels(case):
 @pytest.mark.parametrize("case", SHORT_QUERIES, ids=str)
 def test_many_short_queries(case, arch):
     _check(case, arch)
+
+
+@pytest.mark.parametrize("case", SHORT_DOCUMENTS, ids=str)
+def test_short_encoded_documents(case):
+    _check(case, "sm_90")
 
 
 @pytest.mark.slow

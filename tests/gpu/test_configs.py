@@ -105,6 +105,27 @@ def test_rq4_words_have_one_stage_as_rq2_words_in_effect(Nq, few):
     assert rq4.num_stages == 1 and rq4.config._replace(ENCODING="") == rq2.config._replace(ENCODING="")
 
 
+@pytest.mark.parametrize(
+    ("stored", "d", "tiles"),
+    [
+        ("int8", 128, {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128}),
+        ("bits1_half", 192, {1: 16, 20: 32, 64: 64, 65: 128}),
+        ("number", 128, {1: 16, 20: 32, 33: 64, 300: 64}),
+        ("fp8", 320, {1: 16, 20: 32, 33: 64, 300: 64}),
+        ("bitwords4_rotated", 128, {16: 16, 17: 128}),
+    ],
+)
+def test_short_encoded_documents_fill_their_tiles(stored, d, tiles):
+    kind = KernelKey(ARCHITECTURES["sm_90"], torch.bfloat16, d, False, False, 0)
+    for Ld, BN in tiles.items():
+        tokens = generic_choices.choose_tile_tokens(1000 * Ld, 1000)
+        options = {"tf32": False, "argmax": False, "has_no_options": True, "stored": stored, "tile_tokens": tokens}
+        launch, _ = forward_configs.configure_packed_forward(kind, 16, 32, **options)
+        assert launch.config.BN == BN, Ld
+        few_rows, _ = forward_configs.configure_packed_forward(kind, 1, 32, **options)
+        assert few_rows.config.TOKENS_FIRST and few_rows.config.BN == 64
+
+
 def _change_layout(D, how):
     """Return the documents in another memory layout: one a descriptor can read, or one it cannot."""
     if how == "transposed":

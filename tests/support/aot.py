@@ -60,6 +60,7 @@ from lik_ops.gpu.forward import packed as packed_forward
 from lik_ops.gpu.forward import quantized
 from lik_ops.gpu.tuning import backward_configs, forward_configs
 from lik_ops.gpu.tuning.architectures import Architecture, KernelKey, LaunchConfig, next_power_of_2
+from lik_ops.gpu.tuning.tables import UNLIMITED
 
 from .machine_code import compile_as_launched, cuda_resources, target
 
@@ -107,6 +108,7 @@ class Case:
     # type.
     stored: str = ""
     fp32_centroids: bool = False  # of residual codes
+    tile_tokens: int = 0  # ragged forward of short encoded documents
 
     def __str__(self) -> str:
         named = (
@@ -125,6 +127,7 @@ class Case:
         named += ("bounds", "padded", "chunks", "empty", "short", "long", "sections", "fp32_centroids")
         flags = [f for f in named if getattr(self, f)]
         flags += [f"wide{self.wide}"] if self.wide else []
+        flags += [f"tile{self.tile_tokens}"] if self.tile_tokens else []
         flags += [self.stored.removeprefix("*")] if self.stored else []
         flags += [] if self.lists else ["unlisted"]
         sizes = f"d{self.d}-Nq{self.Nq}-Lq{self.Lq}-Nd{self.documents}"
@@ -211,6 +214,7 @@ def _launch(case: Case, arch: Architecture) -> LaunchConfig:
                 "stored": _stored(case),
                 "has_few_documents": case.sections,
                 "may_be_empty": case.empty,
+                "tile_tokens": case.tile_tokens or UNLIMITED,
             }
             choices["has_no_options"] = not (case.options or case.padded)
             launch = forward_configs.configure_packed_forward(kind, case.Nq, case.Lq, **choices)[0]

@@ -332,6 +332,21 @@ SHORT_QUERIES = [
     Case(FORWARD, d=320, Nq=16, Lq=8, ragged=True, padded=True, stored="bitwords1_half", options=True),
 ]
 
+# Tiles of short encoded documents, which only sm_90 has.
+SHORT_DOCUMENTS = [
+    Case(FORWARD, d=d, Nq=16, ragged=True, stored=stored, tile_tokens=tokens, **options)
+    for stored, d, tiles in (
+        ("*i8", 128, (16, 32, 64)),
+        (INT8_QUERIES, 256, (16, 32, 64)),
+        ("bitwords1_half", 192, (16, 32, 64)),
+        ("bits1_int8", 128, (16, 64)),
+        ("bitwords4_rotated", 128, (16,)),
+        *((stored, d, (16, 32)) for stored in ("*u8", "*fp8e4nv", "bitwords1") for d in (128, 320)),
+    )
+    for tokens in tiles
+    for options in ({}, *([{"padded": True, **_EVERYTHING}] if tokens == tiles[-1] else []))
+]
+
 _SHAPES = [(1, 1), (1, 32), (2, 32), (4, 32), (8, 32), (1, 64), (1, 128), (1, 200), (256, 32), (8, 300)]
 
 

@@ -28,7 +28,7 @@ from ...csrc_triton.formats.encoded import maxsim_query_terms
 from ...csrc_triton.forward.generic.kernel import maxsim_forward_packed
 from ...formats.table import BINARY_QUERIES, OPERAND_FORMATS
 from .. import choose, generic_choices
-from ..generic_choices import SplitChoice
+from ..generic_choices import PackedTileKey, SplitChoice, choose_tile_tokens
 from ..runtime import launcher
 from ..runtime.arguments import (
     architecture,
@@ -192,16 +192,12 @@ class PackedPlan(Plan):
         argmax = torch.empty(c.argmax_shape(), dtype=self.argmax_dtype, device=self.device)
         return argmax if c.has_no_gaps and not self.pairs else argmax.fill_(-1)
 
-    def _get_tile(
-        self, c: PackedArgs, Lq: int, wide: int, has_few_documents: bool, may_be_empty: bool
-    ) -> _CompiledTile:
-        """Return the tile for sizes that are not cached yet."""
-        argmax = self.argmax_dtype is not None
+    def _make_tile(self, c: PackedArgs, key: tuple) -> _CompiledTile:
+        """Return the tile for the fields of a `PackedTileKey` that are not cached yet."""
         launch, levels = generic_choices.choose_packed(
-            c, Lq, wide, has_few_documents, self.normalize, argmax, self.arch, self.stored, may_be_empty
+            c, PackedTileKey(*key), self.normalize, self.argmax_dtype is not None, self.arch, self.stored
         )
         _log.debug("maxsim_forward_packed for %s: %s", c.scores_shape(), launch)
-        key = c.queries, Lq, wide, has_few_documents, may_be_empty
         return self.tiles.store(key, _CompiledTile(launch, levels, self.d, self.arch))
 
     def _scores(self, c: PackedArgs, argmax: Tensor | None, counts: AnyDequantArgs | None) -> Tensor:
@@ -214,8 +210,10 @@ class PackedPlan(Plan):
         documents = c.items
         has_few_documents = documents <= forward_configs.MAX_RESIDENT_DOCUMENTS
         may_be_empty = self.may_be_empty and columns >= _MIN_EMPTY_DOCUMENTS
-        key = queries, Lq, wide, has_few_documents, may_be_empty
-        tile = self.tiles.get(key) or self._get_tile(c, *key[1:])
+        key: tuple = (queries, Lq, wide, has_few_documents, may_be_empty)
+        if self.stored and not self.single:
+            key = (*key, choose_tile_tokens(Td, columns))
+        tile = self.tiles.get(key) or self._make_tile(c, key)
         shape: tuple[int, ...]
         strides: tuple[int, ...]
         if self.pairs:

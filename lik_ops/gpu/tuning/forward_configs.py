@@ -55,6 +55,7 @@ INT8_TERMS_BY_ENCODING = {"int8": 2, INT8_QUERIES: 1} | {
     )
 }
 MAX_INT8_FEATURES = 256  # sums of products of int8 terms fit 32 bits
+SHORT_DOCUMENT_TILES = (16, 32, 64)  # tokens of a tile for short encoded documents
 # With so many documents, most SMs of an H200 have two programs or fewer.
 _FEW_DOCUMENTS = 5 * MEASURED_SMS // 2
 
@@ -362,6 +363,7 @@ class _PackedCall(NamedTuple):
     has_no_options: bool  # no option that costs registers
     encoding: Any
     may_be_empty: bool  # most of many documents
+    tile_tokens: int  # one of `SHORT_DOCUMENT_TILES`, or UNLIMITED
 
     @property
     def unit(self) -> str:
@@ -403,6 +405,12 @@ class _PackedCall(NamedTuple):
         has_registers = self.has_no_options and self.encoding != "number"
         is_large = launch.config.BM == _MAX_PACKED_TILE_ROWS
         return has_registers and is_large and self.converts_wide_features(launch)
+
+    def fills_short_tile(self, launch: LaunchConfig) -> bool:
+        """Return whether a tile of `tile_tokens` is faster for many query rows and short encoded documents."""
+        limit = 16 if get_code_bits(self.encoding) == 4 else 64 if self.terms else 32
+        is_multiplied = bool(self.encoding) and (self.terms > 0 or self.kind.half) and not self.has_codes
+        return is_multiplied and self.unit == "wgmma" and launch.config.BM > 32 and self.tile_tokens <= limit
 
     def spills(self, launch: LaunchConfig) -> bool:
         """Return whether ptxas spills with the usual number of tokens in a step, for every document encoding."""
@@ -603,6 +611,24 @@ _PACKED_OVERRIDES = (
         reason=_CONVERSION,
         measured_on="H200: sweep_wide_encoded.json",
     ),
+    Override(
+        when=lambda call, x: call.fills_short_tile(x),
+        change={"BM": 64, "BN": lambda call, x: call.tile_tokens, "ROWS_PER_QUERY": at_most("ROWS_PER_QUERY", 64)}
+        | {"num_warps": 4, "num_stages": lambda call, x: 3 if call.tile_tokens == 16 else 2}
+        | {"max_registers": lambda call, x: 168 if call.has_no_options else 255},
+        reason="short documents fill small tiles, and more programs share an SM",
+        measured_on="H200: sweep_short_encoded.json",
+    ),
+    Override(
+        when=lambda call, x: (
+            call.fills_short_tile(x)
+            and call.has_no_options
+            and call.tile_tokens < 64
+            and call.encoding in ("int8", INT8_QUERIES, "number")
+        ),
+        change={"max_registers": 128},
+        reason="four programs share an SM. ptxas spills with other encodings",
+    ),
     # Empty documents.
     Override(
         when=lambda call, x: (
@@ -637,6 +663,7 @@ def configure_packed_forward(
     has_no_options: bool = False,
     stored: Any = "",
     may_be_empty: bool = False,
+    tile_tokens: int = UNLIMITED,
 ) -> tuple[LaunchConfig, int]:
     """Return the launch for packed layouts, and the levels of the trees of its sums.
 
@@ -654,10 +681,11 @@ def configure_packed_forward(
         has_no_options: whether the call has no mask, no weight, and no query lengths.
         stored: `KernelConfig.ENCODING`.
         may_be_empty: whether most of many documents may be empty. Persistent programs pass over these.
+        tile_tokens: one of `SHORT_DOCUMENT_TILES` that holds the mean document, or `UNLIMITED`.
     """
     launch = configure_forward(kind, Nq, Lq, tf32=tf32, argmax=argmax, stored=stored).make_non_persistent()
     has_no_options = has_no_options and not (argmax or kind.normalize) and kind.has_vector_loads
-    call = _PackedCall(kind, Nq, argmax, has_few_documents, has_no_options, stored, may_be_empty)
+    call = _PackedCall(kind, Nq, argmax, has_few_documents, has_no_options, stored, may_be_empty, tile_tokens)
     launch = apply_overrides(_PACKED_OVERRIDES, call, launch)
     config = launch.config
     # Set for the same reason as in `configure_forward` even if it is not needed.

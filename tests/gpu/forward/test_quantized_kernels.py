@@ -17,6 +17,7 @@ from lik_ops.formats.table import (
     FP8_QUERIES,
     INT8_QUERIES,
     EncodedTokens,
+    select_rows,
 )
 from lik_ops.ops.fast_path import eager
 from lik_ops.ops.topk import SearchArgs
@@ -266,6 +267,29 @@ def test_bits_do_not_depend_on_batch(place, format):
         pairs = torch.tensor([[last, 2], [0, 0]], device=cu.device)
         listed, _ = dataclasses.replace(p, r=p.r._replace(pairs=pairs)).forward(normalize=normalize, argmax_dtype=None)
         assert torch.equal(listed, whole[pairs[:, 0], pairs[:, 1]])
+
+
+@every_format_and_codes
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter has no tiles for short documents")
+def test_tile_for_mean_document_length_gives_same_bits(place, format):
+    """A call with one document has a tile for its tokens. A call with all documents has a tile for their mean."""
+    documents = 1, 20, 40, 300
+    for d, normalize, options in ((96, True, True), (128, False, False), (192, False, True), (320, False, False)):
+        p = problem("cross", torch.float16, d, format, options=options, queries=(70, 3, 40), documents=documents)
+        p = p.to(place.device)
+        whole, argmax = p.forward(normalize=normalize)
+        assert_right(p.to("cpu"), whole.cpu(), argmax.cpu(), normalize)
+        for j, length in enumerate(documents):
+            begin = int(p.r.d_offsets[j]) - 2
+            tokens = slice(begin, begin + length + 4)
+            per_token = {x: select_rows(getattr(p.stored, x), tokens) for x in ("data", "scale", "minimum", "codes")}
+            d_mask = None if p.r.d_mask is None else p.r.d_mask[tokens]
+            r = p.r._replace(D=p.r.D[tokens], d_offsets=p.r.d_offsets[:1], d_lengths=p.r.d_lengths[j : j + 1])
+            one = Problem(r._replace(d_mask=d_mask), p.stored._replace(**per_token), [])
+            scores, winners = one.forward(normalize=normalize)
+            assert torch.equal(scores[:, 0], whole[:, j]) and torch.equal(winners[0], argmax[j])
+            plain, _ = one.forward(normalize=normalize, argmax_dtype=None)
+            assert torch.equal(plain, scores)
 
 
 SHORT = {

@@ -373,4 +373,6 @@ def _search_part(s: SearchArgs, at: tuple[int, int], positions: Tensor | None, l
         return scores, indices.add_(begin)
     documents = torch.arange(end - begin, device="cpu") if positions is None else limit_to_part(positions, begin, end)
     scores, indices = search_chosen(_OP, s, documents.to(s.Q.device, non_blocking=True), lowest)
-    return -scores if lowest else scores, torch.where(indices >= 0, indices + begin, -1)
+    if lowest:  # missing documents stay last
+        scores = (-scores).masked_fill(indices < 0, -torch.inf)
+    return scores, torch.where(indices >= 0, indices + begin, -1)

@@ -141,10 +141,15 @@ def filter_candidates(op: str, subset: Any, Q: Tensor, documents: int, candidate
 
 
 def pad_results(results: ScoresAndIndices, width: int) -> ScoresAndIndices:
-    """Return results ``[..., width]``, with -1 and ``-inf`` for missing documents."""
+    """Return results ``[..., width]``, with -1 and ``-inf`` for missing documents.
+
+    Results of several parts may be wider, but then only missing documents are dropped.
+    """
     scores, indices = results
     missing = width - scores.shape[-1]
-    if missing <= 0:
+    if missing < 0:
+        return scores[..., :width].contiguous(), indices[..., :width].contiguous()
+    if not missing:
         return results
     pad = torch.nn.functional.pad
     return pad(scores, (0, missing), value=-torch.inf), pad(indices, (0, missing), value=-1)

@@ -1,5 +1,7 @@
 """Test that a search of a subset has the bits of a search of a corpus with only these documents."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -156,17 +158,31 @@ def test_per_query_subsets_match_searches_of_their_documents(kind, device, tmp_p
 @pytest.mark.parametrize("kind", ["dense", "mask", "packed", "array", "corpus"])
 def test_lowest_scores_of_subset_match_search_of_its_documents(kind, tmp_path):
     x, Q = tokens(), torch.randn(2, 4, D)
-    own = [CHOSEN["some"](), CHOSEN["run"]()]
+    own = [CHOSEN["some"](), CHOSEN["run"]()]  # most parts have documents of one query only
     D_all, options = take(kind, x, torch.arange(ND), tmp_path / "a")
-    expected = []
-    for i, chosen in enumerate(own):
-        D_some, fewer = take(kind, x, chosen, tmp_path / f"{i}")
-        expected.append(remap_to_subset(lik_ops.retrieve(Q, D_some, 20, largest=False, **fewer), chosen, 20))
-    found = lik_ops.retrieve(Q, D_all, 20, largest=False, subset=as_mask(own[0]), **options)
-    assert_same(found, expected[0])
     mask = torch.stack([as_mask(chosen) for chosen in own])
-    found = lik_ops.retrieve(Q, D_all, 20, largest=False, subset=mask, **options)
-    assert_same(found, [torch.stack([a[0], b[1]]) for a, b in zip(*expected, strict=True)])
+    for k, chunk in itertools.product((2, 20), (None, 1, 4)):
+        expected = []
+        for i, chosen in enumerate(own):
+            D_some, fewer = take(kind, x, chosen, tmp_path / f"{k} {chunk} {i}")
+            expected.append(remap_to_subset(lik_ops.retrieve(Q, D_some, k, largest=False, **fewer), chosen, k))
+        found = lik_ops.retrieve(Q, D_all, k, largest=False, subset=as_mask(own[0]), chunk=chunk, **options)
+        assert_same(found, expected[0])
+        found = lik_ops.retrieve(Q, D_all, k, largest=False, subset=mask, chunk=chunk, **options)
+        assert_same(found, [torch.stack([a[0], b[1]]) for a, b in zip(*expected, strict=True)])
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "packed", "array", "corpus"])
+def test_results_are_not_wider_than_the_subset_of_a_query(kind, largest, tmp_path):
+    """Each part of the documents may contribute as many results as a query has documents."""
+    D_all, options = take(kind, tokens(), torch.arange(ND), tmp_path)
+    for chunk in (None, 1, 4):
+        subset = [[1], [ND - 2]]
+        scores, indices = lik_ops.retrieve(
+            torch.randn(2, 4, D), D_all, 10, largest=largest, subset=subset, chunk=chunk, **options
+        )
+        assert indices.tolist() == subset and scores.shape == (2, 1)
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed", "corpus"])

@@ -256,7 +256,9 @@ def check_subset(device: str, directory: Path) -> None:
     shard = lik_ops.Corpus.create(directory / f"subset-{rank}", 8, torch.float32)
     shard.append(each[begin:end])
     mine = {"Q": Q.to(device) if rank == 0 else None, "device": device}
-    for subset in (masks[0], masks, listed[0], listed[:, ::2], [40, 3, -1, 3], torch.zeros(41, dtype=torch.bool)):
+    one_each = torch.tensor([[0], [40], [20]])  # of different ranks
+    none = torch.zeros(41, dtype=torch.bool)
+    for subset in (masks[0], masks, listed[0], listed[:, ::2], [40, 3, -1, 3], none, one_each):
         for k in (1, 7, 100):
             expected = lik_ops.retrieve(Q.to(device), tokens.to(device), k, **on_device, subset=subset)
             kinds = ((lik_ops.Corpus.open(path), {}), (tokens, given), (tokens.to(device), on_device))

@@ -86,7 +86,7 @@ def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndI
     topk.check_counts(op, s.top_k, s.chunk)
     best: ScoresAndIndices | None = None
     for begin, scores in iterate_scores(op, s, progress):
-        values, columns = topk.select_first(-scores, s.top_k)
+        values, columns = topk.select_first(scores.neg_(), s.top_k)
         results = values, columns.add_(begin)
         best = results if best is None else topk.merge_parts([best, results], s.top_k)
     assert best is not None
@@ -94,24 +94,16 @@ def retrieve_lowest(op: str, s: SearchArgs, progress: bool | None) -> ScoresAndI
 
 
 def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first document of each part and the scores ``[Nq, n]`` of the part.
+    """Yield the first document of each slice and the scores ``[Nq, n]`` of the slice, which fit a search's workspace.
 
-    D of the search may be a corpus. There is at least one part, even without documents.
+    D of the search may be a corpus. There is at least one slice, even without documents.
     """
     if progress is not None:
         check_flag(op, "progress", progress)
     D, cu_seqlens_d = sources.pack_documents(op, s.D, s.d_mask, s.cu_seqlens_d, s.Q)
     s = s._replace(D=D, cu_seqlens_d=cu_seqlens_d)
     if is_searched_in_place(s, progress):
-        s = check_search(op, s)
-        step = s.chunk or _MAX_DOCUMENTS_AT_ONCE
-        for begin in range(0, max(s.documents, 1), step):
-            document_slice = slice(begin, begin + step)
-            if s.cu_seqlens_d is not None:
-                part = s._replace(cu_seqlens_d=s.cu_seqlens_d[begin : document_slice.stop + 1])
-            else:
-                part = s._replace(D=s.D[document_slice], d_mask=None if s.d_mask is None else s.d_mask[document_slice])
-            yield begin, _collect_scores(op, part)
+        yield from _score_in_slices(op, check_search(op, s), 0)
         return
     source = sources.open_source(op, s.D, s.d_mask, s.cu_seqlens_d)
     Q, placeholder, q_weight = sources.prepare_queries(op, s.Q, source.shape, source.dtype, s.q_weight)
@@ -119,7 +111,22 @@ def iterate_scores(op: str, s: SearchArgs, progress: bool | None) -> Iterator[tu
     check_source(op, s, source)
     for (begin, _), documents in iterate_parts(source, 0, len(source), s.chunk, Q.device, progress):
         D = as_scorable(documents.D, placeholder.dtype, documents.cu_seqlens)
-        yield begin, _collect_scores(op, s._replace(D=D, d_mask=documents.d_mask, cu_seqlens_d=documents.cu_seqlens))
+        part = s._replace(D=D, d_mask=documents.d_mask, cu_seqlens_d=documents.cu_seqlens)
+        yield from _score_in_slices(op, part, begin)
+
+
+def _score_in_slices(op: str, s: SearchArgs, first: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield what `iterate_scores` does for documents on the device of Q. The first of them has the number `first`."""
+    s = add_query_axis(s)
+    fitting = topk.count_fitting_documents(s.Q, s.top_k, s.documents)
+    step = s.chunk or min(fitting, _MAX_DOCUMENTS_AT_ONCE)
+    for begin in range(0, max(s.documents, 1), step):
+        document_slice = slice(begin, begin + step)
+        if s.cu_seqlens_d is not None:
+            part = s._replace(cu_seqlens_d=s.cu_seqlens_d[begin : document_slice.stop + 1])
+        else:
+            part = s._replace(D=s.D[document_slice], d_mask=None if s.d_mask is None else s.d_mask[document_slice])
+        yield first + begin, _collect_scores(op, part)
 
 
 def is_searched_in_place(s: SearchArgs, progress: bool | None) -> bool:
@@ -163,8 +170,7 @@ def iterate_parts(
 
 
 def _collect_scores(op: str, s: SearchArgs) -> Tensor:
-    """Return the scores ``[Nq, n]`` of one part."""
-    s = add_query_axis(s)
+    """Return the scores ``[Nq, n]`` of 3-D queries and the documents of one slice."""
     options: dict[str, Any] = {"q_mask": s.q_mask, "q_weight": s.q_weight, "normalize": s.normalize}
     if s.cu_seqlens_d is None:
         return maxsim(s.Q, s.D, d_mask=s.d_mask, **options)

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lik_ops
+from lik_ops.ops import topk
 from lik_ops.retrieval import copying, shards, sources
 from lik_ops.retrieval.store.layout import StorageLayout
 
+from ..portable.test_portable import peak_bytes
 from .test_retrieve import DEVICES, assert_same, draw, packed, ranked
 
 
@@ -181,6 +183,15 @@ def test_progress_is_shown_only_on_request(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     lik_ops.retrieve(Q, D, 3, progress=True)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("place", [torch.Tensor.contiguous, torch.Tensor.numpy], ids=["tensor", "array"])
+def test_lowest_scores_need_bounded_memory(place):
+    """All scores would take 61 MiB."""
+    Q, D = torch.randn(1000, 1, 8), torch.randn(16_000, 1, 8)
+    found = lik_ops.retrieve(Q, place(D), 10, largest=False)
+    assert torch.equal(found[1][7], lik_ops.maxsim(Q[7], D).argsort(stable=True)[:10])
+    assert peak_bytes(lambda: lik_ops.retrieve(Q, place(D), 10, largest=False)) < 2 * topk.WORKSPACE_BYTES
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ from . import clusters
 _OP = "pool_tokens"
 METHODS = ("hierarchical", "kmeans", "sequential")
 METRICS = ("cosine", "rows")
-# The distances of a batch of documents. Three buffers of this size are allocated.
+# The distances of a batch of documents, and its tokens in fp64. Three buffers of this size are allocated.
 MAX_DISTANCES_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
 
 
@@ -164,6 +164,8 @@ def _check_documents(D: Any, spelled: str, rank: int) -> None:
     check_has_values(_OP, "D", D)
     if D.dim() != rank:
         raise ValueError(f"{_OP}: D: expected {spelled}, got {format_shape(D)}")
+    if not D.shape[-1]:
+        raise ValueError(f"{_OP}: D: expected d >= 1, got {format_shape(D)}")
 
 
 def _choose_clustering(device: torch.device, method: str, metric: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -201,9 +203,8 @@ def _label_tokens(
     document = torch.arange(len(lengths), device=device).repeat_interleave(n_tokens, output_size=len(tokens))
     labels = torch.arange(len(tokens), device=device) - starts[document]  # if nothing is pooled
     n_outputs = n_tokens - n_unprotected + n_clusters
-    for batch in _batch_documents(
-        unprotected_lengths, counts, MAX_DISTANCES_BYTES.get(device.type, MAX_DISTANCES_BYTES["cpu"])
-    ):
+    max_bytes = MAX_DISTANCES_BYTES.get(device.type, MAX_DISTANCES_BYTES["cpu"])
+    for batch in _batch_documents(unprotected_lengths, counts, tokens.shape[1], max_bytes):
         at = copy_from_host(batch, device)
         positions = torch.arange(max(unprotected_lengths[i] for i in batch), device=device)
         is_token = positions < n_unprotected[at, None]
@@ -218,13 +219,17 @@ def _label_tokens(
     return labels + cu_seqlens[document], cu_seqlens
 
 
-def _batch_documents(lengths: list[int], counts: list[int], max_bytes: int) -> Iterator[list[int]]:
-    """Yield documents that need clusters, in batches of similar lengths whose distances fit in `max_bytes`."""
+def _batch_documents(lengths: list[int], counts: list[int], d: int, max_bytes: int) -> Iterator[list[int]]:
+    """Yield documents that need clusters, in batches of similar lengths.
+
+    The distances of a batch fit in `max_bytes`, and so do its tokens in fp64.
+    """
     pooled = sorted((i for i, n in enumerate(lengths) if counts[i] < n), key=lambda i: -lengths[i])
     batch: list[int] = []
     for i in pooled:
         longest = lengths[batch[0]] if batch else 0
-        if batch and (5 * lengths[i] < 4 * longest or 8 * longest**2 * (len(batch) + 1) > max_bytes):
+        document_bytes = 8 * longest * max(longest, d)
+        if batch and (5 * lengths[i] < 4 * longest or document_bytes * (len(batch) + 1) > max_bytes):
             yield batch
             batch = []
         batch.append(i)

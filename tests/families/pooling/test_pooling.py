@@ -10,8 +10,10 @@ from torch.nn.functional import normalize
 
 import lik_ops
 from lik_ops import reference
-from lik_ops.families.pooling import clusters
+from lik_ops.families.pooling import api, clusters
 from lik_ops.families.pooling.clusters import WardClustering
+
+from ...portable.test_portable import peak_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 METHODS = ("hierarchical", "kmeans", "sequential")
@@ -210,6 +212,7 @@ def test_empty_inputs_pool_to_no_tokens():
         ({"num_protected": -1}, ValueError, "num_protected: expected 0 or more, got -1"),
         ({"normalize": 1}, TypeError, "normalize: expected a bool"),
         ({"D": torch.ones(4, 8)}, ValueError, "D: expected [Nd, Ld, d], or [Td, d] with cu_seqlens_d, got [4, 8]"),
+        ({"D": torch.ones(2, 3, 0)}, ValueError, "D: expected d >= 1, got [2, 3, 0]"),
         ({"D": torch.ones(2, 3, 4).long()}, TypeError, "D: expected"),
         ({"D": torch.full((1, 2, 3), float("nan"))}, ValueError, "D: expected finite tokens, got NaN or infinity"),
         ({"doc_lengths": torch.tensor([9, 1])}, ValueError, "doc_lengths: "),
@@ -228,10 +231,15 @@ def test_errors_name_the_argument(options, error, text):
     assert str(raised.value).startswith("pool_tokens: ") and text in str(raised.value)
 
 
+def test_memory_of_a_batch_of_short_documents_is_bounded(monkeypatch):
+    documents = torch.randn(12_000, 8, 128).half()
+    peak = peak_bytes(lambda: lik_ops.pool_tokens(documents, 2))
+    monkeypatch.setattr(api, "MAX_DISTANCES_BYTES", {"cpu": 1 << 20})
+    assert peak - peak_bytes(lambda: lik_ops.pool_tokens(documents, 2)) <= 24 << 20
+
+
 @pytest.mark.parametrize("max_bytes", [1, 8 * 40 * 40 * 2])
 def test_small_workspaces_have_the_same_result(monkeypatch, max_bytes):
-    from lik_ops.families.pooling import api
-
     documents = draw(40, 38, 36, 12, 40)
     expected = lik_ops.pool_tokens(documents, 2)
     monkeypatch.setattr(api, "MAX_DISTANCES_BYTES", {"cpu": max_bytes})

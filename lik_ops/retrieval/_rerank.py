@@ -57,13 +57,14 @@ def score_stored(g: inputs.ScoringArgs, snapshot: Snapshot, chosen: Tensor) -> T
     documents, inverse = documents[n_missing:], (inverse - n_missing).to(device)
     cu_seqlens = compute_offsets(snapshot.lengths[documents])
     source = sources.PackedSource(cu_seqlens, int(cu_seqlens[-1]), snapshot.manifest.layout)
-    for begin, end in source.ranges(0, len(documents), None, sources.choose_part_bytes(device)):
+    # Without documents there is one empty part, so that the scores require gradients nevertheless.
+    for begin, end in source.ranges(0, len(documents), None, sources.choose_part_bytes(device)) or [(0, 0)]:
         packed, cu_seqlens = snapshot.gather_documents(documents[begin:end], pinned=device.type == "cuda")
         packed = join_pieces([packed], lambda pieces: pieces[0].to(device, non_blocking=True))
         cu_seqlens = cu_seqlens.to(device, non_blocking=True)
         is_in_part = (inverse >= begin) & (inverse < end)
-        at = (inverse - begin).clamp(0, end - begin - 1)
-        lengths = cu_seqlens.diff()[at].where(is_in_part, 0)
+        at = (inverse - begin).clamp(0, max(end - begin - 1, 0))
+        lengths = torch.nn.functional.pad(cu_seqlens.diff(), (0, 1))[at].where(is_in_part, 0)
         args = inputs.replace_documents(g, as_scorable(packed, g.D.dtype, cu_seqlens))
         part_scores = inputs.score_candidates(args, cu_seqlens[at], lengths)[0]
         scores = torch.where(is_in_part, part_scores, scores)

@@ -58,7 +58,8 @@ class CodecFile:
             raise ValueError(f"{path}: the codec is missing") from None
         if (len(text), hashlib.sha256(text).hexdigest()) != (self.bytes, self.sha256):
             raise ValueError(f"{path}: the codec is truncated or corrupt: expected {self.bytes} bytes, got {len(text)}")
-        return _deserialize_codec(text)
+        with torch.inference_mode(False):  # an inference tensor would stay one, and no gradient could use it
+            return _deserialize_codec(text)
 
     @cached_property
     def _device_copies(self) -> dict[torch.device, ResidualCodec]:
@@ -70,7 +71,8 @@ class CodecFile:
             return self.codec
         codec = self._device_copies.get(device)
         if codec is None:
-            codec = self._device_copies[device] = self.codec.to(device)
+            with torch.inference_mode(False):
+                codec = self._device_copies[device] = self.codec.to(device)
         return codec
 
     def check(self, format: str, d: int) -> None:

@@ -222,6 +222,11 @@ def test_gradients_of_queries_and_weights(budget, tmp_path, monkeypatch):
     for x, y in zip(of, expected, strict=True):
         torch.testing.assert_close(x.grad, y.grad)
     assert not corpus.rerank(of[0], indices)[0].requires_grad
+    for nothing in (torch.full((2, 3), -1), torch.zeros(2, 0, dtype=torch.int64)):
+        scores = corpus.score(of[0], nothing, q_weight=of[1])
+        assert torch.equal(scores, torch.full(nothing.shape, -torch.inf).double())
+        for gradient in torch.autograd.grad(scores.exp().sum(), of):
+            assert not gradient.any()
 
 
 def test_score_reads_each_chosen_document_once(tmp_path, monkeypatch):

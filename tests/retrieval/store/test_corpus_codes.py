@@ -129,6 +129,16 @@ def test_quantize_to_codes_continues_and_serves_coarse_search(tmp_path):
             corpus.quantize(tmp_path / "small", format)
 
 
+def test_corpus_that_was_opened_in_inference_mode_has_gradients(tmp_path):
+    path = create_corpus(tmp_path, 2)[0].path
+    with torch.inference_mode():
+        corpus = Corpus.open(path)
+        lik_ops.retrieve(torch.randn(2, 3, 20), corpus, 2)
+    Q = torch.randn(2, 3, 20, requires_grad=True)
+    corpus.score(Q, [0, 1, 7]).sum().backward()
+    assert Q.grad is not None and Q.grad.isfinite().all()
+
+
 # the files
 
 

@@ -65,7 +65,7 @@ def compact(op: str, writer: files.Writer, snapshot: Snapshot) -> Manifest:
     manifest, layout, position = snapshot.manifest, snapshot.manifest.layout, 0
     writer.remove_leftovers()  # even if there is nothing to write
     lengths = snapshot.lengths  # read before any file is removed
-    for begin, end in list(_group_shards(manifest)):
+    for begin, end in list(_group_shards(snapshot)):
         if end - begin == 1 and manifest.shards[position].deleted is None:
             position += 1
             continue
@@ -80,11 +80,17 @@ def compact(op: str, writer: files.Writer, snapshot: Snapshot) -> Manifest:
     return manifest
 
 
-def _group_shards(manifest: Manifest) -> Iterator[tuple[int, int]]:
-    """Yield ranges of shards whose documents fit one shard of `MERGED_BYTES`. A larger shard has its own range."""
+def _group_shards(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
+    """Yield ranges of shards whose documents fit one shard of `MERGED_BYTES`. A larger shard has its own range.
+
+    The ids of a range have one type. Earlier releases appended ids of both types to one corpus.
+    """
+    manifest = snapshot.manifest
     begin, ends = 0, [0, *accumulate(_count_bytes(manifest, shard) for shard in manifest.shards)]
+    types = [type(snapshot.shard_file(i).ids[0]) if manifest.has_ids else None for i in range(len(ends) - 1)]
     for end in range(1, len(ends)):
-        if end == len(manifest.shards) or ends[end + 1] - ends[begin] > MERGED_BYTES:
+        is_last = end == len(types) or types[end] is not types[begin]
+        if is_last or ends[end + 1] - ends[begin] > MERGED_BYTES:
             yield begin, end
             begin = end
 

@@ -413,15 +413,15 @@ class Corpus:
             documents: a list of ``[L_i, d]`` tensors of the corpus's dtype on any device, or all documents packed
                 ``[T, d]`` with `lengths`. A corpus with a format quantizes each document with `lik_ops.quantize` on the
                 CPU. It also accepts a packed `Quantized` of its format, with `lengths`.
-            ids: one string or one integer for each document. Either all appends have ids or none has. Ids are not
-                checked for duplicates.
+            ids: one string or one integer for each document, of one type in all appends. Either all appends have ids
+                or none has. Ids are not checked for duplicates.
             lengths: integers ``[n]`` that sum to T, if `documents` is packed.
 
         Raises:
             OSError: an error of the disk, with a path. Nothing was committed, unless the error came after the new
                 manifest was in place. Opening the corpus shows which.
             RuntimeError: another process or thread is writing.
-            TypeError: a dtype or type is wrong.
+            TypeError: a dtype or type is wrong, or ids have another type than those before.
             ValueError: a size is wrong, ids are missing or unexpected, or the corpus is corrupt. See `open`.
         """
         op, snapshot = "Corpus.append", self._snapshot
@@ -431,6 +431,8 @@ class Corpus:
         tensors = layout.encode(op, packed, counts)
         with self._lock_for_change(snapshot) as (writer, manifest):
             if len(counts):
+                if ids is not None:
+                    appending.check_id_type(op, ids, Snapshot(self.path, manifest, snapshot).first_ids)
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, snapshot)
 
@@ -560,7 +562,8 @@ class Corpus:
         Shards are read, quantized and committed one at a time. A second call with the same arguments continues after an
         interruption, or adds documents that were appended to this corpus since. A complete conversion is only opened.
         To decide whether `path` has the first documents of this corpus, the call compares d, dtype, lengths and ids. It
-        also compares the codes of the first and the last document that has tokens. This corpus does not change.
+        also compares the codes and scales of the first and the last document that has tokens. This corpus does not
+        change.
 
         Args:
             path: a directory that is new, is empty, or has the result of an earlier call.
@@ -637,7 +640,8 @@ class Corpus:
             options: Any = {"method": method, "metric": metric, "num_protected": num_protected, "normalize": normalize}
             return pool_tokens(tokens, factor, cu_seqlens_d=cu_seqlens, **options)
 
-        pool(torch.zeros((0, self.d), dtype=self.dtype), torch.zeros(1, dtype=torch.int64))  # checks the options
+        with torch.device("cpu"):  # not the default device
+            pool(torch.zeros((0, self.d), dtype=self.dtype), torch.zeros(1, dtype=torch.int64))  # checks the options
         return self._convert("Corpus.pool", path, None, "token", Pooling(pool, num_protected))
 
     def _convert(self, op: str, path: Any, format: Any, scale: Scale, pooling: Pooling | None = None) -> Corpus:

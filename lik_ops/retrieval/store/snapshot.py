@@ -142,6 +142,11 @@ class Snapshot:
             return None
         return [x for i in range(len(self._files)) for x in self.shard_ids(i)]
 
+    @property
+    def first_ids(self) -> list:
+        """The ids of the documents of the first shard, also of deleted ones, or an empty list without ids."""
+        return self.shard_file(0).ids if self.manifest.has_ids and self.manifest.shards else []
+
     def shard_ids(self, i: int) -> list:
         """Return the ids of the documents of a shard that are not deleted."""
         ids, live_rows = self.shard_file(i).ids, self._live_rows(i)

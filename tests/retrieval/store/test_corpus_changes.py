@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import lik_ops
 from lik_ops import Corpus
-from lik_ops.retrieval.store import change, snapshot
+from lik_ops.retrieval.store import append, change, snapshot
 from lik_ops.retrieval.store.manifest import Manifest, Tombstones
 
 from ...support.residual import random_codec
@@ -236,6 +236,22 @@ def test_a_damaged_shard_is_not_compacted(tmp_path):
         corpus.compact()
     assert {x: x.read_bytes() for x in corpus.path.iterdir() if x.name != "append.lock"} == before
     assert corpus.ids == ["x1", "x2", "x3"]
+
+
+def test_ids_of_two_types_are_rejected_and_compacted_if_they_exist(tmp_path, monkeypatch):
+    corpus = create(tmp_path / "corpus")
+    fill(corpus, [(3, 2)])
+    with pytest.raises(TypeError, match=r"^Corpus.append: ids: expected str, as before, got int$"):
+        corpus.append(draw([2]), ids=[7])
+    monkeypatch.setattr(append, "check_id_type", lambda *_: None)  # as earlier releases
+    corpus.append(draw([4]), ids=[7])
+    corpus.delete(["x0"])
+    expected = corpus[1]
+    corpus.compact()
+    assert corpus.ids == Corpus.open(corpus.path, verify=True).ids == ["x1", 7] and torch.equal(corpus[1], expected)
+    assert corpus.quantize(tmp_path / "small").ids == ["x1", 7]
+    corpus.delete([7])
+    assert corpus.ids == ["x1"]
 
 
 def test_quantize_rejects_a_copy_after_further_deletions(tmp_path):

@@ -156,6 +156,18 @@ def test_quantize_rejects_the_result_of_another_corpus(case, tmp_path):
     assert {path: path.read_bytes() for path in small.path.iterdir()} == before
 
 
+@every_format
+@every_scale
+def test_quantize_rejects_the_result_of_a_corpus_of_another_scale(format, scale, tmp_path):
+    """Codes do not depend on the scale of a token."""
+    corpus, other = others(tmp_path, lambda x: ([y / 2 for y in x], range(10)))
+    other.quantize(tmp_path / "small", format, scale)
+    with pytest.raises(
+        ValueError, match=r"Corpus.quantize: path: expected the first documents of .*corpus, got others"
+    ):
+        corpus.quantize(tmp_path / "small", format, scale)
+
+
 def test_quantize_rejects_unsuitable_targets_and_sources(tmp_path):
     corpus, _ = plain(tmp_path / "corpus")
     small = corpus.quantize(tmp_path / "small")
@@ -237,6 +249,8 @@ def test_pool_rejects_wrong_options_and_unsuitable_targets(tmp_path):
         with pytest.raises(ValueError, match=message):
             corpus.pool(tmp_path / "small", **options)
     assert not (tmp_path / "small").exists()
+    with torch.device("meta"):
+        assert len(corpus.pool(tmp_path / "other device", 2)) == len(corpus)
     with pytest.raises(ValueError, match=r"Corpus.pool: expected a corpus of unquantized tokens, got one in int8"):
         corpus.quantize(tmp_path / "int8").pool(tmp_path / "small", 2)
     with pytest.raises(ValueError, match=r"Corpus.pool: path: expected a corpus of d=20, .*, got one of d=20, .* int8"):

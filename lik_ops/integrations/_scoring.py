@@ -162,9 +162,16 @@ def score_xtr(Q: Any, D: Any, q_mask: Any, d_mask: Any, top_k: int, normalizer: 
     return _fill_empty(maxsim_xtr(Q, D, top_k, mask, keep, q_weight=weight, normalizer=normalizer), D, keep, fill)
 
 
-def select_own_scores(scores: Tensor, count: int) -> Tensor:
-    """Return each query's scores of its own `count` documents ``[Nq, count]`` out of ``[Nq, G * count]``."""
-    return scores.unflatten(1, (-1, count)).diagonal(dim1=0, dim2=1).transpose(0, 1)
+def score_own_groups(score: Callable[[Tensor, Tensor], Tensor], queries: Any, documents: Any) -> Tensor:
+    """Return the scores ``[Nq, N]`` of each query's own documents ``[Nq, N, Ld, d]``.
+
+    `score` returns the scores ``[Nq, Nq * N]`` of every query and document. Queries may be one query ``[Lq, d]``.
+    """
+    Q, D = as_dense(queries, "queries"), as_dense(documents, "documents")
+    count = len(Q) if Q.dim() == 3 else 1
+    if D.dim() == 4 and len(D) != count:
+        raise ValueError(f"documents: expected {count} groups, one for each query, got {len(D)}")
+    return score(Q, D).reshape(count, count, D.shape[1]).diagonal(dim1=0, dim2=1).transpose(0, 1)
 
 
 def _prepare_sides(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -194,10 +195,8 @@ class XTRKDScores(XTRScores):
         documents_mask: Any = None,
     ) -> Tensor:
         """Return the scores ``[Nq, N]``."""
-        D = _scoring.as_dense(documents_embeddings, "documents")
-        return _scoring.select_own_scores(
-            super().__call__(queries_embeddings, D, queries_mask, documents_mask), D.shape[1]
-        )
+        score = partial(super().__call__, queries_mask=queries_mask, documents_mask=documents_mask)
+        return _scoring.score_own_groups(score, queries_embeddings, documents_embeddings)
 
 
 xtr_scores = XTRScores()

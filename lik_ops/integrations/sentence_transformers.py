@@ -303,9 +303,8 @@ def xtr_kd_scores(
         >>> sentence_transformers.xtr_kd_scores(torch.randn(2, 32, 128), torch.randn(2, 8, 300, 128)).shape
         torch.Size([2, 8])
     """
-    D = _scoring.as_dense(documents_embeddings, "documents")
-    scores = xtr_scores(queries_embeddings, D, queries_mask, documents_mask, top_k, chunk_elements)
-    return _scoring.select_own_scores(scores, D.shape[1])
+    score = partial(xtr_scores, queries_mask=queries_mask, documents_mask=documents_mask, top_k=top_k)
+    return _scoring.score_own_groups(score, queries_embeddings, documents_embeddings)
 
 
 def xtr_scores_pairwise(

@@ -225,6 +225,17 @@ def test_xtr_gradients_match_reference(host, device):
     assert pairs.shape == (3, 2) and torch.autograd.grad(pairs.sum(), Q)[0].any()
 
 
+@pytest.mark.parametrize("score", [pylate.xtr_kd_scores, st.xtr_kd_scores, st.xtr_scores_pairwise])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_xtr_groups_must_match_the_queries(score, groups):
+    Q, D = torch.randn(3, 3, 8), torch.randn(groups, 1, 5, 8)
+    with pytest.raises(ValueError, match=rf"documents: expected 3 groups, one for each query, got {groups}"):
+        score(Q, D[:, 0] if score is st.xtr_scores_pairwise else D)
+    with pytest.raises(ValueError, match=rf"documents: expected 1 groups, one for each query, got {groups}"):
+        score(Q[0], D)
+    close(score(Q[0], D[:1]).flatten(), score(Q[:1], D[:1]).flatten())
+
+
 def test_xtr_scorers_store_their_options():
     assert st.XTRScores(9, chunk_elements=4).get_config_dict() == {"top_k": 9, "chunk_elements": 4}
     assert st.XTRKDScores().top_k == pylate.xtr_scores.k == pylate.xtr_kd_scores.k == 256

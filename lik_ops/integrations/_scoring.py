@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import maxsim, maxsim_pairs, maxsim_xtr
 from ..api.packing import copy_from_host
+from ..core.arguments import score_dtype
 from ..core.arrays import share_array
 
 Tokens: TypeAlias = Tensor | list[Tensor]  # dense, or a list of [L_i, d]
@@ -35,6 +36,20 @@ def as_mask(name: str, mask: Any) -> Any:
         return as_tensor(mask)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}: expected a tensor, an array or a list, got {type(mask).__name__}") from None
+
+
+def fit_mask(name: str, mask: Any, shape: Sequence[int]) -> Tensor:
+    """Return the mask of the tokens `name` as a tensor of `shape`. One row is repeated for all items.
+
+    Raises:
+        ValueError: the mask has another shape. The message names ``<name>_mask``.
+        TypeError: the mask has no numbers.
+    """
+    tensor = as_mask(f"{name}_mask", mask)
+    one_row = (1, *shape[1:]) if len(shape) > 1 else shape
+    if tuple(tensor.shape) not in (tuple(shape), tuple(one_row)):
+        raise ValueError(f"{name}_mask: expected {list(shape)} to match the padded {name}, got {list(tensor.shape)}")
+    return tensor.expand(shape)
 
 
 def as_tokens(x: Any, name: str) -> Tokens:
@@ -112,8 +127,8 @@ def merge_groups(documents: Any, mask: Any) -> tuple[Tensor, Any]:
     D = as_dense(documents, "documents")
     if D.dim() != 4:
         raise ValueError(f"documents: expected [G, N, Ld, d], got {list(D.shape)}")
-    D = D.flatten(0, 1)
-    return D, None if mask is None else as_mask("documents_mask", mask).flatten(0, 1)
+    mask = None if mask is None else fit_mask("documents", mask, D.shape[:-1]).flatten(0, 1)
+    return D.flatten(0, 1), mask
 
 
 def move_tokens(tokens: Tokens, device: torch.device) -> Tokens:
@@ -184,14 +199,14 @@ def _prepare_sides(
     if d_mask is not None and isinstance(D, list):
         D = torch.nn.utils.rnn.pad_sequence(D, batch_first=True)
     mask = weight = keep = None
-    q_mask, d_mask = as_mask("q_mask", q_mask), as_mask("d_mask", d_mask)
     if q_mask is not None:
-        if q_mask.dtype == torch.bool:
-            mask = q_mask.expand(Q.shape[:-1])
+        fitted = fit_mask("queries", q_mask, Q.shape[:-1])
+        if fitted.dtype == torch.bool:
+            mask = fitted
         else:
-            weight = q_mask.to(torch.float64 if Q.dtype == torch.float64 else torch.float32).expand(Q.shape[:-1])
+            weight = fitted.to(score_dtype(Q.dtype))
     if d_mask is not None:
-        keep = d_mask.bool().expand(D.shape[:-1])
+        keep = fit_mask("documents", d_mask, D.shape[:-1]).bool()
     return Q, D, mask, weight, keep
 
 

@@ -34,19 +34,10 @@ class EmbeddingSide:
             if self.mask is not None and self.mask.dim() == 1:
                 self.mask = self.mask.unsqueeze(0)
         if self.mask is not None:
-            self._expand_mask()
+            width = max(self._widths(), default=0)
+            self.mask = _scoring.fit_mask(name, self.mask, (len(self), width))
         elif isinstance(self.tokens, Tensor):
             self.mask = self.tokens.any(-1)
-
-    def _expand_mask(self) -> None:
-        """Expand the mask to all items, after checking its shape."""
-        assert self.mask is not None
-        width = max(self._widths(), default=0)
-        if self.mask.dim() != 2 or self.mask.shape[1] != width or self.mask.shape[0] not in (1, len(self)):
-            raise ValueError(
-                f"{self.name}_mask: expected [{len(self)}, {width}], as {self.name} padded, got {list(self.mask.shape)}"
-            )
-        self.mask = self.mask.expand(len(self), -1)
 
     def __len__(self) -> int:
         return len(self.tokens)

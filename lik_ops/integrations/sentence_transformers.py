@@ -172,8 +172,8 @@ def colbert_scores(
         torch.Size([2, 6])
     """
     D, d_mask = _scoring.merge_groups(documents_embeddings, documents_mask)
-    Q = _scoring.as_tokens(queries_embeddings, "queries")
-    return maxsim(Q, D, queries_mask, d_mask, chunk_elements, length_normalize)
+    queries = EmbeddingSide("queries", queries_embeddings, queries_mask)
+    return maxsim(queries.tokens, D, queries.mask, d_mask, chunk_elements, length_normalize)
 
 
 def colbert_scores_pairwise(
@@ -192,8 +192,10 @@ def colbert_scores_pairwise(
         >>> sentence_transformers.colbert_scores_pairwise(Q, D).shape
         torch.Size([2])
     """
-    Q, D = _scoring.as_tokens(queries_embeddings, "queries"), _scoring.as_tokens(documents_embeddings, "documents")
-    return maxsim_pairwise(Q, D, queries_mask, documents_mask, chunk_elements, length_normalize)
+    queries = EmbeddingSide("queries", queries_embeddings, queries_mask)
+    documents = EmbeddingSide("documents", documents_embeddings, documents_mask)
+    masks = queries.mask, documents.mask
+    return maxsim_pairwise(queries.tokens, documents.tokens, *masks, chunk_elements, length_normalize)
 
 
 def colbert_kd_scores(

@@ -370,6 +370,35 @@ def test_errors_name_embeddings_that_are_none(name):
             score(*given)
 
 
+TAKE_MASKS = {  # the shape of the documents of each function
+    **dict.fromkeys((st.colbert_scores, st.colbert_kd_scores, st.xtr_scores, st.xtr_kd_scores), (2, 2, 5, 4)),
+    **dict.fromkeys(
+        (pylate.ColBERTScores(), pylate.colbert_kd_scores, pylate.XTRScores(), pylate.XTRKDScores()), (2, 2, 5, 4)
+    ),
+    **dict.fromkeys((pylate.colbert_scores, st.colbert_scores_pairwise, st.xtr_scores_pairwise), (2, 5, 4)),
+}
+
+
+@pytest.mark.parametrize("score", TAKE_MASKS)
+def test_masks_of_other_shapes_are_rejected(score):
+    """One row for all items is accepted, as in the hosts."""
+    Q, D = torch.randn(2, 3, 4), torch.randn(TAKE_MASKS[score])
+    for shape in ((), (3,), (2,), (2, 1), (2, 7), (1, 7), (3, 3), (2, 3, 1)):
+        for dtype in (torch.bool, torch.float32):
+            with pytest.raises(
+                ValueError, match=rf"^queries_mask: expected \[2, 3\].*got {re.escape(str(list(shape)))}"
+            ):
+                score(Q, D, torch.ones(shape, dtype=dtype))
+    for shape in ((), (5,), (2, 1), (5, 5), (3, 5), (2, 2, 1), (2, 2, 7), (2, 1, 7), (2, 5, 1), (2, 2, 5, 1)):
+        with pytest.raises(ValueError, match=r"^documents_mask: expected "):
+            score(Q, D, None, torch.ones(shape))
+    if D.dim() == 4:
+        with pytest.raises(ValueError, match=r"^documents_mask: expected \[2, 2, 5\].*got \[2, 5\]"):
+            score(Q, D, None, torch.ones(2, 5))
+    q_mask, d_mask = torch.tensor([[1.0, 0.0, 1.0]]), torch.ones(1, *D.shape[1:-1])
+    close(score(Q, D, q_mask, d_mask), score(Q, D, q_mask.expand(2, 3), d_mask.expand(D.shape[:-1])))
+
+
 # sentence-transformers only.
 
 

@@ -189,11 +189,21 @@ def score_own_groups(score: Callable[[Tensor, Tensor], Tensor], queries: Any, do
     return score(Q, D).reshape(count, count, D.shape[1]).diagonal(dim1=0, dim2=1).transpose(0, 1)
 
 
+def _match_features(tokens: Tokens, others: Tokens) -> Tokens:
+    """Return `tokens`. If they are a list without features, its empty items get the d of `others`."""
+    if isinstance(tokens, Tensor) or any(t.shape[1] for t in tokens[:1]):
+        return tokens
+    sizes = others.shape[-1:] if isinstance(others, Tensor) else [t.shape[1] for t in others[:1]]
+    d = next(iter(sizes), 0)
+    return [t.reshape(0, d) if len(t) == 0 else t for t in tokens]
+
+
 def _prepare_sides(
     Q: Any, D: Any, q_mask: Any, d_mask: Any
 ) -> tuple[Any, Any, Tensor | None, Tensor | None, Tensor | None]:
     """Return ``(Q, D, q_mask, q_weight, d_mask)`` as arguments of `maxsim`."""
     Q, D = as_tokens(Q, "queries"), as_tokens(D, "documents")
+    Q, D = _match_features(Q, D), _match_features(D, Q)
     if q_mask is not None and isinstance(Q, list):
         Q = torch.nn.utils.rnn.pad_sequence(Q, batch_first=True)
     if d_mask is not None and isinstance(D, list):

@@ -109,6 +109,21 @@ def test_documents_without_tokens_get_the_empty_score(host, device):
 
 
 @EVERY
+@pytest.mark.parametrize(
+    "documents", [[[], []], [torch.tensor([]), torch.zeros(0, 8)[:, :0]]], ids=["lists", "tensors"]
+)
+def test_lists_of_empty_documents_get_the_empty_score(host, documents):
+    score, empty = CROSS[host]
+    pairwise = st.maxsim_pairwise if host == "sentence_transformers" else pylate.colbert_scores_pairwise
+    Q = torch.randn(2, 3, 8)
+    for queries in (Q, list(Q)):
+        assert (score(queries, documents) == empty).all() and score(queries, documents).shape == (2, 2)
+        assert (pairwise(queries, documents) == empty).all()
+    assert (score(documents, Q) == 0).all()
+    assert (score(Q, documents, None, torch.ones(2, 0)) == empty).all()
+
+
+@EVERY
 def test_numeric_query_mask_weights_tokens(host, device):
     score, _ = CROSS[host]
     Q, D = torch.randn(2, 3, 8, device=device), torch.randn(4, 5, 8, device=device)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import maxsim_soft
+from ..core.arguments import check_count, format_shape
 from . import _pooling, _routing, _scoring
 from ._routing import Routing as Routing
 
@@ -84,8 +85,8 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
         The scores ``[Nq, Np]``.
 
     Raises:
-        ValueError: `qs` or `ps` is empty, or a shape is wrong.
-        TypeError: a dtype is wrong.
+        ValueError: `qs` or `ps` is empty, a shape is wrong, or `batch_size` is below 1.
+        TypeError: a dtype or type is wrong.
 
     Example:
         >>> from lik_ops.integrations import colpali
@@ -93,11 +94,16 @@ def score_multi_vector(qs: Any, ps: Any, batch_size: int = 128, device: str | to
         >>> colpali.score_multi_vector([torch.eye(20, 128)], pages).shape
         torch.Size([1, 2])
     """
-    for name, embeddings in (("qs", qs), ("ps", ps)):
-        if embeddings is not None and len(embeddings) == 0:
+    check_count("score_multi_vector", "batch_size", batch_size, 1)
+    queries, pages = _scoring.as_tokens(qs, "qs"), _scoring.as_tokens(ps, "ps")
+    for name, tokens in (("qs", queries), ("ps", pages)):
+        if isinstance(tokens, Tensor) and tokens.dim() != 3:
+            expected = "[N, L, d] or a list of [L, d]"
+            raise ValueError(f"score_multi_vector: {name}: expected {expected}, got {format_shape(tokens)}")
+        if len(tokens) == 0:
             raise ValueError(f"score_multi_vector: {name}: expected at least one, got none")
     target_device = torch.device(device or _choose_device())
-    queries, pages = _scoring.move_tokens(_scoring.as_tokens(qs, "qs"), target_device), _scoring.as_tokens(ps, "ps")
+    queries = _scoring.move_tokens(queries, target_device)
     parts = [
         _scoring.score_cross(
             queries, _scoring.move_tokens(pages[begin : begin + batch_size], target_device), None, None

@@ -526,6 +526,11 @@ def test_colpali_page_scores_match_single_pairs(batch_size, device):
     for name in ("qs", "ps"):
         with pytest.raises(ValueError, match=name):
             colpali.score_multi_vector(*((Q, []) if name == "ps" else ([], D)))
+        with pytest.raises(ValueError, match=rf"{name}: expected \[N, L, d\] or a list of \[L, d\], got \[4, 8\]"):
+            colpali.score_multi_vector(*((Q, Q[0]) if name == "ps" else (Q[0], D)))
+    for batch_size in (0, -1):
+        with pytest.raises(ValueError, match=f"score_multi_vector: batch_size: expected 1 or more, got {batch_size}"):
+            colpali.score_multi_vector(Q, D, batch_size)
 
 
 # All adapters.

@@ -148,6 +148,8 @@ def _check_pairs(q_embs: Sequence[Tensor], d_embs: Sequence[Tensor]) -> None:
                 raise ValueError(f"{op}: {name}[{i}]: expected device {first.device}, as q_embs[0], got {t.device}")
             if t.dtype != first.dtype and not torch.is_autocast_enabled(t.device.type):
                 raise TypeError(f"{op}: {name}[{i}]: expected {first.dtype}, as q_embs[0], got {t.dtype}")
+    if first.shape[1] < 1:
+        raise ValueError(f"{op}: q_embs[0]: expected d >= 1, got {format_shape(first)}")
 
 
 def _pack_documents(d_embs: Sequence[Tensor]) -> tuple[Tensor, list[int]]:

@@ -83,6 +83,7 @@ def wrong_pairs():
     yield [q, q], [d, d[:, :4]], ValueError, "d_embs[1]: expected [L, 8], got [4, 4]"
     yield [q, q], [d, d[None]], ValueError, "d_embs[1]: expected [L, 8], got [1, 4, 8]"
     yield [q[0], q], [d, d], ValueError, "q_embs[0]: expected [L, d], got [8]"
+    yield [q[:, :0]], [d[:, :0]], ValueError, "q_embs[0]: expected d >= 1, got [3, 0]"
     yield [q, q], [d, None], TypeError, "d_embs[1]: expected a floating-point Tensor, got NoneType"
     yield [q, q], [d, d.int()], TypeError, "d_embs[1]: expected a floating-point Tensor, got torch.int32"
     yield [q, q], [d, d.to("meta")], ValueError, "d_embs[1]: expected device cpu, as q_embs[0], got meta"

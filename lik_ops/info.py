@@ -204,8 +204,8 @@ def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     sizes = args.nq, args.nd, args.lq, args.ld, args.d
     options = args.q_mask, args.d_mask, args.normalize, args.argmax, args.gradients, args.quantized, args.soft
     call = explain.CallDescription(args.layout, getattr(torch, args.dtype), *sizes, *options, args.pairs)
-    print(f"on {arch.name}, {arch.processors} SMs, {KERNEL_VARIABLE}={get_forced_kernel()}: {call}")
     try:
+        print(f"on {arch.name}, {arch.processors} SMs, {KERNEL_VARIABLE}={get_forced_kernel()}: {call}")
         for line in explain.explain_call(call, arch).lines():
             print(line)
     except ValueError as error:  # LIK_OPS_KERNEL, or an option that a format does not support

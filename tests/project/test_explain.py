@@ -119,6 +119,13 @@ def test_unsupported_options_are_rejected(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_unknown_forced_kernel_is_an_error_line():
+    command = [sys.executable, "-m", "lik_ops.info", "--explain", "--arch", "sm_90"]
+    environment = os.environ | {"LIK_OPS_KERNEL": "foo"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.stdout == "error: LIK_OPS_KERNEL: expected one of auto, generic, sm90, got 'foo'\n", ran.stderr
+
+
 def test_info_prints_the_environment_switches(capsys):
     info.main([])
     printed = capsys.readouterr().out

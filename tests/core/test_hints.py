@@ -53,6 +53,7 @@ def test_tokens_that_look_unnormalized_warn_once(name, side):
     with pytest.warns(UserWarning, match=f"{side}: expected tokens of norm 1 .* got norms around 3. Pass") as found:
         CALLS[name](Q, D)
     assert [x.filename for x in found] == [__file__]
+    assert "or `with lik_ops.norm_warning(False):`." in str(found[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for call in CALLS.values():

@@ -89,7 +89,7 @@ def inspect_tokens(
                 "norms",
                 f"{op}: {name}: expected tokens of norm 1 as late-interaction models are trained with, got norms around"
                 f" {norm:.3g}. Pass normalize=True, or turn this warning off with LIK_OPS_NORM_WARNING=0 or"
-                " lik_ops.norm_warning(False). Only the first such call of a process warns.",
+                " `with lik_ops.norm_warning(False):`. Only the first such call of a process warns.",
             )
             return
 

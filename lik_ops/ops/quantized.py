@@ -206,12 +206,7 @@ def maxsim_quantized_bwd(*args: Any) -> tuple[Tensor, Tensor]:
     check_args = grad_scores, tensors, encoded_tokens, argmax, needs
     backend = lookup_backend(_BWD, args[:-1], tuple(needs), args[1], _check_backward_args, *check_args)
     functional.reject_forward_ad(grad_scores, args[1], tensors[8])
-    # Rotated documents multiply rotated queries, and their gradients rotate back.
-    tensors = (encoded_tokens.transform_queries(tensors[0]), *tensors[1:])
-    grad_Q, grad_weight = backend.backward_quantized(
-        grad_scores, tensors, encoded_tokens, argmax, normalize, list(needs)
-    )
-    return encoded_tokens.transform_queries(grad_Q, inverse=True) if needs[0] else grad_Q, grad_weight
+    return backend.backward_quantized(grad_scores, tensors, encoded_tokens, argmax, normalize, list(needs))
 
 
 @maxsim_quantized_bwd.register_fake

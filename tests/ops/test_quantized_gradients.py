@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lik_ops
+from lik_ops.formats.rotation import make_rotation
 from lik_ops.formats.table import ALL_FORMATS, FP8_QUERIES, INT8_QUERIES
 from lik_ops.portable import backend as portable
 
@@ -63,6 +64,30 @@ def test_gradients_match_the_formula(place, format, mode, d, options, normalize)
             assert x.dtype == leaf.dtype and x.shape == leaf.shape
             within = TOLERANCES[dtype]
             torch.testing.assert_close(x.double(), expected, rtol=within, atol=within * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("format", ["int8", "rq4", "rq2", "rq1"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cpu_gradients_are_rounded_once(dtype, format):
+    p = problem("cross", dtype, 128, format, "token", options=True)
+    Q, weight = p.r.Q.clone().requires_grad_(), p.r.q_weight.clone().requires_grad_()
+    arguments = Q, *p.stored, *p.r[2:8], weight, True
+    scores, argmax = lik.maxsim_quantized_fwd(*arguments, torch.int32, int(p.r.cu_seqlens_q.diff().max()))
+    upstream = torch.randn_like(scores)
+    found = torch.autograd.grad(scores, (Q, weight), upstream)
+    expected = expected_gradients(p, argmax, upstream, normalize=True)
+    assert (found[0] != expected[0].to(dtype)).double().mean() < 0.01
+    torch.testing.assert_close(found[1].double(), expected[1], rtol=1e-5, atol=1e-5 * float(expected[1].abs().max()))
+
+
+def test_gradients_are_finite_where_rotated_queries_exceed_fp16():
+    rotation, made = make_rotation(16, torch.device("cpu")), lik_ops.quantize(torch.randn(1, 3, 16).half(), "rq4")
+    Q = (rotation[:, 0] * 80_000).half()[None, None].requires_grad_()
+    weight = torch.ones(1, 1, requires_grad=True)
+    scores = lik_ops.maxsim(Q, made, q_weight=weight)
+    torch.testing.assert_close(torch.autograd.grad(scores.sum(), weight)[0], scores.detach())
+    normalized = lik_ops.maxsim(Q, made, normalize=True)
+    assert torch.autograd.grad(normalized.sum(), Q)[0].isfinite().all()
 
 
 def draw(place, *sizes):

@@ -353,10 +353,12 @@ def backward_quantized(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of Q and q_weight for quantized documents with one token axis.
 
-    The D of `tensors` is a placeholder that only carries the token count.
+    Rotated queries are rounded to their dtype, as in the forward. Their gradients rotate back. The D of `tensors` is a
+    placeholder that only carries the token count.
     """
     data = stored.data.view(*tensors[1].shape[:-1], stored.data.shape[1])
-    c = PackedArgs.from_tensors((tensors[0], data, *tensors[2:]), argmax.shape[1]).for_kernel()
+    Q = stored.transform_queries(tensors[0])
+    c = PackedArgs.from_tensors((Q, data, *tensors[2:]), argmax.shape[1]).for_kernel()
     all_needs = [needs[0], False, needs[1]]
     grad_Q, _, grad_weight = backward_cut(grad_scores, c, argmax, normalize, all_needs, False, stored)
-    return grad_Q, grad_weight
+    return stored.transform_queries(grad_Q, inverse=True) if needs[0] else grad_Q, grad_weight

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...core.arguments import score_dtype
 from ...core.segments import RaggedArgs
-from ...formats.table import EncodedTokens
+from ...formats.table import OPERAND_FORMATS, EncodedTokens
 from ..blocks import MiB, Piece, compute_row_norms, split_range
 from ..layout import BatchedArgs, PairSegments
 from .dense import MAX_ENTRIES, DenseBackward, sum_bags
@@ -33,9 +34,18 @@ def backward_ragged(
 def backward_quantized(
     grad_scores: Tensor, tensors: Sequence, stored: EncodedTokens, argmax: Tensor, normalize: bool, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of Q and q_weight for quantized documents, each empty if not needed."""
-    all_needs = [needs[0], False, needs[1]]
-    return _PackedBackward(grad_scores, tensors, argmax, normalize, all_needs, stored).gradients()[::2]
+    """Return the gradients of Q and q_weight for quantized documents, each empty if not needed.
+
+    As in the forward, queries are rotated in fp32 (fp64). Their gradients rotate back before they are rounded.
+    """
+    Q, all_needs = tensors[0], [needs[0], False, needs[1]]
+    is_rotated = OPERAND_FORMATS[stored.format].rotated
+    transformed = stored.transform_queries(Q.to(score_dtype(Q.dtype)) if is_rotated else Q)
+    backward = _PackedBackward(grad_scores, (transformed, *tensors[1:]), argmax, normalize, all_needs, stored)
+    grad_Q, _, grad_weight = backward.gradients()
+    if needs[0] and is_rotated:
+        grad_Q = stored.transform_queries(grad_Q, inverse=True)
+    return grad_Q.to(Q.dtype), grad_weight
 
 
 class _PackedBackward(DenseBackward):

@@ -55,15 +55,16 @@ def quantize(
             and 1 bits of each feature of rotated tokens. A `ResidualCodec` on the device of D is also accepted.
         scale: one scale for each ``"token"``, for each ``"document"``, or for the whole ``"tensor"``. Residual codes
             always have one scale for each token.
-        d_mask: tokens to keep, the shape of D without d. Masked tokens become zeros, whatever values they hold.
+        d_mask: tokens to keep, the shape of D without d. Masked tokens are encoded as zeros, whatever values they hold.
         cu_seqlens_d: int32 or int64 ``[Nd + 1]``. Packed document k has the tokens from ``cu_seqlens_d[k]`` to
             ``cu_seqlens_d[k + 1]``.
         query: precision of query rows in products with ``"int8"``, ``"binary"`` or ``"fp8_e4m3"`` documents, see
             `Quantized`.
 
     Returns:
-        A `Quantized`. A token of zeros dequantizes to zeros in every format. All features of a token with NaN or
-        infinity become NaN. If a document or tensor shares one scale, so do the other tokens that share this scale.
+        A `Quantized`. A token of zeros dequantizes to zeros, with a shared scale only in ``"int8"`` and FP8. All
+        features of a token with NaN or infinity become NaN. If a document or tensor shares one scale, so do the other
+        tokens that share this scale.
 
     Raises:
         TypeError: a dtype or type is wrong.

@@ -97,6 +97,16 @@ def test_quantize_zero_tiny_and_nonfinite_tokens(format, scale):
         assert scores[:, 4:].isnan().all() and scores[:, :4].isfinite().all()
 
 
+@every_format
+@every_scale
+def test_tokens_of_zeros_stay_zeros_unless_their_format_has_no_zero(format, scale):
+    D, mask = tokens(2, 4, 16), torch.ones(2, 4, dtype=torch.bool)
+    D[:, 1], mask[:, 2] = 0, False
+    found = quantize(D, format, scale, d_mask=mask).dequantize()[:, 1:3]
+    has_zero = scale == "token" or format in ("int8", "fp8_e4m3", "fp8_e5m2")
+    assert torch.equal(found.any(-1), torch.full((2, 2), not has_zero))
+
+
 @pytest.mark.parametrize(
     ("format", "scale"), [*itertools.product(FORMATS, SCALES), *((format, "token") for format in RESIDUAL_FORMATS)]
 )

@@ -164,13 +164,9 @@ def vmap_backward(
 
 def _unfold_gradients(grads: tuple[Tensor, ...], needs: list[bool], batch: _VmapBatch) -> Outputs:
     """Return the gradients with a batch axis, unless not needed."""
-    batched_grads = tuple(
-        g.unflatten(0, (batch.size, -1)) if n and g.numel() else g for g, n in zip(grads, needs, strict=True)
-    )
     sizes = [batch.args[i].shape[batch.is_batched[i] :] for i in (1, 2)]
     batched_grads = tuple(
-        x if not n or x.numel() else x.new_empty((batch.size, *s))
-        for x, n, s in zip(batched_grads, needs, (*sizes, sizes[0][:-1]), strict=True)
+        g.reshape((batch.size, *s)) if n else g for g, n, s in zip(grads, needs, (*sizes, sizes[0][:-1]), strict=True)
     )
     return batched_grads, tuple(0 if n else None for n in needs)
 

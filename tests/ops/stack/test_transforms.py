@@ -32,6 +32,7 @@ def _no_loop_fallback():
 def documents_shape(layout):
     return {
         "cross": (K, Ld, d),
+        "one_query": (K, Ld, d),
         "candidates": (Nq, K, Ld, d),
         "flat_q": (K, Ld, d),
         "flat_d": (Ld, d),
@@ -42,7 +43,8 @@ def documents_shape(layout):
 def arguments(layout, batched, dims=(0, 0, 0, 0, 0), device="cpu", dtype=torch.float32, seed=0):
     """Return Q, D, q_mask, d_mask, q_weight, with a batch axis at `dims` for the `batched` ones, and the in_dims."""
     generator = torch.Generator().manual_seed(seed)
-    q_shape, d_shape = (Lq, d) if layout in ("flat_q", "flat") else (Nq, Lq, d), documents_shape(layout)
+    queries = {"flat_q": (), "flat": (), "one_query": (1,)}.get(layout, (Nq,))
+    q_shape, d_shape = (*queries, Lq, d), documents_shape(layout)
     shapes = (q_shape, d_shape, q_shape[:-1], d_shape[:-1], q_shape[:-1])
     args = []
     for i, shape in enumerate(shapes):
@@ -111,6 +113,31 @@ def test_vmapped_gradients(layout, recompute):
         for argnums in ((0, 1, 4), ((0, 1, 4)[n % 3],)):  # one alternating argument: no other gradient is computed
             actual = vmap(grad(step, argnums), in_dims)(*args)
             expected = one_by_one(grad(step, argnums), args, in_dims)
+            for a, e in zip(actual, expected, strict=True):
+                torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("layout", ["cross", "one_query", "candidates", "flat_q", "flat"])
+@pytest.mark.parametrize("argnum", [0, 1, 4])
+def test_vmapped_jacobians(layout, argnum):
+    for batched in SUBSETS:
+        args, in_dims = arguments(layout, batched)
+        actual = vmap(jacrev(scores, argnum), in_dims)(*args)
+        torch.testing.assert_close(actual, one_by_one(jacrev(scores, argnum), args, in_dims))
+
+
+@pytest.mark.parametrize("layout", ["cross", "one_query", "candidates"])
+@pytest.mark.parametrize("op", [torch.ops.lik.maxsim_bwd_lowmem, torch.ops.lik.maxsim_bwd_unified])
+def test_vmapped_raw_backwards(layout, op):
+    for n, batched in enumerate(SUBSETS):
+        args, in_dims = arguments(layout, batched)
+        for needs in ([True, True, True], [n % 3 == i for i in range(3)]):
+
+            def backward(Q, D, q_mask, d_mask, w, needs=needs):
+                upstream, argmax = torch.ops.lik.maxsim_fwd(Q, D, q_mask, d_mask, w, True, torch.int32, "auto")
+                return op(upstream, Q, D, argmax, q_mask, d_mask, w, True, needs)
+
+            actual, expected = vmap(backward, in_dims)(*args), one_by_one(backward, args, in_dims)
             for a, e in zip(actual, expected, strict=True):
                 torch.testing.assert_close(a, e)
 

@@ -50,12 +50,14 @@ def clamp_to_at_most_one(size: Any) -> Any:
     A tracer assumes that a symbolic size is at least 1. It would replace the plain minimum by 1, but keeps this
     expression.
     """
-    return min(size, 1) if isinstance(size, int) else torch.sym_min((size + 1) // 2, 1)
+    half = (size + 1) // 2
+    # In Dynamo every size is an int, and `min` of a symbolic one becomes `sym_min`.
+    return min(half, 1) if isinstance(size, int) else torch.sym_min(half, 1)
 
 
 def clamp_to_at_least_one(size: Any) -> Any:
     """Return ``max(size, 1)``, which is 1 in an exported program whose size is 0. See `clamp_to_at_most_one`."""
-    return max(size, 1) if isinstance(size, int) else size + 1 - clamp_to_at_most_one(size)
+    return size + 1 - clamp_to_at_most_one(size)
 
 
 def require(condition, message) -> None:

@@ -107,8 +107,11 @@ def maxsim_soft_fwd(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _resolve_temperature(tau: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor | float:
-    """Return the tensor `tau`, or the number, clamped to the smallest number that can divide a similarity."""
-    return max(temperature, torch.finfo(score_dtype(dtype)).tiny) if tau is None else tau
+    """Return the tensor `tau`, or the number, clamped to the positive normal numbers of the dtype of the scores."""
+    if tau is not None:
+        return tau
+    limits = torch.finfo(score_dtype(dtype))
+    return min(max(temperature, limits.tiny), limits.max)
 
 
 @maxsim_soft_fwd.register_fake

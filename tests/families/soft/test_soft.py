@@ -208,6 +208,17 @@ def test_huge_and_tiny_similarities_match_reference(place, size):
 
 
 @at_places
+@pytest.mark.parametrize("tau", [3e38, 1e39, 1e300])
+def test_huge_temperature_of_one_token_scores_like_maxsim(place, tau):
+    """The soft maximum of one token is its similarity, also for a temperature beyond the fp32 maximum."""
+    x = build(replace(SMALL, Ld=1), place.device)
+    with place.use():
+        found, grads = step(lik_ops.maxsim_soft, x, tau, False, torch.ones(3, 3, device=place.device))
+        torch.testing.assert_close(found, lik_ops.maxsim(*x.leaves()).detach())
+    assert all(bool(g.isfinite().all()) for g in grads)
+
+
+@at_places
 def test_infinities_and_nan(place):
     Q = torch.ones(1, 2, 16, device=place.device)
     D = torch.zeros(5, 20, 16, device=place.device)

@@ -12,9 +12,9 @@ from ..core.extras import import_extra
 def onnx_translations() -> dict[Any, Callable]:
     """Return the table with which `torch.onnx.export` writes MaxSim in standard ONNX operators.
 
-    Needs onnxscript (in a checkout: ``pip install ".[onnx]"``). Every size may be dynamic. The model computes a matrix
-    product, a maximum and a sum. Unlike the operator it stores all similarities of a call, so score in batches. Argmax
-    (`maxsim_with_argmax`) and gradients are not translated.
+    Needs onnxscript (in a checkout: ``pip install ".[onnx]"``). Every size of 1 or more may be dynamic. The model
+    computes a matrix product, a maximum and a sum. Unlike the operator it stores all similarities of a call, so score
+    in batches. Argmax (`maxsim_with_argmax`) and gradients are not translated.
 
     Returns:
         The argument ``custom_translation_table``.

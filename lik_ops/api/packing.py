@@ -22,6 +22,7 @@ from ..core.arguments import (
     check_tensor,
     check_tokens,
     describe_non_tensor,
+    describe_type,
     format_shape,
     score_dtype,
 )
@@ -210,8 +211,9 @@ def pack_sequences(op: str, name: str, x: Any, nothing: Tensor | None = None) ->
                 raise ValueError(f"{op}: {name}: expected a nested tensor [N, L, ...] ragged in L, got {list(x.shape)}")
             return PackedSequences(x.values(), jagged.offsets(), None, x.shape[1])
         x = x.unbind()  # a jagged tensor with gaps, or the strided layout
-    if not isinstance(x, Iterable) or (isinstance(x, Tensor) and x.dim() == 0):
-        raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {describe_non_tensor(x)}")
+    # 0-d tensors and arrays are instances of Iterable, but raise when iterated.
+    if not isinstance(x, Iterable) or getattr(x, "ndim", None) == 0:
+        raise TypeError(f"{op}: {name}: expected a list of tensors or a nested tensor, got {describe_type(x)}")
     if isinstance(x, Tensor):
         check_strided(op, name, x)
     sequences = [*x]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -410,6 +411,8 @@ def test_pack_and_unpack_errors_name_the_argument():
         (lambda: lik_ops.pack([x, x.double()]), TypeError, r"pack: sequences\[1\]: expected the dtype"),
         (lambda: lik_ops.pack([x, x.to("meta")]), ValueError, r"pack: sequences\[1\]: expected the device"),
         (lambda: lik_ops.pack([[1.0]]), TypeError, r"pack: sequences\[0\]: expected a Tensor, got list"),
+        (lambda: lik_ops.pack(x.sum()), TypeError, r"pack: sequences: expected a list of tensors .* got a tensor \[\]"),
+        (lambda: lik_ops.pack(np.array("x")), TypeError, "pack: sequences: expected a list of tensors .* got ndarray$"),
         (lambda: lik_ops.unpack(x, torch.tensor([0, 3])), ValueError, "unpack: cu_seqlens: expected ascending"),
         (lambda: lik_ops.unpack(x, torch.tensor([0, 2, 1])), ValueError, "unpack: cu_seqlens"),
         (lambda: lik_ops.unpack(x, torch.tensor([-1, 2])), ValueError, "unpack: cu_seqlens"),

@@ -191,10 +191,9 @@ def score_own_groups(score: Callable[[Tensor, Tensor], Tensor], queries: Any, do
 
 def _match_features(tokens: Tokens, others: Tokens) -> Tokens:
     """Return `tokens`. If they are a list without features, its empty items get the d of `others`."""
-    if isinstance(tokens, Tensor) or any(t.shape[1] for t in tokens[:1]):
+    if isinstance(tokens, Tensor) or not tokens or tokens[0].shape[1]:
         return tokens
-    sizes = others.shape[-1:] if isinstance(others, Tensor) else [t.shape[1] for t in others[:1]]
-    d = next(iter(sizes), 0)
+    d = others.shape[-1] if isinstance(others, Tensor) else others[0].shape[1] if others else 0
     return [t.reshape(0, d) if len(t) == 0 else t for t in tokens]
 
 

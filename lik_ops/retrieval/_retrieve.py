@@ -21,7 +21,15 @@ from . import _streamed, sources
 from .argmax import TwoStageArgmax, find_argmax, fix_snapshot
 from .arguments import add_query_axis, convert_search, drop_query_axis
 from .store.layout import as_scorable
-from .subset import limit_to_part, list_union, name_results, pad_results, resolve_subset, search_chosen
+from .subset import (
+    limit_to_part,
+    list_union,
+    name_results,
+    negate_scores,
+    pad_results,
+    resolve_subset,
+    search_chosen,
+)
 from .two_stage import TwoStage, retrieve_quantized, retrieve_two_stage, search_quantized
 
 if TYPE_CHECKING:
@@ -360,7 +368,7 @@ def retrieve_from_source(
         results = _search_part(args, bounds, positions, lowest)
         best = results if best is None else topk.merge_parts([best, results], top_k, missing=positions is not None)
     if lowest:
-        best = (-best[0]).masked_fill(best[1] < 0, -torch.inf), best[1]
+        best = negate_scores(*best), best[1]
     return drop_query_axis(Q, best)
 
 
@@ -373,6 +381,4 @@ def _search_part(s: SearchArgs, at: tuple[int, int], positions: Tensor | None, l
         return scores, indices.add_(begin)
     documents = torch.arange(end - begin, device="cpu") if positions is None else limit_to_part(positions, begin, end)
     scores, indices = search_chosen(_OP, s, documents.to(s.Q.device, non_blocking=True), lowest)
-    if lowest:  # missing documents stay last
-        scores = (-scores).masked_fill(indices < 0, -torch.inf)
-    return scores, torch.where(indices >= 0, indices + begin, -1)
+    return negate_scores(scores, indices) if lowest else scores, torch.where(indices >= 0, indices + begin, -1)

@@ -92,10 +92,15 @@ def search_chosen(op: str, s: SearchArgs, chosen: Tensor, lowest: bool = False) 
     for begin in range(0, max(count, 1), step):
         part = chosen[..., begin : begin + step]
         scores = inputs.score_documents(g, *locate_documents(s, part))[0]
-        scores = (-scores if lowest else scores).masked_fill(part < 0, -torch.inf)
+        scores = negate_scores(scores, part) if lowest else scores.masked_fill(part < 0, -torch.inf)
         parts.append(topk.select_candidates(scores, part.expand(scores.shape), s.top_k))
     values, indices = topk.merge_parts(parts, s.top_k, missing=True)
-    return (-values).masked_fill(indices < 0, -torch.inf) if lowest else values, indices
+    return negate_scores(values, indices) if lowest else values, indices
+
+
+def negate_scores(scores: Tensor, indices: Tensor) -> Tensor:
+    """Return scores in the reverse order of documents, except that missing documents, with index -1, stay last."""
+    return (-scores).masked_fill(indices < 0, -torch.inf)
 
 
 def score_chosen(op: str, s: SearchArgs, chosen: Tensor) -> Tensor:

@@ -162,11 +162,10 @@ def encode_ids(op: str, ids: Any, count: int) -> bytes | None:
         raise ValueError(f"{op}: ids: expected {expected}, got {largest}") from None
 
 
-def check_id_type(op: str, ids: Any, earlier: list) -> None:
+def check_id_type(op: str, ids: Any, expected: type | None) -> None:
     """Raise TypeError unless ids, which `encode_ids` accepted, have the type of ids that were appended before."""
-    if earlier and type(ids[0]) is not type(earlier[0]):
-        expected = f"{type(earlier[0]).__name__}, as before"
-        raise TypeError(f"{op}: ids: expected {expected}, got {type(ids[0]).__name__}")
+    if expected is not None and type(ids[0]) is not expected:
+        raise TypeError(f"{op}: ids: expected {expected.__name__}, as before, got {type(ids[0]).__name__}")
 
 
 def check_ids(op: str, ids: Any) -> list:

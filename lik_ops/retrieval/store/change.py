@@ -87,10 +87,9 @@ def _group_shards(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
     """
     manifest = snapshot.manifest
     begin, ends = 0, [0, *accumulate(_count_bytes(manifest, shard) for shard in manifest.shards)]
-    types = [type(snapshot.shard_file(i).ids[0]) if manifest.has_ids else None for i in range(len(ends) - 1)]
     for end in range(1, len(ends)):
-        is_last = end == len(types) or types[end] is not types[begin]
-        if is_last or ends[end + 1] - ends[begin] > MERGED_BYTES:
+        is_full = end == len(manifest.shards) or ends[end + 1] - ends[begin] > MERGED_BYTES
+        if is_full or snapshot.id_type(end) is not snapshot.id_type(begin):
             yield begin, end
             begin = end
 

@@ -431,8 +431,9 @@ class Corpus:
         tensors = layout.encode(op, packed, counts)
         with self._lock_for_change(snapshot) as (writer, manifest):
             if len(counts):
-                if ids is not None:
-                    appending.check_id_type(op, ids, Snapshot(self.path, manifest, snapshot).first_ids)
+                if ids is not None and manifest.shards:
+                    snapshot = Snapshot(self.path, manifest, snapshot)
+                    appending.check_id_type(op, ids, snapshot.id_type(0))
                 manifest = appending.commit_shard(op, writer, manifest, tensors, counts, encoded)
             self._snapshot = Snapshot(self.path, manifest, snapshot)
 

@@ -142,10 +142,9 @@ class Snapshot:
             return None
         return [x for i in range(len(self._files)) for x in self.shard_ids(i)]
 
-    @property
-    def first_ids(self) -> list:
-        """The ids of the documents of the first shard, also of deleted ones, or an empty list without ids."""
-        return self.shard_file(0).ids if self.manifest.has_ids and self.manifest.shards else []
+    def id_type(self, i: int) -> type | None:
+        """Return the type of the ids of a shard, or None without ids."""
+        return type(self.shard_file(i).ids[0]) if self.manifest.has_ids else None
 
     def shard_ids(self, i: int) -> list:
         """Return the ids of the documents of a shard that are not deleted."""
